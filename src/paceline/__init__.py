@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.engine.inputs import RequestOptions
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+    from paceline.parsing.parse_output import ParsedOutput, ParsedToolCall, parse_output
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.request import RequestSpeculation
@@ -35,6 +36,8 @@ __all__ = [
     "Grammar",
     "IncompatibleDrafterError",
     "PacelineError",
+    "ParsedOutput",
+    "ParsedToolCall",
     "QuantOptions",
     "RequestError",
     "RequestOptions",
@@ -45,6 +48,7 @@ __all__ = [
     "Timing",
     "Usage",
     "__version__",
+    "parse_output",
 ]
 
 # Loaded on first use, so that `import paceline` and `paceline --help` stay instant.
@@ -52,6 +56,8 @@ _LAZY = {
     "AsyncEngine": "paceline.engine.async_engine",
     "Grammar": "paceline.sampling.grammar",
     "LLM": "paceline.llm",
+    "ParsedOutput": "paceline.parsing.parse_output",
+    "ParsedToolCall": "paceline.parsing.parse_output",
     "QuantOptions": "paceline.config",
     "RequestOptions": "paceline.engine.inputs",
     "RequestOutput": "paceline.outputs",
@@ -60,6 +66,7 @@ _LAZY = {
     "StreamChunk": "paceline.outputs",
     "Timing": "paceline.outputs",
     "Usage": "paceline.outputs",
+    "parse_output": "paceline.parsing.parse_output",
 }
 
 

@@ -1,17 +1,17 @@
 """One call in each format that is JSON between marks, as the models write it."""
 
-THINKING = {
+REASONING_PARSERS = {
     "phi4_mini_json": "none",
     "functools": "none",
-    "nemotron_json": "think",
-    "deepseek_v3": "think",
-    "deepseek_v31": "think",
-    "deepseek_v32": "think",
-    "deepseek_v4": "think",
+    "nemotron_json": "qwen3",
+    "deepseek_v3": "qwen3",
+    "deepseek_v31": "qwen3",
+    "deepseek_v32": "qwen3",
+    "deepseek_v4": "qwen3",
     "cohere_command3": "cohere_command3",
     "command_r": "none",
     "internlm": "none",
-    "hy_v3": "think",
+    "hy_v3": "qwen3",
     "jamba": "none",
     "hunyuan_a13b": "hunyuan_a13b",
     "xlam": "none",
@@ -20,7 +20,7 @@ THINKING = {
     "granite-20b-fc": "granite",
 }
 """The reasoning format that models of a tool-call format use."""
-THOUGHT = {
+REASONING = {
     "nemotron_json": "<think>\nHm.\n</think>\n\n",
     "deepseek_v3": "<think>\nHm.\n</think>\n\n",
     "deepseek_v31": "<think>Hm.</think>",

@@ -1,4 +1,4 @@
-"""Answers as models write them, and what they say."""
+"""Answers as models write them, and what they consist of."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,6 @@ from typing import Any
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
 from paceline.parsing.registry import OutputFormat
 from paceline.parsing.tools import Tool
-from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.request import ChatRequest
 
 WEATHER = {
     "type": "object",
@@ -26,8 +24,8 @@ WEATHER = {
 }
 TOOLS = (Tool(name="weather", description="Tomorrow's weather.", parameters=WEATHER), Tool(name="now"))
 
-Said = list[tuple[str, ...]]
-"""("text", …), ("thought", …) or ("call", name, arguments) in the order written."""
+Parsed = list[tuple[str, ...]]
+"""("text", …), ("reasoning", …) or ("call", name, arguments) in the order written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +33,16 @@ class Case:
     """An answer.
 
     Attributes:
-        formats: of tools and of thoughts.
-        is_opened: whether the prompt has begun thoughts.
-        num_complete: calls whose arguments are complete; None = all of `said`.
+        formats: of tool calls and of reasoning.
+        output: what the model wrote.
+        is_opened: whether the prompt has begun reasoning.
+        num_complete: calls whose arguments are complete; None = all of `expected`.
     """
 
     name: str
     formats: tuple[str, str]
-    written: str
-    said: Said
+    output: str
+    expected: Parsed
     is_opened: bool = False
     parallel: bool = True
     num_complete: int | None = None
@@ -51,27 +50,23 @@ class Case:
 
 def events_of(case: Case, pieces: Iterable[str], tools: Sequence[Tool] = TOOLS) -> tuple[list[Event], int]:
     """The events of an answer that arrives in pieces, and how many of its calls are complete."""
-    request = ChatRequest(messages=[], tools=tools, params=SamplingParams(), parallel_tool_calls=case.parallel)
-    formats = OutputFormat(*case.formats)
-    sink = formats.sink(0, request.offered_tools, several=request.parallel_tool_calls)
-    reading = formats.reading(request.offered_tools, sink, in_reasoning=case.is_opened)
+    stream = OutputFormat(*case.formats).stream(tools, several=case.parallel, in_reasoning=case.is_opened)
     events: list[Event] = []
     for piece in pieces:
-        reading.push(piece)
-        events += sink.take()
-    reading.finish()
-    assert reading.is_done
-    return events + sink.take(), sink.num_complete
+        events += stream.push(piece)
+    events += stream.finish()
+    assert stream.parser.is_done
+    return events, stream.sink.num_complete
 
 
-def said(events: Sequence[Event]) -> Said:
-    """What events say, ids left out."""
+def parsed(events: Sequence[Event]) -> Parsed:
+    """What events amount to, ids left out."""
     found: list[Any] = []
     for event in merged(events):
         if isinstance(event, Text):
             found.append(("text", event.text))
         elif isinstance(event, Reasoning):
-            found.append(("thought", event.text))
+            found.append(("reasoning", event.text))
         elif isinstance(event, ToolCallStart):
             assert event.call == sum(one[0] == "call" for one in found)
             found.append(("call", event.name, ""))
@@ -84,16 +79,16 @@ def said(events: Sequence[Event]) -> Said:
 HERMES, LLAMA, MISTRAL, XML, GLM, GEMMA, HARMONY, KIMI, MINIMAX, GRANITE = (
     (name, think)
     for name, think in (
-        ("hermes", "think"),
-        ("llama3", "none"),
+        ("hermes", "qwen3"),
+        ("llama3_json", "none"),
         ("mistral", "mistral"),
-        ("xml", "think"),
-        ("glm", "think"),
+        ("qwen3_coder", "qwen3"),
+        ("glm45", "qwen3"),
         ("gemma4", "gemma4"),
-        ("harmony", "harmony"),
-        ("kimi", "think"),
-        ("minimax", "think"),
-        ("granite3", "none"),
+        ("openai", "openai_gptoss"),
+        ("kimi_k2", "qwen3"),
+        ("minimax_m2", "qwen3"),
+        ("granite", "none"),
     )
 )
 CASES = [
@@ -112,22 +107,22 @@ CASES = [
         [("call", "weather", '{"city": "Köln 😀", "days": 2}')],
     ),
     Case(
-        "thought, text and two calls",
+        "reasoning, text and two calls",
         HERMES,
         '<think>\nHm.\n\nSo.\n</think>\n\nI look.\n<tool_call>{"name":"now"}</tool_call>\n'
         '<tool_call>{"name": "weather", "arguments": {"city": "A"}}</tool_call>\nDone.',
-        [("thought", "Hm.\n\nSo."), ("text", "I look."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}'), ("text", "Done.")],
+        [("reasoning", "Hm.\n\nSo."), ("text", "I look."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}'), ("text", "Done.")],
     ),
     Case(
-        "thoughts that the prompt began",
+        "reasoning that the prompt began",
         HERMES,
         "so <think> it\n</think>\nYes",
-        [("thought", "so <think> it"), ("text", "Yes")],
+        [("reasoning", "so <think> it"), ("text", "Yes")],
         is_opened=True,
     ),
-    Case("thoughts without end", HERMES, "<think>\nmore\n", [("thought", "more\n")]),
-    Case("thoughts in the text", HERMES, "a <think>b</think>", [("text", "a <think>b</think>")]),
-    Case("no thoughts", HERMES, "<think>\n\n</think>\n\nYes", [("text", "Yes")]),
+    Case("reasoning without an end", HERMES, "<think>\nmore\n", [("reasoning", "more\n")]),
+    Case("reasoning marks in the text", HERMES, "a <think>b</think>", [("text", "a <think>b</think>")]),
+    Case("empty reasoning", HERMES, "<think>\n\n</think>\n\nYes", [("text", "Yes")]),
     Case(
         "arguments first",
         HERMES,
@@ -143,8 +138,8 @@ CASES = [
         '<tool_call>{"name": "now", "arguments": {"a": "x\ny\\d \\u00e4\\n"}}</tool_call>',
         [("call", "now", '{"a": "x\\ny\\\\d \\u00e4\\n"}')],
     ),
-    Case("thoughts behind no call", HERMES, "<tool_call><think>b</think>", [("text", "<tool_call><think>b</think>")]),
-    Case("no call behind text", HERMES, "a \n<tool_call> b", [("text", "a \n<tool_call> b")]),
+    Case("reasoning after no call", HERMES, "<tool_call><think>b</think>", [("text", "<tool_call><think>b</think>")]),
+    Case("no call after text", HERMES, "a \n<tool_call> b", [("text", "a \n<tool_call> b")]),
     Case("a missing brace", HERMES, '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>', [("call", "now", '{"a": 1}')]),
     Case(
         "a missing end",
@@ -159,24 +154,23 @@ CASES = [
         [("text", '<tool_call>later</tool_call> <tool_call><tool_call>{"name": 3}')],
     ),
     Case(
-        "a call behind none",
+        "a repeated opening mark",
         HERMES,
         '<tool_call>\n<tool_call>{"name": "now"}</tool_call>',
-        [("text", "<tool_call>\n"), ("call", "now", "{}")],
+        [("call", "now", "{}")],
     ),
     Case(
         "a call that breaks off",
         HERMES,
         '<tool_call>{"name": "weather", "arguments": {"city": "Kö',
-        [("call", "weather", '{"city": "Kö')],
+        [("call", "weather", '{"city": "Kö"}')],
         num_complete=0,
     ),
     Case(
-        "arguments that are none",
+        "a word without quotes",
         HERMES,
         '<tool_call>{"name": "weather", "arguments": {"city": oops}}</tool_call>',
-        [("call", "weather", '{"city": '), ("text", "oops}}</tool_call>")],
-        num_complete=0,
+        [("call", "weather", '{"city": "oops"}')],
     ),
     Case(
         "one call and no more",
@@ -195,7 +189,7 @@ CASES = [
     Case("another JSON", LLAMA, '{"name": "Ann", "parameters": {}}', [("text", '{"name": "Ann", "parameters": {}}')]),
     Case("JSON within text", LLAMA, 'So: {"name": "now", "parameters": {}}', [("text", 'So: {"name": "now", "parameters": {}}')]),
     Case(
-        "JSON behind no call",
+        "JSON after no call",
         LLAMA,
         '<|python_tag|>{{"name": "now", "parameters": {}}',
         [("text", '<|python_tag|>{{"name": "now", "parameters": {}}')],
@@ -212,7 +206,7 @@ CASES = [
         "names",
         MISTRAL,
         '[THINK]Hm.[/THINK][TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "A"}',
-        [("thought", "Hm."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}')],
+        [("reasoning", "Hm."), ("call", "now", "{}"), ("call", "weather", '{"city": "A"}')],
     ),
     Case("a name alone", MISTRAL, "[TOOL_CALLS]now, please", [("text", "[TOOL_CALLS]now, please")]),
     Case("no list", MISTRAL, "[TOOL_CALLS][1]", [("text", "[TOOL_CALLS][1]")]),
@@ -223,7 +217,7 @@ CASES = [
         '<parameter=days>\n03\n</parameter>\n<parameter=metric>\nTrue\n</parameter>\n<parameter=tags>\n["a", "b"]\n</parameter>\n'
         '<parameter=at>\n{"x": 1.5}\n</parameter>\n</function>\n</tool_call>',
         [
-            ("thought", "A"),
+            ("reasoning", "A"),
             ("text", "I look."),
             (
                 "call",
@@ -246,8 +240,7 @@ CASES = [
         "broken",
         XML,
         "<tool_call><function=weather><parameter=days>\n3",
-        [("call", "weather", '{"days": '), ("text", "3")],
-        num_complete=0,
+        [("call", "weather", '{"days": 3}')],
     ),
     Case("no function", XML, "<tool_call>\n{}</tool_call>", [("text", "<tool_call>\n{}</tool_call>")]),
     Case(
@@ -255,13 +248,13 @@ CASES = [
         GLM,
         "<think>A</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln\n</x></arg_value>\n<arg_key>days"
         "</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now</tool_call>",
-        [("thought", "A"), ("text", "I look."), ("call", "weather", '{"city": "Köln\\n</x>", "days": 2}'), ("call", "now", "{}")],
+        [("reasoning", "A"), ("text", "I look."), ("call", "weather", '{"city": "Köln\\n</x>", "days": 2}'), ("call", "now", "{}")],
     ),
     Case(
         "without line ends",
         GLM,
         "<tool_call>weather<arg_key>tags</arg_key><arg_value>[]</arg_value><arg_key>b</arg_key><arg_value>c",
-        [("call", "weather", '{"tags": [], "b": "c')],
+        [("call", "weather", '{"tags": [], "b": "c"}')],
         num_complete=0,
     ),
     Case("no name", GLM, "<tool_call>later</tool_call>", [("text", "<tool_call>later</tool_call>")]),
@@ -272,7 +265,7 @@ CASES = [
         '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:weather{city:<|"|>A "b" \\ {<|"|>,days:2,metric:true,'
         'tags:[<|"|>a<|"|>,<|"|>b<|"|>],at:{x:1.5},note:null}<tool_call|><|tool_call>call:now{}<tool_call|>',
         [
-            ("thought", "Hm."),
+            ("reasoning", "Hm."),
             ("text", "I look."),
             (
                 "call",
@@ -282,7 +275,7 @@ CASES = [
             ("call", "now", "{}"),
         ],
     ),
-    Case("no thoughts", GEMMA, "<|channel>thought\n<channel|>Yes.", [("text", "Yes.")]),
+    Case("empty reasoning", GEMMA, "<|channel>thought\n<channel|>Yes.", [("text", "Yes.")]),
     Case("another channel", GEMMA, "<|channel>x<channel|>", [("text", "<|channel>x<channel|>")]),
     Case("bare words", GEMMA, '<|tool_call>call:now{a:word, "b": "c"}<tool_call|>', [("call", "now", '{"a": "word", "b": "c"}')]),
     Case("no braces", GEMMA, "<|tool_call>call:now<tool_call|>", [("text", "<|tool_call>call:now<tool_call|>")]),
@@ -290,25 +283,25 @@ CASES = [
         "broken",
         GEMMA,
         '<|tool_call>call:weather{city:<|"|>A<tool_call|>',
-        [("call", "weather", '{"city": "A<tool_call|>')],
+        [("call", "weather", '{"city": "A"}')],
         num_complete=0,
     ),
     Case(
         "channels",
         HARMONY,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
-        [("thought", "Hm."), ("text", "Yes.")],
+        [("reasoning", "Hm."), ("text", "Yes.")],
     ),
     Case(
         "a function",
         HARMONY,
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "A"}<|call|>',
-        [("thought", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "A"}')],
+        [("reasoning", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "A"}')],
     ),
     Case("the recipient first", HARMONY, " to=functions.now<|channel|>commentary json<|message|>{}", [("call", "now", "{}")]),
     Case(
-        "somebody else",
+        "another recipient",
         HARMONY,
         "<|channel|>analysis to=browser.open<|message|>{}<|call|>",
         [("text", "<|channel|>analysis to=browser.open<|message|>{}")],
@@ -326,19 +319,19 @@ CASES = [
         "<think>Hm.</think>I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
         '{"city": "Köln"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
         "<|tool_calls_section_end|>",
-        [("thought", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "Köln"}'), ("call", "now", "{}")],
+        [("reasoning", "Hm."), ("text", "I look."), ("call", "weather", '{"city": "Köln"}'), ("call", "now", "{}")],
     ),
     Case(
-        "no id",
+        "a name without an id",
         KIMI,
         "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>{}",
-        [("text", "<|tool_calls_section_begin|><|tool_call_begin|>now<|tool_call_argument_begin|>{}")],
+        [("call", "now", "{}")],
     ),
     Case(
         "broken",
         KIMI,
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "K',
-        [("call", "weather", '{"city": "K')],
+        [("call", "weather", '{"city": "K"}')],
         num_complete=0,
     ),
     Case(
@@ -348,7 +341,7 @@ CASES = [
         '<parameter name="days">2</parameter>\n<parameter name="tags">["a"]</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
         "</minimax:tool_call>",
         [
-            ("thought", "Hm."),
+            ("reasoning", "Hm."),
             ("text", "I look."),
             ("call", "weather", '{"city": "Köln\\n\\"a\\"", "days": 2, "tags": ["a"]}'),
             ("call", "now", "{}"),
@@ -356,10 +349,10 @@ CASES = [
     ),
     Case("no invocation", MINIMAX, "<minimax:tool_call>now</minimax:tool_call>", [("text", "<minimax:tool_call>now</minimax:tool_call>")]),
     Case(
-        "a list behind a token",
+        "a list after a token",
         GRANITE,
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "A"}}, {"name": "now", "arguments": {}}]',
         [("call", "weather", '{"city": "A"}'), ("call", "now", "{}")],
     ),
-    Case("no list behind a token", GRANITE, "<|tool_call|> later", [("text", "<|tool_call|> later")]),
+    Case("no list after a token", GRANITE, "<|tool_call|> later", [("text", "<|tool_call|> later")]),
 ]

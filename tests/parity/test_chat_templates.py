@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import write_byte_level_tokenizer
-from harness.markup_cases import TOOLS, Case, events_of, said
+from harness.markup_cases import TOOLS, Case, events_of, parsed
 from harness.tool_model import TEMPLATE
 from paceline.errors import RequestError
-from paceline.parsing.registry import TOOL_FORMATS, Formats
+from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.template_process import BROKEN
 
@@ -240,14 +240,16 @@ def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, m
     num_read = 0
     for source in found.values():
         tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools, source=source: source)
-        formats = Formats.of(tokenizer)
-        if formats.tools == "none":
+        formats = OutputFormat.of(tokenizer)
+        if formats.tool_call_parser in ("none", "generic"):
             continue
         text = ChatTemplate(source, pretrained.special_tokens_map).render(CALL, tools=DESCRIBED, add_generation_prompt=False)
-        opening = TOOL_FORMATS[formats.tools].opening or {"llama3": '{"name"', "harmony": " to="}[formats.tools]
+        opening = (
+            TOOL_CALL_FORMATS[formats.tool_call_parser].opening or {"llama3_json": '{"name"', "openai": " to="}[formats.tool_call_parser]
+        )
         written = text[text.rindex(opening, 0, text.rindex("Köln")) :]
-        events, num_complete = events_of(Case("", (formats.tools, formats.think), "", []), [written])
-        assert said(events)[0] == ("call", "weather", '{"city": "Köln", "days": 2}')
+        events, num_complete = events_of(Case("", (formats.tool_call_parser, formats.reasoning_parser), "", []), [written])
+        assert parsed(events)[0] == ("call", "weather", '{"city": "Köln", "days": 2}')
         num_read += num_complete
     assert num_read >= 1
 

@@ -71,6 +71,7 @@ ARROWS: dict[str, set[str]] = {
         "engine.async_engine",
         "engine.inputs",
         "outputs",
+        "parsing.parse_output",
         "sampling.params",
         "sampling.grammar",
         "speculation.request",

@@ -15,6 +15,8 @@ PUBLIC = {
     # generate
     "LLM", "AsyncEngine", "SamplingParams", "RequestOptions", "RequestSpeculation", "Grammar", "QuantOptions",
     "StreamChunk", "RequestOutput", "Usage", "Timing",
+    # read what a model wrote
+    "parse_output", "ParsedOutput", "ParsedToolCall",
     # errors
     "PacelineError", "ConfigError", "CheckpointError", "IncompatibleDrafterError", "CapacityError", "RequestError",
     "BackendUnavailableError",

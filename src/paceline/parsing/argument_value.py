@@ -1,4 +1,4 @@
-"""Values of arguments written as plain text between two texts: read into JSON, and what they may be under a schema."""
+"""Values of arguments that are written as plain text between marks: their JSON, and the grammar of what a schema allows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,42 +6,49 @@ from typing import Any
 from paceline.parsing.argument_types import coerce_argument, is_text
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.lenient_json import escape_json
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 
 
-def read_value(stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None, ends: Sequence[str]) -> Parse[None]:
-    """Pass a value and one of `ends`, and tell it: a text as it comes, anything else when it is whole.
+class ArgumentValue:
+    """Emits a value from its parts: a text as the parts come, any other value when it is whole."""
 
-    Raises:
-        MalformedError: the text ends within it.
-    """
-    stream.mark_emitted()
-    streams = is_text(schema)
-    parts: list[str] = []
+    def __init__(self, sink: EventSink, schema: Mapping[str, Any] | None) -> None:
+        self._sink, self._schema = sink, schema
+        self._parts: list[str] | None = None if is_text(schema) else []
+        if self._parts is None:
+            sink.arguments('"')
 
-    def tell(part: str) -> None:
-        if streams:
-            sink.arguments(escape_json(part))
+    def add(self, part: str) -> None:
+        """Add a part of the value."""
+        if self._parts is None:
+            self._sink.arguments(escape_json(part))
         else:
-            parts.append(part)
+            self._parts.append(part)
 
-    if streams:
-        sink.arguments('"')
-    end = yield from stream.emit_until(ends, tell)
-    if end is None:
-        sink.text("".join(parts))
-        raise MalformedError
-    stream.at += len(end)
-    sink.arguments('"' if streams else coerce_argument("".join(parts), schema))
+    def end(self, *, is_whole: bool) -> None:
+        """End the value; a text that is not whole is left open, so that its call counts as incomplete."""
+        if self._parts is not None:
+            self._sink.arguments(coerce_argument("".join(self._parts), self._schema))
+        elif is_whole:
+            self._sink.arguments('"')
+
+
+def read_value(stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None, ends: Sequence[str]) -> Parse[None]:
+    """Pass a value and one of `ends`, and emit the value; it also ends where the text ends."""
+    stream.mark_emitted()
+    value = ArgumentValue(sink, schema)
+    end = yield from stream.emit_until(ends, value.add)
+    value.end(is_whole=end is not None)
+    stream.at += len(end or "")
     stream.mark_emitted()
 
 
 def value_grammar(grammar: ToolCallGrammar, root: Mapping[str, Any], schema: Mapping[str, Any], end: str) -> str:
-    """What matches a value and `end`; a text is held to its `enum` alone.
+    """Return a grammar of a value and `end`. Of a text only its `enum` is enforced.
 
     Args:
-        root: the schema that references in `schema` lead into.
+        root: the schema within which references are resolved.
     """
     if not is_text(schema):
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}

@@ -1,4 +1,4 @@
-"""Where readers of markup tell what they found: it becomes the events of one sample."""
+"""Takes the reasoning, text and tool calls that parsers find, as the events of one sample."""
 
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -6,82 +6,115 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from paceline.parsing.json_completer import JsonCompleter
+from paceline.parsing.text_stream import MalformedError
 from paceline.parsing.tools import Tool
 
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def call_id() -> str:
-    """An id for a call, as OpenAI's."""
+    """Return a new id of a call, in the form of OpenAI's."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: other ids Mistral's templates refuse."""
+    """Return a new id of nine letters and digits; Mistral's templates refuse others."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 class EventSink:
-    """Takes down one sample.
+    """Collects the events of one sample.
+
+    The arguments of every call are the text of a JSON object: what is open at the end of a call is closed.
 
     Args:
         sample: its index.
-        tools: those that the model was told of.
-        max_calls: how many calls it may have; what would be more is text.
-        new_id: makes ids of calls.
+        tools: those that the model was shown.
+        max_calls: how many calls it may have; further ones are text.
+        new_id: returns a new id of a call.
 
     Attributes:
-        num_calls: calls that were begun.
-        num_complete: calls whose arguments are complete.
+        num_calls: number of calls that were begun.
+        num_complete: number of calls whose arguments did not end within a string.
         has_text: whether the answer has text.
     """
 
     def __init__(self, sample: int, tools: Sequence[Tool], max_calls: int | None, new_id: Callable[[], str]) -> None:
         self._sample, self._new_id, self._max_calls = sample, new_id, max_calls
         self._tools = {tool.name: tool for tool in tools}
+        self._completer = JsonCompleter()
+        self._has_arguments = False
+        self._pieces: list[str] = []  # of arguments, not yet completed
         self.num_calls = self.num_complete = 0
         self.has_text = False
         self._events: list[Event] = []
 
     def take(self) -> list[Event]:
-        """What was told since the last time."""
+        """Return the events since the last time."""
+        self._pass_arguments()
         events, self._events = self._events, []
         return events
 
     def text(self, text: str) -> None:
-        """The answer goes on."""
+        """Add to the text of the answer."""
         if text:
+            self._pass_arguments()
             self.has_text = True
             self._events.append(Text(self._sample, text))
 
     def reasoning(self, text: str) -> None:
-        """The thoughts go on."""
+        """Add to the reasoning."""
         if text:
+            self._pass_arguments()
             self._events.append(Reasoning(self._sample, text))
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools that the model was told of."""
+        """Names of the tools that the model was shown."""
         return self._tools.keys()
 
     def schema_of(self, name: str) -> Mapping[str, Any] | None:
-        """The schema of a tool's arguments; None where nothing is known of them."""
+        """Return the schema of a tool's arguments; None if there is none."""
         return self._tools[name].parameters if name in self._tools else None
+
+    def knows(self, name: str) -> bool:
+        """Return whether a tool of this name was shown; without any tools every name is known."""
+        return not self._tools or name in self._tools
 
     @property
     def can_call(self) -> bool:
-        """Whether one more call may be told."""
+        """Whether the answer may have one more call."""
         return self._max_calls is None or self.num_calls < self._max_calls
 
     @contextmanager
     def call(self, name: str, call_id: str | None = None) -> Iterator[None]:
-        """A call, whose arguments are told in this block; its id is made here unless the model wrote one."""
+        """Begin a call, whose arguments are added in this block. The id is made here unless the model wrote one."""
         self._events.append(ToolCallStart(self._sample, self.num_calls, call_id or self._new_id(), name))
         self.num_calls += 1
-        yield
-        self.num_complete += 1
+        self._completer, self._has_arguments = JsonCompleter(), False
+        try:
+            yield
+        except MalformedError:
+            self._complete_call()
+            raise
+        self._complete_call()
+
+    def _complete_call(self) -> None:
+        self._pass_arguments()
+        self.num_complete += not self._completer.in_string
+        self._add_arguments(self._completer.close() if self._has_arguments else "{}")
 
     def arguments(self, text: str) -> None:
-        """The arguments of the call go on."""
+        """Add to the arguments of the call; what JSON needs at their end may be missing."""
+        self._pieces.append(text)
+
+    def _pass_arguments(self) -> None:
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._add_arguments(self._completer.add("".join(pieces)))
+
+    def _add_arguments(self, text: str) -> None:
         if text:
+            self._has_arguments = True
             self._events.append(ToolCallArguments(self._sample, self.num_calls - 1, text))

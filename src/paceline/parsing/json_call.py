@@ -1,21 +1,80 @@
-"""A call as one JSON object with the tool's name and its arguments."""
+"""A call as a JSON object with the tool's name and its arguments, as most formats write it.
+
+Models also write lists of such objects, put them into code fences or under the key "function", and give the arguments as a string that
+holds the object, as null, or not at all. `read_json_calls` reads all of these.
+"""
 
 import json
+import re
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.lenient_json import emit_json_object, read_json_value, read_short_string
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.lenient_json import emit_json_object, parse_json, read_json_value, read_short_string
+from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
 _ARGUMENTS = ("arguments", "parameters")
+_NESTED = ("function", "tool_call")
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[\w+-]")
+_AFTER_NAME = "<[`"  # what begins an end mark
+
+
+def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = False, between: str = ",;") -> Parse[None]:
+    """Pass one call, a list of calls, or several calls, perhaps in a code fence, and emit them.
+
+    Args:
+        only_known: as for `read_json_call`.
+        between: characters that may separate calls.
+
+    Raises:
+        MalformedError: the text does not begin with a call.
+    """
+    yield from stream.skip()
+    is_fenced = yield from _skip_fence(stream)
+    is_list = yield from stream.take("[")
+    yield from stream.skip()
+    if is_list and (yield from stream.take("]")):
+        if only_known:
+            raise MalformedError
+    else:
+        yield from read_json_call(stream, sink, only_known=only_known)
+        yield from _read_more(stream, sink, only_known=only_known, between=between)
+    yield from skip_closers(stream)
+    if is_fenced:
+        yield from stream.take_or_end(_FENCE)
+    stream.mark_emitted()
+
+
+def _skip_fence(stream: TextStream) -> Parse[bool]:
+    if not (yield from stream.take(_FENCE)):
+        return False
+    yield from stream.matching(_LANGUAGE)
+    yield from stream.skip()
+    return True
+
+
+def _read_more(stream: TextStream, sink: EventSink, *, only_known: bool, between: str) -> Parse[None]:
+    """Pass further calls; what begins like one and is none is left to the caller."""
+    while sink.can_call:
+        stream.mark_emitted()
+        yield from stream.skip(WHITESPACE + between)
+        if (yield from stream.peek()) != "{":
+            return
+        yield from read_json_call(stream, sink, only_known=only_known)
+
+
+def skip_closers(stream: TextStream) -> Parse[None]:
+    """Pass braces and brackets that are too many after a call, and white space."""
+    yield from stream.skip(WHITESPACE + "}]")
+    stream.mark_emitted()
 
 
 def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = False) -> Parse[None]:
-    """Pass {"name": …, "arguments": {…}} and tell the call; "parameters" is another name of the arguments.
+    """Pass {"name": …, "arguments": {…}} and emit the call; "parameters" is another name of the arguments.
 
-    Behind the arguments a missing brace is forgiven. Without arguments there is a call with none.
+    A missing brace after the arguments is tolerated. Without arguments there is a call with none.
 
     Args:
-        only_known: whether it must have arguments and name a tool that the model was told of; else it may be any JSON.
+        only_known: whether it must have arguments and name a tool that the model was shown. Otherwise it may be any JSON.
 
     Raises:
         MalformedError: it is no call.
@@ -24,17 +83,23 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
     yield from stream.expect("{")
     name = held = None
     while True:
-        yield from stream.skip()
-        key = yield from read_short_string(stream)
-        yield from stream.skip()
-        yield from stream.expect(":")
-        yield from stream.skip()
-        if key == "name":
+        yield from stream.skip(WHITESPACE + ",")
+        if (yield from stream.take("}")):
+            break
+        key = yield from _read_key(stream)
+        if key in _NESTED and (yield from stream.peek()) == "{":
+            yield from read_json_call(stream, sink, only_known=only_known)
+            yield from _pass_rest(stream)
+            return
+        if key == "tool_calls" and (yield from stream.peek()) == "[":
+            yield from read_json_calls(stream, sink, only_known=only_known)
+            return
+        if key in ("name", *_NESTED):
             name = yield from read_short_string(stream)
-            if not name or (only_known and name not in sink.tool_names):
+            if not name or (only_known and not sink.knows(name)):
                 raise MalformedError
         elif key in _ARGUMENTS and name is not None:
-            yield from _tell_arguments(stream, sink, name)
+            yield from emit_arguments(stream, sink, name)
             yield from _pass_rest(stream)
             return
         elif key in _ARGUMENTS:
@@ -42,55 +107,77 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
         else:
             yield from read_json_value(stream)
         yield from stream.skip()
-        if (yield from stream.take("}")):
+        char = yield from stream.peek()
+        if name is not None and not only_known and char and char in _AFTER_NAME:
             break
-        yield from stream.expect(",")
+        if char not in ("}", ",", '"', "'"):
+            raise MalformedError
     if name is None or (held is None and only_known):
         raise MalformedError
-    with sink.call(name):
-        sink.arguments("{}" if held is None else held)
     stream.mark_emitted()
+    with sink.call(name):
+        sink.arguments(held or "{}")
 
 
-def _tell_arguments(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
-    char = yield from stream.peek()
-    if char == "{":
+def _read_key(stream: TextStream) -> Parse[str]:
+    key = yield from read_short_string(stream)
+    yield from stream.skip()
+    yield from stream.expect(":")
+    yield from stream.skip()
+    return key
+
+
+def emit_arguments(stream: TextStream, sink: EventSink, name: str, call_id: str | None = None) -> Parse[None]:
+    """Pass the arguments of a call and emit the call.
+
+    The arguments are an object, a string that holds one, or null or an empty string or list, which mean no arguments.
+
+    Raises:
+        MalformedError: they are something else; no call was emitted.
+    """
+    if (yield from stream.peek()) == "{":
         stream.mark_emitted()
-        with sink.call(name):
+        with sink.call(name, call_id):
             yield from emit_json_object(stream, sink.arguments)
         return
     text = _object_text((yield from read_json_value(stream)))
     stream.mark_emitted()
-    with sink.call(name):
+    with sink.call(name, call_id):
         sink.arguments(text)
 
 
 def _object_text(value: str) -> str:
-    """A JSON object, which may be given as a string that holds it.
+    """Return the JSON object that a value is or holds.
 
     Raises:
         MalformedError: it is none.
     """
     try:
         given = json.loads(value)
-        if isinstance(given, str):
-            value, given = given, json.loads(given)
+        if isinstance(given, str) and given.strip():
+            value = parse_json(given) or ""
+            given = json.loads(value)
     except (ValueError, RecursionError):
         raise MalformedError from None
+    if given is None or given in ("", []):
+        return "{}"
+    if isinstance(given, list) and len(given) == 1:
+        given, value = given[0], json.dumps(given[0], ensure_ascii=False)
     if not isinstance(given, dict):
         raise MalformedError
     return value
 
 
 def _pass_rest(stream: TextStream) -> Parse[None]:
-    """What follows the arguments up to the brace, if it is as it should be; else nothing is passed."""
+    """Pass what follows the arguments up to the brace if it is well-formed; otherwise pass nothing."""
+    stream.mark_emitted()
     yield from stream.skip()
     while (yield from stream.take(",")):
-        yield from stream.skip()
-        yield from read_short_string(stream)
-        yield from stream.skip()
-        yield from stream.expect(":")
-        yield from stream.skip()
+        yield from stream.skip(WHITESPACE + ",")
+        char = yield from stream.peek()
+        if char == "" or char not in "\"'":
+            break
+        yield from _read_key(stream)
         yield from read_json_value(stream)
         yield from stream.skip()
     if not (yield from stream.take("}")):
@@ -99,5 +186,5 @@ def _pass_rest(stream: TextStream) -> Parse[None]:
 
 
 def json_call_head(name: str, arguments: str = "arguments") -> str:
-    """What stands in front of the arguments."""
+    """Return the text before the arguments."""
     return f'{{"name": {json.dumps(name)}, "{arguments}": '

@@ -1,32 +1,94 @@
-"""Thoughts between two markers, as most models that think write them."""
+"""Reasoning between two marks, as most models that reason write it.
+
+A call within reasoning is a call only if the reasoning is never closed. So the text from a call's opening mark on is held back until the
+closing mark or the end of the text has come.
+"""
+
+from collections.abc import Mapping
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.output_parser import Markers, ParseMarkup
-from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.markers import Markers, ParseMarkup
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 THINK = ("<think>", "</think>")
 MISTRAL = ("[THINK]", "[/THINK]")
 GEMMA4 = ("<|channel>", "<channel|>")
 
 
-def reasoning_until(close: str, label: str = "") -> ParseMarkup:
-    """Reads thoughts up to `close`, or to the end of the answer. Line ends around them are markup.
+class ReasoningReader:
+    """Reads reasoning up to its closing mark. Line ends around the reasoning are markup.
 
     Args:
-        label: what must stand behind the opening marker.
+        open: the opening mark, which models repeat after a prompt that ends with it; empty = it is not looked for.
+        close: the closing mark.
+        label: what must follow the opening mark.
     """
 
-    def read(stream: TextStream, sink: EventSink) -> Parse[None]:
-        yield from stream.expect(label)
+    def __init__(self, close: str, label: str = "", open: str = "") -> None:
+        self._open, self._close, self._label = open, close, label
+
+    def __call__(self, stream: TextStream, sink: EventSink, calls: Mapping[str, ParseMarkup] | None = None) -> Parse[None]:
+        """Pass the reasoning and its closing mark.
+
+        Args:
+            calls: parsers of calls by their opening marks.
+
+        Raises:
+            MalformedError: the label is missing.
+        """
+        yield from stream.expect(self._label)
         yield from stream.skip("\n")
+        while self._open and (yield from stream.take(self._open)):
+            yield from stream.skip("\n")
         stream.mark_emitted()
-        if (yield from stream.emit_until((close,), sink.reasoning, held="\n")) is not None:
-            stream.at += len(close)
+        marks = (self._close, *(calls or {}))
+        is_never_closed = False
+        while (mark := (yield from stream.emit_until(marks, sink.reasoning, held="\n"))) is not None:
+            if mark == self._close:
+                stream.at += len(mark)
+                return
+            is_never_closed = is_never_closed or not (yield from self._is_closed(stream))
+            if not is_never_closed:
+                self._emit_to_close(stream, sink)
+            elif (yield from self._read_call(mark, stream, sink, calls or {})):
+                return
 
-    return read
+    def _read_call(self, mark: str, stream: TextStream, sink: EventSink, calls: Mapping[str, ParseMarkup]) -> Parse[bool]:
+        """Return whether a call follows its opening mark; otherwise the text that was passed is reasoning."""
+        stream.at += len(mark)
+        num_calls = sink.num_calls
+        try:
+            yield from calls[mark](stream, sink)
+        except MalformedError:
+            emit = sink.text if sink.num_calls > num_calls else sink.reasoning
+            emit(stream.unemitted)
+        stream.mark_emitted()
+        return sink.num_calls > num_calls
+
+    def _is_closed(self, stream: TextStream) -> Parse[bool]:
+        """Return whether the closing mark is in the text that follows, once it or the end of the text has come."""
+        num_searched = 0
+        while stream.text.find(self._close, stream.at + num_searched) < 0:
+            if stream.has_ended:
+                return False
+            num_searched = max(num_searched, len(stream.text) - len(self._close) + 1 - stream.at)
+            yield
+        return True
+
+    def _emit_to_close(self, stream: TextStream, sink: EventSink) -> None:
+        end = stream.text.find(self._close, stream.at)
+        sink.reasoning(stream.text[stream.num_emitted : end].rstrip("\n"))
+        stream.at = end
+        stream.mark_emitted()
 
 
-think, mistral = reasoning_until(THINK[1]), reasoning_until(MISTRAL[1])
+def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
+    """Return a parser of reasoning up to `close`, as `ReasoningReader`."""
+    return ReasoningReader(close, label, open)
+
+
+think = reasoning_until(THINK[1], open=THINK[0])
+mistral = reasoning_until(MISTRAL[1], open=MISTRAL[0])
 THINK_MARKERS = Markers(first={THINK[0]: think})
 MISTRAL_MARKERS = Markers(anywhere={MISTRAL[0]: mistral})
 GEMMA4_MARKERS = Markers(anywhere={GEMMA4[0]: reasoning_until(GEMMA4[1], "thought")})

@@ -1,19 +1,21 @@
-"""The table of formats in which models write calls of tools and thoughts, and which of them a model uses.
+"""The table of formats in which models write tool calls and reasoning, and the two formats of one model.
 
-A new format is a file of its own and a line here.
+Formats have the names of vLLM's parsers where vLLM has one. A new format is a file of its own and one entry here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import ConfigError, RequestError
 from paceline.parsing import answer_tags, reasoning
+from paceline.parsing.detection import format_of_template
 from paceline.parsing.event_sink import EventSink, call_id, short_call_id
+from paceline.parsing.events import Event
+from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
+from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
-from paceline.parsing.output_parser import Markers, OutputParser, ParseMarkup
+from paceline.parsing.output_parser import Markers, OutputParser
 from paceline.parsing.text_stream import StreamParser, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls import (
     cohere,
     deepseek,
@@ -21,6 +23,7 @@ from paceline.parsing.tool_calls import (
     functionary,
     gemma4,
     gemma4_grammar,
+    generic,
     glm,
     granite,
     granite_20b,
@@ -41,51 +44,9 @@ from paceline.parsing.tool_calls import (
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
 
-AUTO, NONE, HARMONY = "auto", "none", "harmony"
-
-
-class BuildCallGrammar(Protocol):
-    """Makes what matches one call of any of `tools`, or several calls."""
-
-    def __call__(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallFormat:
-    """How calls are written.
-
-    Attributes:
-        markers: where they begin, and who reads them.
-        signs: texts of which a chat template has all where its model writes so, but for those that begin with "!": it has none of these.
-        tokens: special tokens that belong to the markup, where the model has them.
-        grammar: what matches calls.
-        opening: the token that begins each call, or all of them; empty where there is none.
-        new_id: makes ids of calls.
-    """
-
-    markers: Markers
-    signs: tuple[str, ...]
-    tokens: tuple[str, ...]
-    grammar: BuildCallGrammar
-    opening: str = ""
-    new_id: Callable[[], str] = call_id
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
-    """How thoughts are written; the first attributes as for calls.
-
-    Attributes:
-        open, close: what begins and ends them.
-        opened: reads on behind a prompt that ends with `open`; None = there is none.
-    """
-
-    markers: Markers
-    signs: tuple[str, ...]
-    tokens: tuple[str, ...]
-    open: str = ""
-    close: str = ""
-    opened: ParseMarkup | None = None
+AUTO, NONE = "auto", "none"
+HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
+GENERIC = "generic"
 
 
 def _json_list(calls: JsonCallList, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
@@ -94,8 +55,8 @@ def _json_list(calls: JsonCallList, signs: tuple[str, ...], tokens: tuple[str, .
 
 
 HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
-_OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # what others write behind <tool_call>
-# in the order in which they are looked for: the signs of later ones may stand in templates of earlier ones
+_OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # formats that write other things after <tool_call>
+# in the order of detection: templates of earlier formats may have the signs of later ones
 TOOL_CALL_FORMATS = {
     HARMONY: ToolCallFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar),
     "gemma4": ToolCallFormat(
@@ -109,8 +70,8 @@ TOOL_CALL_FORMATS = {
         mistral.OPEN,
         new_id=short_call_id,
     ),
-    "kimi": ToolCallFormat(kimi_k2.MARKERS, (kimi_k2.OPEN, kimi_k2.ARGUMENTS), kimi_k2.TOKENS, kimi_k2.calls_grammar, kimi_k2.OPEN),
-    "minimax": ToolCallFormat(
+    "kimi_k2": ToolCallFormat(kimi_k2.MARKERS, (kimi_k2.OPEN, kimi_k2.ARGUMENTS), kimi_k2.TOKENS, kimi_k2.calls_grammar, kimi_k2.OPEN),
+    "minimax_m2": ToolCallFormat(
         minimax_m2.MARKERS,
         (minimax_m2.OPEN, minimax_m2.TAGS.function),
         (minimax_m2.OPEN, minimax_m2.CLOSE),
@@ -134,26 +95,29 @@ TOOL_CALL_FORMATS = {
     "hunyuan_a13b": ToolCallFormat(
         hunyuan_a13b.MARKERS, (hunyuan_a13b.OPEN,), hunyuan_a13b.TOKENS, hunyuan_a13b.CALLS.calls_grammar, hunyuan_a13b.OPEN
     ),
-    "granite3": _json_list(granite.CALLS, (granite.OPEN,), (granite.OPEN,)),
-    "xml": ToolCallFormat(
+    "functionary_v31": ToolCallFormat(
+        functionary.MARKERS_V31, (functionary.FUNCTION, "!<parameter=", "!<seed:"), (), functionary.calls_grammar_v31
+    ),
+    "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
+    "granite": _json_list(granite.CALLS, (granite.OPEN,), (granite.OPEN,)),
+    "qwen3_coder": ToolCallFormat(
         qwen3_coder.MARKERS,
         (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER, "!<seed:"),
         (qwen3_coder.OPEN, qwen3_coder.CLOSE),
         qwen3_coder.calls_grammar,
         qwen3_coder.OPEN,
     ),
-    "functionary_v31": ToolCallFormat(functionary.MARKERS_V31, (functionary.FUNCTION, "!<seed:"), (), functionary.calls_grammar_v31),
-    "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
-    "glm": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
+    "glm45": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "granite-20b-fc": _json_list(granite_20b.CALLS, (granite_20b.OPEN,), (granite_20b.OPEN,)),
     "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
-    "llama3": ToolCallFormat(
+    "llama3_json": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
+    GENERIC: ToolCallFormat(generic.MARKERS, (), (), generic.calls_grammar),
 }
 REASONING_FORMATS = {
-    HARMONY: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
+    HARMONY_REASONING: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
     "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
     "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
     "cohere_command3": ReasoningFormat(
@@ -164,6 +128,13 @@ REASONING_FORMATS = {
         answer_tags.cohere,
     ),
     "granite": ReasoningFormat(answer_tags.GRANITE_MARKERS, answer_tags.GRANITE[:1], (), *answer_tags.GRANITE, answer_tags.read_granite),
+    "qwen3": ReasoningFormat(
+        reasoning.THINK_MARKERS,
+        (reasoning.THINK[1], "!" + answer_tags.RESPONSE[0], "!" + answer_tags.ANSWER[0]),
+        reasoning.THINK,
+        *reasoning.THINK,
+        reasoning.think,
+    ),
     "ernie45": ReasoningFormat(
         answer_tags.RESPONSE_MARKERS,
         (reasoning.THINK[1], answer_tags.RESPONSE[0]),
@@ -178,97 +149,177 @@ REASONING_FORMATS = {
         *reasoning.THINK,
         reasoning.think,
     ),
-    "think": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
 }
+TOOL_CALL_SYNONYMS = {
+    "harmony": HARMONY,
+    "kimi": "kimi_k2",
+    "minimax": "minimax_m2",
+    "granite3": "granite",
+    "xml": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+}
+"""Other names of tool-call formats, with the names in the table."""
+REASONING_SYNONYMS = {
+    "harmony": HARMONY_REASONING,
+    **dict.fromkeys(("think", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "holo2", "step3"), "qwen3"),
+}
+"""Other names of reasoning formats, with the names in the table."""
 TOOL_CALL_PARSERS = (AUTO, NONE, *TOOL_CALL_FORMATS)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMATS)
 
 
-def check_parser_names(tools: str, think: str) -> None:
-    """That formats exist, or are to be found out.
+def check_parser_names(tool_call_parser: str, reasoning_parser: str) -> tuple[str, str]:
+    """Return the names in the tables of two parsers, "auto" and "none" included.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: there is no such parser.
     """
-    for option, name, choices in (("tools_format", tools, TOOL_CALL_PARSERS), ("think_format", think, REASONING_PARSERS)):
-        if name not in choices:
-            raise ConfigError(f"{option} is {name!r}: use one of {', '.join(choices)}")
+    tool_call_name = TOOL_CALL_SYNONYMS.get(tool_call_parser, tool_call_parser)
+    reasoning_name = REASONING_SYNONYMS.get(reasoning_parser, reasoning_parser)
+    if tool_call_name not in TOOL_CALL_PARSERS:
+        raise ConfigError(f"tool_call_parser is {tool_call_parser!r}: use one of {', '.join(TOOL_CALL_PARSERS)}")
+    if reasoning_name not in REASONING_PARSERS:
+        raise ConfigError(f"reasoning_parser is {reasoning_parser!r}: use one of {', '.join(REASONING_PARSERS)}")
+    return tool_call_name, reasoning_name
+
+
+@dataclass(slots=True)
+class OutputStream:
+    """Parses one sample whose text arrives in pieces.
+
+    Attributes:
+        sink: collects the events; has the numbers of calls.
+    """
+
+    sink: EventSink
+    parser: StreamParser
+
+    def push(self, text: str) -> list[Event]:
+        """Return the events of the next piece of text."""
+        self.parser.push(text)
+        return self.sink.take()
+
+    def finish(self) -> list[Event]:
+        """Return the last events, as no more text comes."""
+        self.parser.finish()
+        return self.sink.take()
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What one model writes.
+    """The formats of one model.
 
     Attributes:
-        tools, think: names in the tables; "none" = it writes no calls, or no thoughts, that we know how to read.
+        tool_call_parser, reasoning_parser: names in the tables; "none" = calls or reasoning are not parsed.
+
+    Raises:
+        ConfigError: there is no such parser.
     """
 
-    tools: str
-    think: str
+    tool_call_parser: str
+    reasoning_parser: str
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, tools: str = AUTO, think: str = AUTO) -> "OutputFormat":
-        """Those that were named, or that the chat template shows.
-
-        Raises:
-            ConfigError: there is no such format, or two do not go together.
-        """
-        check_parser_names(tools, think)
-        try:
-            template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
-        except RequestError:  # it is no text; whoever sends messages is told
-            template = ""
-        found_tools, found_think = _found(TOOL_CALL_FORMATS, template), _found(REASONING_FORMATS, template)
-        chosen = cls(found_tools if tools == AUTO else tools, found_think if think == AUTO else think)
-        if HARMONY in (chosen.tools, chosen.think) and not {chosen.tools, chosen.think} <= {HARMONY, NONE}:
-            raise ConfigError(
-                f"tools_format is {chosen.tools!r} and think_format {chosen.think!r}: {HARMONY} goes with itself or {NONE} alone"
-            )
-        return chosen
+    def __post_init__(self) -> None:
+        for field, name in zip(("tool_call_parser", "reasoning_parser"), check_parser_names(*self._names), strict=True):
+            object.__setattr__(self, field, name)
 
     @property
-    def think_end(self) -> str | None:
-        """What ends thoughts; None where it does not end them by a text."""
-        return (REASONING_FORMATS[self.think].close or None) if self.think != NONE else None
+    def _names(self) -> tuple[str, str]:
+        return self.tool_call_parser, self.reasoning_parser
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "OutputFormat":
+        """Return the formats that are named, or that the chat template of a tokenizer shows.
+
+        Raises:
+            ConfigError: there is no such parser, or the two do not go together.
+        """
+        try:
+            template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
+        except RequestError:  # there is no template; requests with messages are refused elsewhere
+            template = ""
+        return cls.of_template(template, tool_call_parser, reasoning_parser)
+
+    @classmethod
+    def of_template(cls, template: str, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> "OutputFormat":
+        """Return the formats that are named, or that a chat template shows; a template without a known format has the generic one.
+
+        Raises:
+            ConfigError: as for `of`.
+        """
+        tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
+        if tool_call_name == AUTO:
+            tool_call_name = format_of_template(TOOL_CALL_FORMATS, template) or (GENERIC if template else NONE)
+        if reasoning_name == AUTO:
+            reasoning_name = format_of_template(REASONING_FORMATS, template) or NONE
+        if (tool_call_name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE)) or (
+            reasoning_name == HARMONY_REASONING and tool_call_name not in (HARMONY, NONE)
+        ):
+            raise ConfigError(
+                f"tool_call_parser {tool_call_name!r} and reasoning_parser {reasoning_name!r} do not go together: "
+                f"use {HARMONY!r} with {HARMONY_REASONING!r}, or {NONE!r} for either"
+            )
+        return cls(tool_call_name, reasoning_name)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The format of reasoning; None if reasoning is not parsed."""
+        return REASONING_FORMATS.get(self.reasoning_parser)
+
+    @property
+    def reasoning_end(self) -> str | None:
+        """The mark after reasoning; None if there is none."""
+        return (self.reasoning_format.close or None) if self.reasoning_format else None
 
     def tokens(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Special tokens that the reader of an answer has to see."""
-        of_calls = TOOL_CALL_FORMATS[self.tools].tokens if self._reads_calls(tools) else ()
-        return of_calls + (REASONING_FORMATS[self.think].tokens if self.think != NONE else ())
+        """Return the special tokens that the parser of an answer needs to see."""
+        of_calls = TOOL_CALL_FORMATS[self.tool_call_parser].tokens if self._parses_calls(tools) else ()
+        return of_calls + (self.reasoning_format.tokens if self.reasoning_format else ())
 
-    def has_opened_thoughts(self, prompt: str) -> bool:
-        """Whether a prompt, of which the end is enough, has begun reasoning."""
-        think = REASONING_FORMATS[self.think] if self.think != NONE else None
-        return think is not None and think.opened is not None and prompt.rstrip().endswith(think.open)
+    def has_opened_reasoning(self, prompt: str) -> bool:
+        """Return whether a prompt, or the end of one, begins reasoning."""
+        one = self.reasoning_format
+        return one is not None and one.opened is not None and prompt.rstrip().endswith(one.open)
+
+    def stream(self, tools: Sequence[Tool], *, sample: int = 0, several: bool = True, in_reasoning: bool = False) -> OutputStream:
+        """Return a parser of one sample.
+
+        Args:
+            tools: those that the model was shown; without any, calls are text.
+            sample: the sample's index in its request.
+            several: whether the answer may have more than one call.
+            in_reasoning: whether the prompt has begun reasoning.
+        """
+        sink = self.sink(sample, tools, several=several)
+        return OutputStream(sink, self.reading(tools, sink, in_reasoning=in_reasoning))
 
     def sink(self, sample: int, tools: Sequence[Tool], *, several: bool = True) -> EventSink:
-        """Takes down a sample."""
-        new_id = call_id if self.tools == NONE else TOOL_CALL_FORMATS[self.tools].new_id
+        """Return a collector of the events of a sample."""
+        new_id = call_id if self.tool_call_parser == NONE else TOOL_CALL_FORMATS[self.tool_call_parser].new_id
         return EventSink(sample, tools, None if several else 1, new_id)
 
-    def reading(self, tools: Sequence[Tool], sink: EventSink, *, in_reasoning: bool) -> StreamParser:
-        """Reads one sample.
+    def reading(self, tools: Sequence[Tool], sink: EventSink, *, in_reasoning: bool, parses_calls: bool | None = None) -> StreamParser:
+        """Return a parser of one sample into a sink.
 
         Args:
             in_reasoning: whether the prompt has begun reasoning.
+            parses_calls: whether calls are parsed; None = if there are tools.
         """
-        stream, has_calls, has_thoughts = TextStream(), self._reads_calls(tools), self.think != NONE
-        if (has_calls and self.tools == HARMONY) or self.think == HARMONY:
-            return StreamParser(stream, harmony.HarmonyReader(has_thoughts=has_thoughts, has_calls=has_calls).read(stream, sink))
-        think = REASONING_FORMATS[self.think] if has_thoughts else None
-        reader = OutputParser(
-            think.markers if think else Markers(),
-            TOOL_CALL_FORMATS[self.tools].markers if has_calls else Markers(),
-            think.opened if think and in_reasoning else None,
+        stream, has_reasoning = TextStream(), self.reasoning_format is not None
+        has_calls = self.tool_call_parser != NONE and (bool(tools) if parses_calls is None else parses_calls)
+        if (has_calls and self.tool_call_parser == HARMONY) or self.reasoning_parser == HARMONY_REASONING:
+            return StreamParser(stream, harmony.HarmonyReader(has_reasoning=has_reasoning, has_calls=has_calls).read(stream, sink))
+        one = self.reasoning_format
+        parser = OutputParser(
+            one.markers if one else Markers(),
+            TOOL_CALL_FORMATS[self.tool_call_parser].markers if has_calls else Markers(),
+            one.opened if one and in_reasoning else None,
         )
-        return StreamParser(stream, reader.read(stream, sink))
+        return StreamParser(stream, parser.read(stream, sink))
 
-    def _reads_calls(self, tools: Sequence[Tool]) -> bool:
-        return self.tools != NONE and bool(tools)
-
-
-def _found(formats: "dict[str, ToolCallFormat] | dict[str, ReasoningFormat]", template: str) -> str:
-    def has(sign: str) -> bool:
-        return sign[1:] not in template if sign.startswith("!") else sign in template
-
-    return next((name for name, one in formats.items() if all(map(has, one.signs))), NONE)
+    def _parses_calls(self, tools: Sequence[Tool]) -> bool:
+        return self.tool_call_parser != NONE and bool(tools)

@@ -1,7 +1,7 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Text that arrives in pieces, for parsers that are written as if the whole text were there.
 
-A reader is a generator: it yields where it has to wait for more text. What it says depends on the text alone, not on where the pieces
-began, because it only ever looks at characters that no further text can change the meaning of.
+A parser is a generator: it yields where it has to wait for more text. Its events depend on the text alone, not on how the text was cut
+into pieces, because a parser only uses characters whose meaning no further text can change.
 """
 
 import re
@@ -21,48 +21,65 @@ MAX_NAME_LEN = 256
 
 
 class MalformedError(Exception):
-    """What looked like markup is none; it is text."""
+    """Raised when text that began like markup is not markup; it is passed on as text."""
 
 
 @dataclass(slots=True)
 class TextStream:
-    """What has arrived and may still matter.
+    """The text that has arrived and is still needed.
 
     Attributes:
-        text: its beginning is dropped when more arrives, so that no index in it holds while a reader waits.
-        num_emitted: index of the first character that was neither told nor found to be markup.
-        at: index at which the reader stands.
-        has_ended: whether nothing more comes.
+        text: its beginning is dropped when more text arrives. An index in it is valid only until a parser waits.
+        num_emitted: index of the first character that was neither emitted nor found to be markup.
+        at: index of the next character to parse.
+        num_dropped: number of characters that were dropped from the beginning of the text.
+        has_ended: whether no more text comes.
     """
 
     text: str = ""
     num_emitted: int = 0
     at: int = 0
+    num_dropped: int = 0
     has_ended: bool = False
 
     def add(self, text: str) -> None:
-        """More has arrived."""
-        self.text = self.text[self.num_emitted :] + text
+        """Append text that has arrived."""
+        held = self.text[self.num_emitted :] if self.num_emitted else self.text
         self.at -= self.num_emitted
+        self.num_dropped += self.num_emitted
         self.num_emitted = 0
+        self.text = ""  # with one reference left, CPython appends in place: linear time however long the held text is
+        held += text
+        self.text = held
 
     @property
     def unemitted(self) -> str:
-        """What was passed and not told."""
+        """The text that was passed and not emitted."""
         return self.text[self.num_emitted : self.at]
 
+    @property
+    def position(self) -> int:
+        """The number of characters passed since the beginning; unlike `at` it stays valid when more text arrives."""
+        return self.num_dropped + self.at
+
     def mark_emitted(self) -> None:
-        """Everything passed so far was told, or is markup."""
+        """Mark all passed text as emitted or as markup."""
         self.num_emitted = self.at
 
+    def wait(self, num_chars: int = 1) -> Parse[bool]:
+        """Wait until `num_chars` characters follow; returns whether they do."""
+        while len(self.text) < self.at + num_chars and not self.has_ended:
+            yield
+        return len(self.text) >= self.at + num_chars
+
     def peek(self) -> Parse[str]:
-        """The next character; empty at the end."""
+        """Return the next character without passing it; empty at the end."""
         while self.at >= len(self.text) and not self.has_ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def take(self, literal: str) -> Parse[bool]:
-        """Whether `literal` comes next; then it is passed."""
+        """Pass `literal` if it comes next; returns whether it did."""
         while True:
             found = self.text[self.at : self.at + len(literal)]
             if found == literal:
@@ -73,7 +90,7 @@ class TextStream:
             yield
 
     def take_or_end(self, literal: str) -> Parse[bool]:
-        """The same, where the text may also end within `literal`."""
+        """Pass `literal`, or the beginning of it where the text ends; returns whether it came."""
         if (yield from self.take(literal)):
             return True
         rest = self.text[self.at :]
@@ -92,14 +109,12 @@ class TextStream:
             raise MalformedError
 
     def one_of(self, literals: Sequence[str]) -> Parse[str | None]:
-        """Which of `literals` comes next, without passing it; None of them."""
+        """Return which of `literals` comes next without passing it; None if none does."""
+        longest = max(map(len, literals), default=0)
         while True:
-            rest = self.text[self.at : self.at + max(map(len, literals), default=0)]
-            for literal in literals:
-                if rest.startswith(literal):
-                    return literal
-            if self.has_ended or not any(literal.startswith(rest) for literal in literals):
-                return None
+            rest = self.text[self.at : self.at + longest]
+            if self.has_ended or not _may_grow(rest, literals):
+                return max(filter(rest.startswith, literals), key=len, default=None)
             yield
 
     def skip(self, characters: str = WHITESPACE) -> Parse[None]:
@@ -112,7 +127,7 @@ class TextStream:
             yield
 
     def until(self, literal: str, limit: int = MAX_NAME_LEN) -> Parse[str]:
-        """What stands in front of `literal`; both are passed.
+        """Pass the text up to and including `literal`; returns the text before it.
 
         Raises:
             MalformedError: it has more than `limit` characters, or the text ends before.
@@ -127,7 +142,7 @@ class TextStream:
             yield
 
     def matching(self, characters: "re.Pattern[str]") -> Parse[str]:
-        """All characters that `characters`, a pattern of one of them, matches.
+        """Pass and return all characters that match `characters`, a pattern of one character.
 
         Raises:
             MalformedError: they are more than 256.
@@ -143,30 +158,41 @@ class TextStream:
                 return self.text[self.at - num_passed : self.at]
             yield
 
-    def emit_until(self, markers: Sequence[str], say: Emit, *, held: str = "") -> Parse[str | None]:
-        """Tell what comes until one of `markers`, which is not passed; returns it, None at the end.
+    def emit_until(self, markers: Sequence[str], emit: Emit, *, held: str = "") -> Parse[str | None]:
+        """Emit the text before the first of `markers`, which is not passed; returns the marker, or None at the end.
 
         Args:
-            held: characters that are told only when others of the text follow: those in front of a marker are passed and not told.
+            held: characters that are emitted only when other text follows. Before a marker they are passed and not emitted.
         """
         pattern = _any_of(tuple(markers))
         longest = max(map(len, markers), default=1)
+        num_held = 0  # characters after `at` that were searched and are held
         while True:
-            found = pattern.search(self.text, self.at) if markers else None
-            end = found.start() if found else len(self.text) if self.has_ended else _open_from(self.text, self.at, markers, longest)
-            told = self.text[self.at : end]
-            if held and (found or not self.has_ended):
-                told = told.rstrip(held)
-            if told:
-                say(told)
-            self.at += len(told)
+            start = self.at + num_held
+            found = pattern.search(self.text, start) if markers else None
+            end = len(self.text) if self.has_ended else _open_from(self.text, start, markers, longest)
+            if found:
+                end = found.start()
+                if not self.has_ended and found.end() == len(self.text) and _may_grow(found[0], markers):
+                    found = None
+            num_passed = len(self.text[start:end].rstrip(held) if held and (found or not self.has_ended) else self.text[start:end])
+            if num_passed or (self.has_ended and not found and num_held):
+                emit(self.text[self.at : start + num_passed])
+                self.at = start + num_passed
+                num_held = 0
+            num_held = end - self.at
             self.mark_emitted()
             if found:
-                self.at = found.start()
+                self.at = end
                 return found[0]
             if self.has_ended:
                 return None
             yield
+
+
+def _may_grow(found: str, literals: Sequence[str]) -> bool:
+    """Return whether a literal that was found at the end of the text may become a longer one."""
+    return any(len(literal) > len(found) and literal.startswith(found) for literal in literals)
 
 
 @cache
@@ -175,7 +201,7 @@ def _any_of(markers: tuple[str, ...]) -> "re.Pattern[str]":
 
 
 def _open_from(text: str, start: int, markers: Sequence[str], longest: int) -> int:
-    """Where the longest end of a text begins that may become one of `markers`; the text's end where there is none."""
+    """Return the index from which the text may be the beginning of one of `markers`; its length if there is none."""
     for at in range(max(start, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):
             return at
@@ -184,23 +210,23 @@ def _open_from(text: str, start: int, markers: Sequence[str], longest: int) -> i
 
 @dataclass(slots=True)
 class StreamParser:
-    """A reader and the text it waits for."""
+    """Runs a parser over text that arrives in pieces."""
 
     stream: TextStream
     reading: Parse[None]
     is_done: bool = field(default=False, init=False)
 
     def push(self, text: str) -> None:
-        """Let it read on."""
+        """Parse the next piece."""
         if text:
             self.stream.add(text)
-            self._go_on()
+            self._resume()
 
     def finish(self) -> None:
-        """Let it read to the end."""
+        """Parse what is left, as no more text comes."""
         self.stream.has_ended = True
-        self._go_on()
+        self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if not self.is_done:
             self.is_done = next(self.reading, True) is True

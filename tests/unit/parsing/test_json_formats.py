@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.json_formats import THINKING
-from harness.markup_cases import Case, Said, events_of, said
+from harness.json_formats import REASONING_PARSERS
+from harness.markup_cases import Case, Parsed, events_of, parsed
 from paceline.parsing.registry import OutputFormat
 
 CITY = '{"city": "Köln [1]"}'
-TWO: Said = [("call", "weather", CITY), ("call", "now", "{}")]
+TWO: Parsed = [("call", "weather", CITY), ("call", "now", "{}")]
 DS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DS_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 SEP = "<｜tool▁sep｜>"
@@ -42,8 +42,8 @@ class Style:
     def call(self, name: str, arguments: str = "{}") -> str:
         return f'{{"{self.name_key}": "{name}", "{self.arguments_key}": {arguments}}}'
 
-    def case(self, name: str, written: str, expected: Said, **fields: Any) -> Case:
-        return Case(name, (self.name, THINKING[self.name]), written, expected, **fields)
+    def case(self, name: str, output: str, expected: Parsed, **fields: Any) -> Case:
+        return Case(name, (self.name, REASONING_PARSERS[self.name]), output, expected, **fields)
 
     @property
     def bare(self) -> str:
@@ -60,17 +60,17 @@ STYLES = (
     Style("jamba", "<tool_calls>[", "]</tool_calls>"),
     Style("hunyuan_a13b", "<tool_calls>[", "]</tool_calls>"),
     Style("xlam", "[", "]", only_known=True),
-    Style("granite3", "<tool_call>[", "]"),
+    Style("granite", "<tool_call>[", "]"),
     Style("internlm", "<|action_start|><|plugin|>", "<|action_end|>", is_list=False, arguments_key="parameters"),
     Style("granite-20b-fc", "<function_call> ", "", is_list=False),
 )
-THINKING = {**THINKING, "granite3": "granite"}
+REASONING_PARSERS = {**REASONING_PARSERS, "granite": "granite"}
 
 
 def list_cases(style: Style) -> Iterator[Case]:
     """Cases of formats that write a list."""
     first, second = style.call("weather", CITY), style.call("now")
-    one: Said = [("call", "weather", CITY)]
+    one: Parsed = [("call", "weather", CITY)]
     yield style.case("two calls", f"{style.open}{first}, {second}{style.close}", TWO)
     yield style.case("line ends", f"{style.open}\n    {first},\n    {second}\n{style.close}", TWO)
     yield style.case("no comma", f"{style.open}{first}\n{second}{style.close}", TWO)
@@ -102,7 +102,7 @@ def object_cases(style: Style) -> Iterator[Case]:
 def json_cases(style: Style) -> Iterator[Case]:
     """Cases of all styles."""
     first = style.call("weather", CITY)
-    one: Said = [("call", "weather", CITY)]
+    one: Parsed = [("call", "weather", CITY)]
     yield style.case("one call", f"{style.open}{first}{style.close}", one)
     yield style.case("text after", f"{style.open}{first}{style.close}\nDone.", [*one, ("text", "Done.")])
     if style.name != "xlam":  # a list within text is no call
@@ -126,8 +126,8 @@ def json_cases(style: Style) -> Iterator[Case]:
     yield from list_cases(style) if style.is_list else object_cases(style)
 
 
-def case(format_name: str, name: str, written: str, expected: Said, **fields: Any) -> Case:
-    return Case(name, (format_name, THINKING[format_name]), written, expected, **fields)
+def case(format_name: str, name: str, output: str, expected: Parsed, **fields: Any) -> Case:
+    return Case(name, (format_name, REASONING_PARSERS[format_name]), output, expected, **fields)
 
 
 SPECIAL_CASES = [
@@ -140,7 +140,7 @@ SPECIAL_CASES = [
         "nemotron_json",
         "thoughts that the prompt began",
         'Hm.\n</think>\n\n<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>',
-        [("thought", "Hm."), ("call", "now", "{}")],
+        [("reasoning", "Hm."), ("call", "now", "{}")],
         is_opened=True,
     ),
     case(
@@ -149,14 +149,14 @@ SPECIAL_CASES = [
         '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
         + CITY
         + '},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
-        [("thought", "Hm."), *TWO],
+        [("reasoning", "Hm."), *TWO],
     ),
     case("cohere_command3", "a response", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", [("text", "Yes.")]),
     case(
         "cohere_command3",
         "thoughts and a response",
         "<|START_THINKING|>\nHm.\n<|END_THINKING|>\n<|START_RESPONSE|>Yes [1].<|END_RESPONSE|>",
-        [("thought", "Hm."), ("text", "Yes [1].")],
+        [("reasoning", "Hm."), ("text", "Yes [1].")],
     ),
     case(
         "command_r",
@@ -170,9 +170,9 @@ SPECIAL_CASES = [
         "hunyuan_a13b",
         "thoughts and calls in an answer",
         '<think>\nHm.\n</think>\n<answer>\n<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>\n</answer>',
-        [("thought", "Hm."), ("call", "now", "{}")],
+        [("reasoning", "Hm."), ("call", "now", "{}")],
     ),
-    case("hunyuan_a13b", "an answer", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", [("thought", "Hm."), ("text", "Yes.")]),
+    case("hunyuan_a13b", "an answer", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", [("reasoning", "Hm."), ("text", "Yes.")]),
     case("hunyuan_a13b", "an end within text", "Write </answer> there.", [("text", "Write </answer> there.")]),
     case("jamba", "calls on lines", '<tool_calls>\n{"name": "now"}\n{"name": "now"}\n</tool_calls>', [("call", "now", "{}")] * 2),
     case("xlam", "a code block", f'So:\n```json\n[{{"name": "weather", "arguments": {CITY}}}]\n```', [("text", "So:"), *TWO[:1]]),
@@ -185,7 +185,7 @@ SPECIAL_CASES = [
         "granite-20b-fc",
         "thoughts",
         'Here is my thought process: Hm. Here is my response: <function_call> {"name": "now", "arguments": {}}',
-        [("thought", "Hm."), ("call", "now", "{}")],
+        [("reasoning", "Hm."), ("call", "now", "{}")],
     ),
 ]
 DEEPSEEK_CASES = [
@@ -200,7 +200,7 @@ DEEPSEEK_CASES = [
         "deepseek_v3",
         "thoughts and text",
         f"<think>\nHm.\n</think>\n\nI look.{DS}function{SEP}now\n```json\n{{}}\n```{DS_END}",
-        [("thought", "Hm."), ("text", "I look."), ("call", "now", "{}")],
+        [("reasoning", "Hm."), ("text", "I look."), ("call", "now", "{}")],
     ),
     case("deepseek_v3", "no outer end mark", f"{DS}function{SEP}weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>", TWO[:1]),
     case("deepseek_v3", "no end marks", f"{DS}function{SEP}weather\n```json\n{CITY}\n```", TWO[:1]),
@@ -304,7 +304,7 @@ HY_NOW = "<tool_call>now<tool_sep></tool_call>"
 HY_CASES = [
     case("hy_v3", "two calls", hy(HY_WEATHER, HY_NOW), TWO),
     case("hy_v3", "on one line", hy(HY_WEATHER, HY_NOW).replace("\n", ""), TWO),
-    case("hy_v3", "thoughts and text", f"<think>Hm.</think>I look.\n{hy(HY_NOW)}", [("thought", "Hm."), ("text", "I look."), *TWO[1:]]),
+    case("hy_v3", "thoughts and text", f"<think>Hm.</think>I look.\n{hy(HY_NOW)}", [("reasoning", "Hm."), ("text", "I look."), *TWO[1:]]),
     case(
         "hy_v3",
         "values",
@@ -372,28 +372,28 @@ REASONING_CASES = [
             "both parts",
             "granite",
             "Here is my thought process: Hm.\nHere is my response: Yes.",
-            [("thought", "Hm."), ("text", "Yes.")],
+            [("reasoning", "Hm."), ("text", "Yes.")],
             False,
         ),
         (
             "short forms",
             "granite",
             "Here's my thought process:\nHm. Here's my response:\nYes.",
-            [("thought", "Hm."), ("text", "Yes.")],
+            [("reasoning", "Hm."), ("text", "Yes.")],
             False,
         ),
         ("no thoughts", "granite", "Here is my view: so.", [("text", "Here is my view: so.")], False),
-        ("no end", "granite", "Here is my thought process:\nHm. Here is", [("thought", "Hm. Here is")], False),
-        ("a response", "ernie45", "<think>Hm.</think>\n\n<response>\nYes.\n</response>\n", [("thought", "Hm."), ("text", "Yes.")], False),
-        ("the prompt began", "ernie45", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", [("thought", "Hm."), ("text", "Yes.")], True),
-        ("no response tag", "ernie45", "Hm.\n</think>\nYes.", [("thought", "Hm."), ("text", "Yes.")], True),
+        ("no end", "granite", "Here is my thought process:\nHm. Here is", [("reasoning", "Hm. Here is")], False),
+        ("a response", "ernie45", "<think>Hm.</think>\n\n<response>\nYes.\n</response>\n", [("reasoning", "Hm."), ("text", "Yes.")], False),
+        ("the prompt began", "ernie45", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", [("reasoning", "Hm."), ("text", "Yes.")], True),
+        ("no response tag", "ernie45", "Hm.\n</think>\nYes.", [("reasoning", "Hm."), ("text", "Yes.")], True),
         ("a response alone", "ernie45", "<response>Yes.</response>", [("text", "Yes.")], False),
-        ("no end of a response", "ernie45", "<think>Hm.</think><response>Yes", [("thought", "Hm."), ("text", "Yes")], False),
+        ("no end of a response", "ernie45", "<think>Hm.</think><response>Yes", [("reasoning", "Hm."), ("text", "Yes")], False),
         ("tags in the text", "ernie45", "Use <response> and </response> so.", [("text", "Use <response> and </response> so.")], False),
         ("plain text", "hunyuan_a13b", "Yes.", [("text", "Yes.")], False),
         ("no thoughts", "hunyuan_a13b", "<think>\n\n</think>\n<answer>\nYes.\n</answer>", [("text", "Yes.")], False),
         ("an answer alone", "hunyuan_a13b", "<answer>Yes.</answer>", [("text", "Yes.")], False),
-        ("no end", "cohere_command3", "<|START_THINKING|>Hm", [("thought", "Hm")], False),
+        ("no end", "cohere_command3", "<|START_THINKING|>Hm", [("reasoning", "Hm")], False),
         ("text marks", "cohere_command3", "<|START_TEXT|>Yes.<|END_TEXT|>", [("text", "Yes.")], False),
     ]
 ]
@@ -415,31 +415,28 @@ def case_name(one: Case) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_an_answer_read_whole_has_its_text_and_calls(case: Case) -> None:
-    events, num_complete = events_of(case, [case.written])
-    assert said(events) == case.said
-    calls = [one for one in case.said if one[0] == "call"]
+    events, num_complete = events_of(case, [case.output])
+    assert parsed(events) == case.expected
+    calls = [one for one in case.expected if one[0] == "call"]
     assert num_complete >= (len(calls) if case.num_complete is None else case.num_complete)
     assert all(isinstance(json.loads(call[2]), dict) for call in calls)
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_an_answer_cut_anywhere_has_the_same_text_and_calls(case: Case) -> None:
-    assert said(events_of(case, list(case.written))[0]) == case.said
-    for at in range(1, len(case.written)):
-        assert said(events_of(case, [case.written[:at], case.written[at:]])[0]) == case.said, at
+    assert parsed(events_of(case, list(case.output))[0]) == case.expected
+    for at in range(1, len(case.output)):
+        assert parsed(events_of(case, [case.output[:at], case.output[at:]])[0]) == case.expected, at
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.said)], ids=case_name)
+@pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.expected)], ids=case_name)
 def test_an_answer_that_breaks_off_keeps_what_came_before(case: Case) -> None:
-    wholes = [one for one in case.said if one[0] == "call"]
-    for end in range(1, len(case.written)):
-        calls = [one for one in said(events_of(case, [case.written[:end]])[0]) if one[0] == "call"]
+    wholes = [one for one in case.expected if one[0] == "call"]
+    for end in range(1, len(case.output)):
+        calls = [one for one in parsed(events_of(case, [case.output[:end]])[0]) if one[0] == "call"]
         for (_, name, arguments), whole in zip(calls, wholes, strict=False):
             assert name == whole[1]
-            if "｜DSML｜" in case.written or "<arg_key>" in case.written:
-                assert_beginning(json.loads(arguments), json.loads(whole[2]))
-            else:
-                assert whole[2].startswith(arguments.rstrip('"}'))
+            assert_beginning(json.loads(arguments), json.loads(whole[2]))
 
 
 def assert_beginning(part: dict[str, Any], whole: dict[str, Any]) -> None:
@@ -455,33 +452,36 @@ def test_long_answers_cut_at_random_have_the_same_text_and_calls(seed: int, larg
     kinds = sorted({one.formats for one in CASES})
     for count in range(5_000 if large_counts else 100):
         formats = kinds[count % len(kinds)]
-        written = [one.written for one in CASES if one.formats == formats]
+        written = [one.output for one in CASES if one.formats == formats]
         parts = [written[random.integers(len(written))] for _ in range(8)]
         text = "".join(part[: random.integers(len(part) + 1)] if random.integers(3) == 0 else part + " 😀" for part in parts)
         case = Case("long", formats, text, [], is_opened=bool(random.integers(2)), parallel=bool(random.integers(4)))
         places = sorted(random.integers(0, len(text) + 1, int(random.integers(1, 40))).tolist())
         pieces = [text[start:end] for start, end in pairwise((0, *places, len(text)))]
-        assert said(events_of(case, pieces)[0]) == said(events_of(case, [text])[0]), pieces
+        assert parsed(events_of(case, pieces)[0]) == parsed(events_of(case, [text])[0]), pieces
 
 
-@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("name", REASONING_PARSERS)
 def test_every_format_has_at_least_ten_cases(name: str) -> None:
-    assert len({one.written for one in CASES if one.formats[0] == name}) >= 10
+    assert len({one.output for one in CASES if one.formats[0] == name}) >= 10
 
 
 TEMPLATES = [
     ("<|tool|>{{ tools }}<|/tool|><|end|>", ("phi4_mini_json", "none")),
     ("<|tool|>{{ tools }}<|/tool|> respond with <|tool_call|>{}<|/tool_call|>", ("phi4_mini_json", "none")),
     ('a single JSON list formatted as functools[{"name": [function name]}]', ("functools", "none")),
-    ('<AVAILABLE_TOOLS>[] <TOOLCALL>[{"name": "tool_name1"}]</TOOLCALL> <think></think>', ("nemotron_json", "think")),
+    ('<AVAILABLE_TOOLS>[] <TOOLCALL>[{"name": "tool_name1"}]</TOOLCALL> <think></think>', ("nemotron_json", "qwen3")),
     ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name\\n```json", ("deepseek_v3", "none")),
-    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜></think>", ("deepseek_v31", "think")),
-    ('dsml_token = "｜DSML｜" <{{ dsml_token }}function_calls> message.tool_calls <think></think>', ("deepseek_v32", "think")),
-    ('dsml_token = "｜DSML｜" <{{ dsml_token }}tool_calls> <think></think>', ("deepseek_v4", "think")),
-    ("write <|START_THINKING|>, <|START_ACTION|> followed by a list of JSON-formatted tool calls", ("cohere_command3", "cohere_command3")),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜></think>", ("deepseek_v31", "qwen3")),
+    ('dsml_token = "｜DSML｜" <{{ dsml_token }}function_calls> message.tool_calls <think></think>', ("deepseek_v32", "qwen3")),
+    ('dsml_token = "｜DSML｜" <{{ dsml_token }}tool_calls> <think></think>', ("deepseek_v4", "qwen3")),
+    (
+        "write <|START_THINKING|>, <|START_ACTION|> followed by a list of JSON-formatted tool calls",
+        ("cohere_command3", "cohere_command3"),
+    ),
     ("Write 'Action:' followed by a json-formatted list of actions", ("command_r", "none")),
     ("<|action_start|><|plugin|>\n<|action_end|>", ("internlm", "none")),
-    ("<think></think><tool_calls><tool_call>name<tool_sep><arg_key>", ("hy_v3", "think")),
+    ("<think></think><tool_calls><tool_call>name<tool_sep><arg_key>", ("hy_v3", "qwen3")),
     ("<tool_calls><tool_call>name<arg_key>", ("hy_v3", "none")),
     ("<|bom|><|system|> <tool_calls>[]</tool_calls>", ("jamba", "none")),
     ("<tool_calls>[]</tool_calls> <think>\\n\\n</think> split('<answer>')", ("hunyuan_a13b", "hunyuan_a13b")),
@@ -489,7 +489,7 @@ TEMPLATES = [
     ('<|start_header_id|> "parameters" <function=example_function_name>{}</function>', ("functionary_v31", "none")),
     ("<|start_header_id|> \"parameters\" '>>>all\\n' + message['content']", ("functionary_v32", "none")),
     ('<|function_call_library|> "<function_call> {\\"name\\": \\"no_function\\"}"', ("granite-20b-fc", "none")),
-    ("<|start_of_role|> <|tool_call|> after 'Here is my thought process:' and after 'Here is my response:'", ("granite3", "granite")),
+    ("<|start_of_role|> <|tool_call|> after 'Here is my thought process:' and after 'Here is my response:'", ("granite", "granite")),
     ("<tool_call> <think></think> <response></response>", ("hermes", "ernie45")),
 ]
 

@@ -1,12 +1,12 @@
-"""OpenAI's harmony: messages with a header, which names a channel and perhaps whom the message is for. gpt-oss."""
+"""OpenAI's harmony: messages with a header that names a channel and perhaps a recipient. gpt-oss."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.json_call import emit_arguments, skip_closers
+from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -15,76 +15,129 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
+_TO_FUNCTION = f"to={_FUNCTIONS}"
+_WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
+_NAME = re.compile(r"[\w.\-]")
+_TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyReader:
-    """Reads a whole answer; the prompt ends within its first header, behind the role.
+    """Parses a whole answer; the prompt ends within its first header, after the role.
 
     Args:
-        has_thoughts: whether the channel `analysis` is thoughts; else it is text.
-        has_calls: whether messages to functions are calls; else they are text.
+        has_reasoning: whether the channel `analysis` is reasoning; otherwise it is text.
+        has_calls: whether messages to functions are calls; otherwise they are text.
     """
 
-    has_thoughts: bool
+    has_reasoning: bool
     has_calls: bool
 
     def read(self, stream: TextStream, sink: EventSink) -> Parse[None]:
-        """Read to the end."""
+        """Parse to the end of the text."""
         while True:
             yield from stream.skip()
             opening = yield from stream.one_of((CHANNEL, "to=", START))
             if opening is None:
                 stream.at = stream.num_emitted
-                if (yield from stream.emit_until((START, CHANNEL), sink.text)) is None:
+                if (yield from self._emit_text((START, CHANNEL), stream, sink)) is None:
                     return
                 continue
             stream.mark_emitted()
             stream.at += len(opening)
             try:
-                yield from self._message(opening, stream, sink)
+                yield from self._read_message(opening, stream, sink)
             except MalformedError:
                 sink.text(stream.unemitted)
             stream.mark_emitted()
 
-    def _message(self, opening: str, stream: TextStream, sink: EventSink) -> Parse[None]:
-        header = opening + (yield from stream.until(MESSAGE))
+    def _read_message(self, opening: str, stream: TextStream, sink: EventSink) -> Parse[None]:
+        header = opening + (yield from self._read_header(stream))
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        if recipient is not None and self.has_calls and recipient[1].startswith(_FUNCTIONS) and sink.can_call:
-            yield from _call(stream, sink, recipient[1].removeprefix(_FUNCTIONS))
+        name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
+        is_function = recipient is not None and (name != recipient[1] or name in sink.tool_names)
+        if is_function and self.has_calls and sink.can_call:
+            yield from _read_call(stream, sink, name)
         elif recipient is None and channel is not None and channel[1] in ("analysis", "commentary", "final"):
             stream.mark_emitted()
-            is_thought = self.has_thoughts and channel[1] == "analysis"
-            yield from _told_to_the_end(stream, sink.reasoning if is_thought else sink.text)
-        else:  # to somebody we do not know
-            yield from _told_to_the_end(stream, sink.text)
+            if self.has_reasoning and channel[1] == "analysis":
+                yield from _emit_to_end(stream, sink.reasoning)
+            else:
+                yield from self._emit_text((*ENDS, START), stream, sink)
+        else:  # to an unknown recipient
+            yield from _emit_to_end(stream, sink.text)
+
+    def _read_header(self, stream: TextStream) -> Parse[str]:
+        """Pass the header and <|message|>, which may be missing before the arguments of a call."""
+        header = ""
+        while not (yield from stream.take(MESSAGE)):
+            char = yield from stream.peek()
+            if char == "" or len(header) > 256 or (char == "{" and "to=" in header):
+                if char == "{":
+                    break
+                raise MalformedError
+            header += char
+            stream.at += 1
+        return header
+
+    def _emit_text(self, ends: tuple[str, ...], stream: TextStream, sink: EventSink) -> Parse[str | None]:
+        """Emit text up to the end of a message, with the calls whose header is written without markup; returns what ended it."""
+        while True:
+            headers = _WRITTEN_HEADERS if self.has_calls and sink.can_call else ()
+            end = yield from stream.emit_until((*ends, *headers), sink.text, held=WHITESPACE)
+            if end is None or end not in headers:
+                sink.text(stream.unemitted)
+                stream.mark_emitted()
+                if end in ENDS:
+                    stream.at += len(end)
+                return end
+            stream.at += len(end)
+            try:
+                yield from self._read_written_call(stream, sink)
+            except MalformedError:
+                sink.text(stream.unemitted)
+            stream.mark_emitted()
+
+    def _read_written_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        """Parse a call after its header, which is text: to=functions.name json {…}."""
+        name = yield from stream.matching(_NAME)
+        yield from stream.skip()
+        while (word := (yield from stream.one_of(_TYPES))) is not None:
+            stream.at += len(word)
+            yield from stream.skip()
+        if not name or not sink.knows(name) or (yield from stream.peek()) != "{":
+            raise MalformedError
+        yield from _read_call(stream, sink, name)
 
 
-def _call(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
+def _read_call(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
     yield from stream.skip()
-    if not name or (yield from stream.peek()) != "{":
+    if not name:
         raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments)
-    stream.mark_emitted()
-    yield from stream.skip(WHITESPACE)
-    yield from stream.take_or_end(ENDS[1])
+    if (yield from stream.one_of(ENDS)) is not None:  # no arguments
+        with sink.call(name):
+            stream.mark_emitted()
+    else:
+        yield from emit_arguments(stream, sink, name)
+    yield from skip_closers(stream)
+    for end in ENDS:
+        yield from stream.take_or_end(end)
 
 
-def _told_to_the_end(stream: TextStream, say: Callable[[str], None]) -> Parse[None]:
+def _emit_to_end(stream: TextStream, emit: Emit) -> Parse[None]:
+    """Emit what was passed and the text up to the end of a message."""
     if stream.unemitted:
-        say(stream.unemitted)
+        emit(stream.unemitted)
         stream.mark_emitted()
-    end = yield from stream.emit_until((*ENDS, START), say)
+    end = yield from stream.emit_until((*ENDS, START), emit)
     if end is not None and end != START:
         stream.at += len(end)
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """One call, which ends the answer, perhaps with thoughts in front of it."""
+    """Return a grammar of one call, which ends the answer, perhaps after reasoning."""
     opening, closing = grammar.text(f"{CHANNEL}analysis{MESSAGE}"), grammar.text(f"{START}assistant")
-    thoughts = f"{opening} {grammar.until(ENDS[0])} {closing}"
+    reasoning = f"{opening} {grammar.until(ENDS[0])} {closing}"
     heads = [f"{CHANNEL}commentary to={_FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}" for tool in tools]
     calls = [grammar.call(head, tool) for head, tool in zip(heads, tools, strict=True)]
-    return f"({thoughts})? {grammar.one_of(calls)}"
+    return f"({reasoning})? {grammar.one_of(calls)}"

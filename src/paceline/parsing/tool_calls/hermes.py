@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.json_call import json_call_head, read_json_call
+from paceline.parsing.json_call import json_call_head, read_json_calls
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -13,13 +14,12 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from read_json_call(stream, sink)
-    yield from stream.skip()
-    while sink.can_call and (yield from stream.peek()) == "{":
-        yield from read_json_call(stream, sink)
-        yield from stream.skip()
-    if not (yield from stream.take_or_end(CLOSE)):
-        raise MalformedError
+    """Parse what follows one or more opening marks: a call or several."""
+    yield from skip_repeated_mark(stream, OPEN)
+    if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
+        return
+    yield from read_json_calls(stream, sink)
+    yield from pass_end_mark(stream, CLOSE)
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Sequence
 
+from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.lenient_json import emit_json_object
+from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -13,37 +14,43 @@ from paceline.parsing.tools import Tool
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 TOKENS = (OPEN, CLOSE, CALL, ARGUMENTS, CALL_END)
-_ID = re.compile(r"(?:functions\.)?([\w.\-]+):[0-9]+")
+_ID = re.compile(r"(?:functions\.)?([\w.\-]+?)(:[0-9]+)?")
+_ID_CHARACTER = re.compile(r"[^<{\s]")
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
+    """Parse the calls of a section after one or more opening marks."""
+    yield from skip_repeated_mark(stream, OPEN)
     yield from stream.expect(CALL)
+    yield from read_bare_calls(stream, sink)
+
+
+def read_bare_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse calls after the first one's opening mark, also without the section's opening mark."""
     yield from _read_call(stream, sink)
     while sink.can_call and (yield from stream.take(CALL)):
         yield from _read_call(stream, sink)
-    if not (yield from stream.take_or_end(CLOSE)):
-        raise MalformedError
+    yield from pass_end_mark(stream, CLOSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """The id is kept: the chat template writes it again, and the model reads the name in it."""
-    call_id = (yield from stream.until(ARGUMENTS)).strip()
+    """Parse one call. Its id is kept, because the chat template writes it again and the model reads the name in it."""
+    yield from skip_repeated_mark(stream, CALL)
+    call_id = yield from stream.matching(_ID_CHARACTER)
     found = _ID.fullmatch(call_id)
     yield from stream.skip()
-    if found is None or (yield from stream.peek()) != "{":
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(found[1], call_id):
-        yield from emit_json_object(stream, sink.arguments)
-        yield from stream.skip()
-        if not (yield from stream.take_or_end(CALL_END)):
-            raise MalformedError
-        stream.mark_emitted()
+    has_mark = yield from stream.take(ARGUMENTS)
     yield from stream.skip()
+    is_name = found is not None and (found[2] is not None or sink.knows(found[1]))
+    if found is None or not is_name or not (has_mark or (yield from stream.peek()) == "{"):
+        raise MalformedError
+    is_whole = found[2] is not None and call_id.startswith("functions.")
+    yield from emit_arguments(stream, sink, found[1], call_id if is_whole else f"functions.{found[1]}:{sink.num_calls}")
+    yield from skip_closers(stream)
+    yield from pass_end_mark(stream, CALL_END)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
+MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

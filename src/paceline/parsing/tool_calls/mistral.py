@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
+from paceline.parsing.end_mark import skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.json_call import json_call_head, read_json_call
-from paceline.parsing.lenient_json import emit_json_object
+from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -16,42 +16,33 @@ _NAME = re.compile(r"[\w.\-]")
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
+    """Parse a list of calls, or one call, after one or more opening marks."""
+    yield from skip_repeated_mark(stream, OPEN)
     char = yield from stream.peek()
-    if char == "[":
-        stream.at += 1
-        yield from read_list(stream, sink)
-    elif char == "{":
-        yield from read_json_call(stream, sink)
+    if char and char in "[{`":
+        yield from read_json_calls(stream, sink)
     else:
         yield from _read_named(stream, sink)
 
 
 def read_list(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """The calls of a list, whose bracket is passed."""
-    while True:
-        yield from read_json_call(stream, sink)
-        stream.mark_emitted()
-        yield from stream.skip()
-        if not (sink.can_call and (yield from stream.take(","))):
-            break
-    if not (yield from stream.take_or_end("]")):
-        raise MalformedError
+    """Parse the calls of a list after its bracket."""
+    yield from read_json_calls(stream, sink)
 
 
 def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
     name = yield from stream.matching(_NAME)
     if not name:
         raise MalformedError
+    yield from stream.skip()
     if (yield from stream.take(CALL_ID)):
         yield from stream.matching(_NAME)
-    yield from stream.take(ARGS)
+    has_mark = yield from stream.take(ARGS)
     yield from stream.skip()
-    if (yield from stream.peek()) != "{":
+    if not has_mark and (yield from stream.peek()) != "{":
         raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        yield from emit_json_object(stream, sink.arguments)
+    yield from emit_arguments(stream, sink, name)
+    yield from skip_closers(stream)
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})

@@ -10,12 +10,10 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.answer_grammar import answer_grammar
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
-from paceline.parsing.registry import NONE, OutputFormat
-from paceline.parsing.text_stream import StreamParser
+from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.sampling.grammar import Grammar
-from paceline.server.dialogue.answer_grammar import answer_grammar
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
@@ -45,14 +43,14 @@ class Dialogue:
         """
         check_tools(request)
         check_template(request, self._tokenizer)
-        if request.offered_tools and self.formats.tools == NONE:
+        if request.offered_tools and self.formats.tool_call_parser == NONE:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
             )
 
     def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
         """What the chat template is told of thinking, as `thinking.thinking_options`."""
-        return thinking_options(self._tokenizer, thinks=thinks, effort=effort, always=self.formats.think != NONE)
+        return thinking_options(self._tokenizer, thinks=thinks, effort=effort, always=self.formats.reasoning_parser != NONE)
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
         """The whole answers, in order of their samples.
@@ -99,7 +97,7 @@ class _Turn:
     formats: OutputFormat
     tokenizer: Tokenizer
     in_reasoning: bool = False
-    samples: dict[int, tuple[EventSink, StreamParser]] = field(default_factory=dict)
+    samples: dict[int, OutputStream] = field(default_factory=dict)
 
     def job(self) -> Job:
         """What the engine is to do."""
@@ -117,31 +115,40 @@ class _Turn:
 
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
         """What a sample's next text says, and its end if `output` is given."""
-        sink, reading = self._sample(sample)
-        reading.push(text)
+        stream = self._sample(sample)
+        events = stream.push(text)
         if output is None:
-            return sink.take()
-        reading.finish()
-        called = sink.num_complete > 0 and output.finish_reason == "stop"
-        return [*sink.take(), Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
+            return events
+        events += stream.finish()
+        called = stream.sink.num_complete > 0 and output.finish_reason == "stop"
+        return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:
         """The whole of a sample."""
         return Answer.of(self.events(output.sample_index, output.text, output))
 
-    def _sample(self, sample: int) -> tuple[EventSink, StreamParser]:
+    def _sample(self, sample: int) -> OutputStream:
         if sample not in self.samples:
-            sink = self.formats.sink(sample, self.request.offered_tools, several=self.request.parallel_tool_calls)
-            self.samples[sample] = sink, self.formats.reading(self.request.offered_tools, sink, in_reasoning=self.in_reasoning)
+            tools, several = self.request.offered_tools, self.request.parallel_tool_calls
+            self.samples[sample] = self.formats.stream(tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
         return self.samples[sample]
 
     def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
         ids = maker.prompt_ids(conversation_ids(self.request, maker))
-        self.in_reasoning = self.formats.has_opened_thoughts(self._text(ids[-_PROMPT_TAIL:]))
+        self.in_reasoning = self.formats.has_opened_reasoning(self._text(ids[-_PROMPT_TAIL:]))
         return [ids]
 
     def _grammar(self) -> Grammar | None:
-        return answer_grammar(self.request, self.formats, self.tokenizer, in_reasoning=self.in_reasoning)
+        return answer_grammar(
+            self.formats,
+            self.tokenizer,
+            self.request.offered_tools,
+            tool_use=self.request.tool_use,
+            tool_name=self.request.tool_name,
+            several=self.request.parallel_tool_calls,
+            grammar=self.request.params.grammar,
+            in_reasoning=self.in_reasoning,
+        )
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,35 @@
+"""Finds the formats of a model: in its chat template, or in a text that it wrote.
+
+A template shows how calls and reasoning of earlier turns are written, which is how the model writes them. Each format has signs: texts that
+all are in the template. A sign that begins with "!" is a text that must not be in it, because it belongs to another format with the
+same marks. The tables are searched in their order, and the first format whose signs are found is the model's.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+
+
+def shows_format(template: str, signs: Sequence[str]) -> bool:
+    """Return whether a chat template has the signs of a format."""
+    wanted = [sign for sign in signs if not sign.startswith("!")]
+    unwanted = [sign.removeprefix("!") for sign in signs if sign.startswith("!")]
+    return bool(wanted) and all(sign in template for sign in wanted) and not any(sign in template for sign in unwanted)
+
+
+def format_of_template(formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat], template: str) -> str | None:
+    """Return the name of the first format that a chat template shows."""
+    return next((name for name, one in formats.items() if shows_format(template, one.signs)), None)
+
+
+def tool_call_formats_of_text(formats: Mapping[str, ToolCallFormat], text: str) -> list[str]:
+    """Return the names of the formats of which a text has an opening mark."""
+    return [name for name, one in formats.items() if any(mark in text for mark in (*one.markers.anywhere, *one.tokens[:1]))]
+
+
+def reasoning_format_of_text(formats: Mapping[str, ReasoningFormat], text: str) -> str | None:
+    """Return the name of the first reasoning format of which a text has a mark."""
+    for name, one in formats.items():
+        if any(mark and mark in text for mark in (one.open or one.tokens[0], one.close)):
+            return name
+    return None

@@ -1,0 +1,54 @@
+"""What a format of tool calls, or of reasoning, consists of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.parsing.event_sink import call_id
+from paceline.parsing.markers import Markers, ParseMarkup
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+
+class BuildCallGrammar(Protocol):
+    """Returns a grammar of one call of any of `tools`, or of several calls."""
+
+    def __call__(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """How a model writes calls.
+
+    Attributes:
+        markers: the opening marks of calls, with their parsers.
+        signs: texts that show the format in a chat template, as `detection.shows_format` reads them.
+        tokens: special tokens of the markup, where the model has them.
+        grammar: builds a grammar of calls.
+        opening: the token that begins each call, or all of them; empty if there is none.
+        new_id: returns a new id of a call.
+    """
+
+    markers: Markers
+    signs: tuple[str, ...]
+    tokens: tuple[str, ...]
+    grammar: BuildCallGrammar
+    opening: str = ""
+    new_id: Callable[[], str] = call_id
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model writes reasoning; the first three attributes are as for calls.
+
+    Attributes:
+        open, close: the marks before and after reasoning.
+        opened: parses reasoning after a prompt that ends with `open`; None = no prompt does.
+    """
+
+    markers: Markers
+    signs: tuple[str, ...]
+    tokens: tuple[str, ...]
+    open: str = ""
+    close: str = ""
+    opened: ParseMarkup | None = None

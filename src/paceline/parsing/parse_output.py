@@ -1,0 +1,147 @@
+"""Reads content, reasoning and tool calls out of the text that a model wrote."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import RequestError
+from paceline.parsing.detection import reasoning_format_of_text, tool_call_formats_of_text
+from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
+from paceline.parsing.registry import (
+    AUTO,
+    GENERIC,
+    HARMONY,
+    HARMONY_REASONING,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_CALL_FORMATS,
+    OutputFormat,
+    check_parser_names,
+)
+from paceline.parsing.tools import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: the tool's name.
+        arguments: the arguments by their names.
+        id: an id made for this call, or the one that the model wrote.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOutput:
+    """What a model's text consists of.
+
+    Attributes:
+        content: the text of the answer, without markup.
+        reasoning: the text of the reasoning; None if there is none.
+        tool_calls: the calls, in the order written.
+    """
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ParsedToolCall, ...]
+
+    @classmethod
+    def of_events(cls, events: Sequence[Event]) -> "ParsedOutput":
+        """Return what all events of one sample amount to."""
+        content, reasoning = "", ""
+        calls: list[ParsedToolCall] = []
+        for event in merged(events):
+            if isinstance(event, Text):
+                content += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            elif isinstance(event, ToolCallStart):
+                calls.append(ParsedToolCall(event.name, {}, event.id))
+            elif isinstance(event, ToolCallArguments):
+                calls[-1] = ParsedToolCall(calls[-1].name, json.loads(event.json), calls[-1].id)
+        return cls(content, reasoning or None, tuple(calls))
+
+
+def parse_output(
+    text: str,
+    *,
+    tools: Sequence[Mapping[str, Any] | Tool] = (),
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    template: str | None = None,
+    in_reasoning: bool | None = None,
+) -> ParsedOutput:
+    """Return the content, reasoning and tool calls of a text that a model wrote.
+
+    The text has to contain its special tokens: detokenize it with `skip_special_tokens=False`.
+
+    Args:
+        text: the whole text after the prompt.
+        tools: the functions that the model was shown, as OpenAI describes them: {"type": "function", "function": {"name": …}} or
+            {"name": …}. Values are converted to the types of their schemas. Without any, every name is taken for a tool's.
+        tool_call_parser: the format of calls; "auto" = as the template or the text shows, "none" = calls are text.
+        reasoning_parser: the format of reasoning, in the same way.
+        template: the model's chat template, as text.
+        in_reasoning: whether the prompt ends with the opening mark of reasoning; None = if the text has only the closing mark.
+
+    Raises:
+        ConfigError: there is no such parser, or the two do not go together.
+        RequestError: a tool is not a description of a function.
+    """
+    shown = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in tools]
+    candidates = _formats(text, tool_call_parser, reasoning_parser, template)
+    found = [_parse(text, shown, one, in_reasoning=in_reasoning) for one in candidates]
+    return max(found, key=lambda one: len(one.tool_calls))
+
+
+def tool_of(described: Mapping[str, Any]) -> Tool:
+    """Return the tool that an OpenAI description of a function means.
+
+    Raises:
+        RequestError: it is none.
+    """
+    function = described.get("function", described)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"a tool has no name: {str(described)[:200]}; send {{'name': …, 'parameters': {{…}}}}", parameter="tools")
+    parameters, description = function.get("parameters"), function.get("description")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise RequestError(f"parameters of the tool {name!r} must be a JSON schema, got {type(parameters).__name__}", parameter="tools")
+    return Tool(name=name, description=description if isinstance(description, str) else None, parameters=parameters)
+
+
+def _formats(text: str, tool_call_parser: str, reasoning_parser: str, template: str | None) -> list[OutputFormat]:
+    """Return the formats that the text may have; several if only the text shows them."""
+    if template is not None:
+        return [OutputFormat.of_template(template, tool_call_parser, reasoning_parser)]
+    tool_call_name, reasoning_name = check_parser_names(tool_call_parser, reasoning_parser)
+    names = [tool_call_name]
+    if tool_call_name == AUTO:
+        names = [*tool_call_formats_of_text(TOOL_CALL_FORMATS, text), GENERIC]
+    if reasoning_name == AUTO:
+        reasoning_name = reasoning_format_of_text(REASONING_FORMATS, text) or NONE
+    formats = []
+    for name in names:
+        if tool_call_name == AUTO and name == HARMONY and reasoning_name not in (HARMONY_REASONING, NONE):
+            continue
+        is_pair = tool_call_parser != AUTO or reasoning_name != HARMONY_REASONING or name == HARMONY
+        formats.append(OutputFormat.of_template("", name, reasoning_name if is_pair else NONE))
+    return formats
+
+
+def _parse(text: str, tools: Sequence[Tool], formats: OutputFormat, *, in_reasoning: bool | None) -> ParsedOutput:
+    one = formats.reasoning_format
+    if in_reasoning is None:
+        closed_at = text.find(one.close) if one and one.close and one.opened else -1
+        in_reasoning = closed_at >= 0 and one is not None and one.open not in text[:closed_at]
+    sink = formats.sink(0, tools)
+    parser = formats.reading(tools, sink, in_reasoning=in_reasoning, parses_calls=True)
+    parser.push(text)
+    parser.finish()
+    return ParsedOutput.of_events(sink.take())

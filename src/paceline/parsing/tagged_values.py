@@ -1,0 +1,153 @@
+"""Values of arguments between tags, <parameter=key>value</parameter>, where tags are missing or are part of a value.
+
+A value is text until its closing tag. Three rules decide what a tag within it means, each by the tags that follow:
+
+* An opening tag is text if the value is closed later, with opening and closing tags counted as brackets; otherwise it ends the value.
+* A closing tag is text if other text and then another closing tag follow; otherwise it ends the value.
+* The end mark of the call is text if the next tag closes the value; otherwise it ends the value.
+
+The text is held back only from a tag that is not the expected one until the tags that decide have arrived.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.parsing.argument_value import ArgumentValue
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.text_stream import Emit, Parse, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTags:
+    """The tags of values.
+
+    Attributes:
+        opening: what begins the next value.
+        closing: what ends a value.
+        call_opening: what begins another call, such as one in a text about calls.
+        endings: what ends the call; the first one ends what `call_opening` begins.
+        border: what is written around a value and is not part of it.
+    """
+
+    opening: str
+    closing: str
+    call_opening: str
+    endings: tuple[str, ...]
+    border: str = ""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All tags, without the border."""
+        return tuple(tag for tag in (self.opening, self.closing, self.call_opening, *self.endings) if tag)
+
+
+class TaggedValues:
+    """Reads the values of one call."""
+
+    def __init__(self, stream: TextStream, sink: EventSink, tags: ValueTags) -> None:
+        self._stream, self._sink, self._tags = stream, sink, tags
+        self._pattern = re.compile("|".join(map(re.escape, tags.all)))
+        self._longest = max(map(len, tags.all))
+        self._marks = (*(tags.border + tag for tag in tags.all if tags.border), *tags.all)
+        self._found: list[tuple[int, str]] = []  # tags by their position
+        self._num_searched = 0
+        self._closed_at: dict[int, int | None] = {}  # of opening tags, by the position behind them
+        self._after_endings = (0, 0)
+        self._text_until = 0
+
+    def read(self, schema: Mapping[str, Any] | None) -> Parse[None]:
+        """Pass the value after its opening tag, and its closing tag if there is one, and emit the value."""
+        value = ArgumentValue(self._sink, schema)
+        value.end(is_whole=(yield from self._read(value.add)))
+
+    def skip(self) -> Parse[None]:
+        """Pass a value without emitting it."""
+        yield from self._read(lambda _: None)
+
+    def _read(self, emit: Emit) -> Parse[bool]:
+        """Return whether a tag ended the value."""
+        stream, tags = self._stream, self._tags
+        begin = stream.position
+        yield from stream.take(tags.border)
+        stream.mark_emitted()
+        while (mark := (yield from stream.emit_until(self._marks, emit))) is not None:
+            tag = mark if mark in tags.all else mark.removeprefix(tags.border)
+            if (yield from self._ends_value(tag, stream.position + len(mark) - len(tag), begin)):
+                stream.at += len(mark) if tag == tags.closing else len(mark) - len(tag)
+                break
+            emit(mark)
+            stream.at += len(mark)
+            stream.mark_emitted()
+        stream.mark_emitted()
+        return mark is not None
+
+    def _ends_value(self, tag: str, position: int, begin: int) -> Parse[bool]:
+        """Return whether the tag at `position` ends the value that begins at `begin`."""
+        if position < self._text_until:
+            return False
+        if tag == self._tags.closing:
+            if position == self._text_until:
+                return True
+            following = yield from self._next_tag(position + len(tag))
+            return following is None or following[1] != tag or not self._has_text(position + len(tag), following[0])
+        if tag in self._tags.endings:
+            return not (yield from self._is_text_ending(position + len(tag)))
+        if begin not in self._closed_at:
+            yield from self._match_tags(begin, position)
+        closed_at = self._closed_at[begin]
+        self._text_until = closed_at or 0
+        return closed_at is None
+
+    def _has_text(self, begin: int, end: int) -> bool:
+        return bool(self._stream.text[begin - self._stream.num_dropped : end - self._stream.num_dropped].strip())
+
+    def _match_tags(self, begin: int, position: int) -> Parse[None]:
+        """Find which values are closed, from the one at `begin` to the end of the call, if tags are counted as brackets."""
+        tags, open_values = self._tags, [begin]
+        self._closed_at[begin] = None
+        while open_values and (found := (yield from self._next_tag(position))) is not None:
+            position, tag = found[0] + len(found[1]), found[1]
+            if tag == tags.closing:
+                while open_values and open_values[-1] < 0:
+                    open_values.pop()
+                if open_values:
+                    self._closed_at[open_values.pop()] = found[0]
+            elif tag == tags.opening:
+                open_values.append(position)
+                self._closed_at[position] = None
+            elif tag == tags.call_opening:
+                open_values.append(-1)
+            elif tag == tags.endings[0] and -1 in open_values:
+                while open_values.pop() >= 0:
+                    pass
+            elif not (yield from self._is_text_ending(position)):
+                return
+
+    def _is_text_ending(self, position: int) -> Parse[bool]:
+        """Return whether the next tag after the end mark before `position`, other end marks left out, closes a value."""
+        if not self._after_endings[0] <= position <= self._after_endings[1]:
+            first = position
+            while (found := (yield from self._next_tag(position))) is not None and found[1] in self._tags.endings:
+                position = found[0] + len(found[1])
+            self._after_endings = (first, position)
+        found = yield from self._next_tag(self._after_endings[1])
+        return found is not None and found[1] == self._tags.closing
+
+    def _next_tag(self, position: int) -> Parse[tuple[int, str] | None]:
+        """Return the first tag at or after a position; None if the text ends without one."""
+        while True:
+            index = bisect_left(self._found, (position, ""))
+            if index < len(self._found):
+                return self._found[index]
+            start = max(self._num_searched, position) - self._stream.num_dropped
+            if found := self._pattern.search(self._stream.text, start):
+                self._found.append((self._stream.num_dropped + found.start(), found[0]))
+                self._num_searched = self._stream.num_dropped + found.end()
+                continue
+            if self._stream.has_ended:
+                return None
+            self._num_searched = self._stream.num_dropped + max(start, len(self._stream.text) - self._longest + 1)
+            yield
