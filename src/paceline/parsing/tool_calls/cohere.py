@@ -11,10 +11,9 @@ from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 _BETWEEN = ",\n"
-CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), name_key="tool_name", head='", "tool_name": NAME, "parameters": ')
+CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), head='", "tool_name": NAME, "parameters": ')
 COMMAND_R = JsonCallList(
     open_marks=("Action:",),
-    name_key="tool_name",
     only_known=True,
     before="\n```json\n[\n    ",
     between=",\n    ",

@@ -42,7 +42,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     has_separator = yield from stream.take(SEPARATOR)
     yield from stream.skip()
-    if not name or not (has_separator or (name in sink.tool_names and (yield from stream.one_of((KEY, CALL_END))))):
+    if not name or not (has_separator or (sink.knows(name) and (yield from stream.one_of((KEY, CALL_END))))):
         raise MalformedError
     stream.mark_emitted()
     with sink.call(name):
