@@ -1,20 +1,16 @@
 """Outputs of models as llama.cpp's, Ollama's and SGLang's own parsers read them, compared with ours.
 
-llama.cpp's tests come with the sources of llama-cpp-python, SGLang's detectors with its wheel. Ollama's tests are in no package: they run if
-its sources are in the folder `ollama` of the environment. Known differences have a reason in `DIFFERENCES`; any other one fails.
+llama.cpp's tests come with the sources of llama-cpp-python, SGLang's detectors with its wheel. Ollama's tests are in no package: they run
+if its sources are in the folder `ollama` of the environment. Known differences have a reason in `DIFFERENCES`; any other one fails.
 """
 
-import json
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from clients.peer_suites import OLLAMA_PARSERS, Suite, SuiteCase, llama_cpp_suite, ollama_suite
-from clients.sglang_detectors import DETECTORS
-from harness.markup_cases import CASES, TOOLS
+from clients.peer_suites import OLLAMA_PARSERS, Suite, SuiteCase
 from paceline.errors import RequestError
 from paceline.parsing.events import Event
 from paceline.parsing.parse_output import ParsedOutput

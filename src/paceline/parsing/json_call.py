@@ -12,6 +12,7 @@ from paceline.parsing.lenient_json import emit_json_object, parse_json, read_jso
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
 _ARGUMENTS = ("arguments", "parameters")
+_NAMES = ("name", "tool_name")  # the second is Cohere's
 _NESTED = ("function", "tool_call")
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[\w+-]")
@@ -94,7 +95,7 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
         if key == "tool_calls" and (yield from stream.peek()) == "[":
             yield from read_json_calls(stream, sink, only_known=only_known)
             return
-        if key in ("name", *_NESTED):
+        if key in (*_NAMES, *_NESTED):
             name = yield from read_short_string(stream)
             if not name or (only_known and not sink.knows(name)):
                 raise MalformedError

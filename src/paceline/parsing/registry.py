@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, RequestError
-from paceline.parsing import reasoning
+from paceline.parsing import answer_tags, reasoning
 from paceline.parsing.detection import format_of_template
 from paceline.parsing.event_sink import EventSink, call_id, short_call_id
 from paceline.parsing.events import Event
 from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
 from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
+from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers, OutputParser
 from paceline.parsing.text_stream import StreamParser, TextStream
 from paceline.parsing.tool_calls import (
     apertus,
+    cohere,
+    deepseek,
+    deepseek_dsml,
+    functionary,
     functiongemma,
     gemma3,
     gemma4,
@@ -24,8 +29,12 @@ from paceline.parsing.tool_calls import (
     generic,
     glm,
     granite,
+    granite_20b,
     harmony,
     hermes,
+    hunyuan3,
+    hunyuan_a13b,
+    internlm2,
     kimi_k2,
     lfm2,
     llama3_json,
@@ -33,11 +42,14 @@ from paceline.parsing.tool_calls import (
     minimax_m2,
     mistral,
     muse_glimmer,
+    nemotron_nano,
     olmo3,
+    phi4_mini,
     pythonic,
     qwen3_coder,
     seed_oss,
     smollm3,
+    xlam,
 )
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -45,6 +57,12 @@ from paceline.tokenizer.tokenizer import Tokenizer
 AUTO, NONE = "auto", "none"
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
 GENERIC = "generic"
+
+
+def _json_list(calls: JsonCallList, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
+    """Return the format of JSON calls after the first of `tokens`."""
+    return ToolCallFormat(calls.markers, signs, tokens, calls.calls_grammar, tokens[0])
+
 
 HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
 _OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # formats that write other things after <tool_call>
@@ -70,7 +88,28 @@ TOOL_CALL_FORMATS = {
         minimax_m2.calls_grammar,
         minimax_m2.OPEN,
     ),
-    "granite": ToolCallFormat(granite.MARKERS, (granite.OPEN,), (granite.OPEN,), granite.calls_grammar, granite.OPEN),
+    "phi4_mini_json": _json_list(phi4_mini.TAGGED, ("<|/tool|>",), phi4_mini.TOKENS),
+    "functools": ToolCallFormat(phi4_mini.FUNCTOOLS.markers, ("functools[",), phi4_mini.TOKENS, phi4_mini.FUNCTOOLS.calls_grammar),
+    "nemotron_json": _json_list(nemotron_nano.CALLS, (nemotron_nano.OPEN,), (nemotron_nano.OPEN, nemotron_nano.CLOSE)),
+    "deepseek_v3": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN, "```json"), deepseek.TOKENS, deepseek.calls_grammar_v3, deepseek.OPEN),
+    "deepseek_v31": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN,), deepseek.TOKENS, deepseek.calls_grammar_v31, deepseek.OPEN),
+    "deepseek_v4": ToolCallFormat(
+        deepseek_dsml.MARKERS, (deepseek_dsml.DSML, "tool_calls>"), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v4
+    ),
+    "deepseek_v32": ToolCallFormat(deepseek_dsml.MARKERS, (deepseek_dsml.DSML,), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v32),
+    "cohere_command3": ToolCallFormat(cohere.CALLS.markers, (cohere.OPEN,), (cohere.OPEN, cohere.CLOSE), cohere.calls_grammar, cohere.OPEN),
+    "command_r": ToolCallFormat(cohere.COMMAND_R.markers, ("json-formatted list of actions",), (), cohere.COMMAND_R.calls_grammar),
+    "internlm": _json_list(internlm2.CALLS, (internlm2.START, internlm2.PLUGIN), internlm2.TOKENS),
+    "hy_v3": ToolCallFormat(hunyuan3.MARKERS, (hunyuan3.OPEN, hunyuan3.KEY), hunyuan3.TOKENS, hunyuan3.calls_grammar, hunyuan3.OPEN),
+    "jamba": _json_list(hunyuan_a13b.JAMBA_CALLS, (hunyuan_a13b.OPEN, "<|bom|>"), hunyuan_a13b.TOKENS),
+    "hunyuan_a13b": ToolCallFormat(
+        hunyuan_a13b.MARKERS, (hunyuan_a13b.OPEN,), hunyuan_a13b.TOKENS, hunyuan_a13b.CALLS.calls_grammar, hunyuan_a13b.OPEN
+    ),
+    "functionary_v31": ToolCallFormat(
+        functionary.MARKERS_V31, (functionary.FUNCTION, "!<parameter=", "!<seed:"), (), functionary.calls_grammar_v31
+    ),
+    "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
+    "granite": _json_list(granite.CALLS, (granite.OPEN,), (granite.OPEN,)),
     "qwen3_coder": ToolCallFormat(
         qwen3_coder.MARKERS,
         (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER, "!<seed:"),
@@ -97,6 +136,8 @@ TOOL_CALL_FORMATS = {
     "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
     "llama4_pythonic": ToolCallFormat(pythonic.LLAMA4_MARKERS, pythonic.LLAMA4_SIGNS, pythonic.LLAMA4_TOKENS, pythonic.calls_grammar),
     "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.SIGNS, (llama3_json.PYTHON_TAG,), pythonic.calls_grammar),
+    "granite-20b-fc": _json_list(granite_20b.CALLS, (granite_20b.OPEN,), (granite_20b.OPEN,)),
+    "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
     "llama3_json": ToolCallFormat(
         llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
     ),
@@ -118,7 +159,35 @@ REASONING_FORMATS = {
         muse_glimmer.read_reasoning,
     ),
     "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_reasoning),
-    "qwen3": ReasoningFormat(reasoning.THINK_MARKERS, reasoning.THINK[1:], reasoning.THINK, *reasoning.THINK, reasoning.think),
+    "cohere_command3": ReasoningFormat(
+        answer_tags.COHERE_MARKERS,
+        answer_tags.COHERE[:1],
+        (*answer_tags.COHERE, *answer_tags.COHERE_ANSWER),
+        *answer_tags.COHERE,
+        answer_tags.cohere,
+    ),
+    "granite": ReasoningFormat(answer_tags.GRANITE_MARKERS, answer_tags.GRANITE[:1], (), *answer_tags.GRANITE, answer_tags.read_granite),
+    "qwen3": ReasoningFormat(
+        reasoning.THINK_MARKERS,
+        (reasoning.THINK[1], "!" + answer_tags.RESPONSE[0], "!" + answer_tags.ANSWER[0]),
+        reasoning.THINK,
+        *reasoning.THINK,
+        reasoning.think,
+    ),
+    "ernie45": ReasoningFormat(
+        answer_tags.RESPONSE_MARKERS,
+        (reasoning.THINK[1], answer_tags.RESPONSE[0]),
+        (*reasoning.THINK, *answer_tags.RESPONSE),
+        *reasoning.THINK,
+        reasoning.think,
+    ),
+    "hunyuan_a13b": ReasoningFormat(
+        answer_tags.ANSWER_MARKERS,
+        (reasoning.THINK[1], answer_tags.ANSWER[0]),
+        (*reasoning.THINK, *answer_tags.ANSWER),
+        *reasoning.THINK,
+        reasoning.think,
+    ),
 }
 TOOL_CALL_SYNONYMS = {
     "harmony": HARMONY,

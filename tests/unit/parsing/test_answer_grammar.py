@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
 
+from harness import json_formats
 from harness.markup_cases import Case, events_of, parsed
 from paceline.errors import RequestError
 from paceline.parsing.answer_grammar import answer_grammar
@@ -57,9 +58,6 @@ REASONING_PARSERS = {
     "apertus": "apertus",
     "smollm3": "qwen3",
 }
-
-STRICT = ("hermes", "qwen3_coder", "glm45", "mistral", "gemma4", "kimi_k2", "minimax_m2", "granite")
-STRICT += ("lfm2", "seed_oss", "functiongemma", "apertus")
 
 
 def grammar_of(formats: OutputFormat, tokenizer: Tokenizer, tools: tuple[Tool, ...] = TOOLS, **choices: Any) -> Grammar | None:
@@ -131,6 +129,9 @@ REASONING = {
     "apertus": "<|inner_prefix|>Hm.<|inner_suffix|>",
     "smollm3": "<think>\nHm.\n</think>\n",
 }
+WRITTEN |= json_formats.written_calls(ARGUMENTS)
+REASONING_PARSERS |= json_formats.REASONING_PARSERS
+REASONING |= json_formats.REASONING
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
@@ -216,20 +217,7 @@ def test_a_grammar_of_the_text_begins_after_reasoning(mini_dir: Path) -> None:
 
 def test_strict_tools_that_may_be_called_leave_the_text_free(mini_dir: Path) -> None:
     tools = (Tool(name="book", parameters=BOOK, strict=True), TOOLS[1])
-    for name in (
-        "hermes",
-        "qwen3_coder",
-        "glm45",
-        "mistral",
-        "gemma4",
-        "kimi_k2",
-        "minimax_m2",
-        "granite",
-        "lfm2",
-        "seed_oss",
-        "functiongemma",
-        "apertus",
-    ):
+    for name in (name for name, one in TOOL_CALL_FORMATS.items() if one.opening):
         formats = OutputFormat(name, REASONING_PARSERS[name])
         tokenizer = with_tokens(mini_dir, formats.tokens(tools))
         grammar = answer_grammar(formats, tokenizer, tools)

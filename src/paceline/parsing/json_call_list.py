@@ -1,0 +1,91 @@
+"""Calls as JSON objects between two marks: a list of them, or one object per pair of marks.
+
+Many model families differ only in the marks and in the layout, so that a format is one `JsonCallList`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.json_call import read_json_calls
+from paceline.parsing.output_parser import Markers, ParseMarkup
+from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCallList:
+    """How one family writes calls. Reading accepts a list or single objects, in a code fence or not, with the end mark or without.
+
+    Attributes:
+        open_marks: marks that begin calls; the grammar writes the first. A "[" at a mark's end is the list's.
+        close_marks: marks that end calls.
+        only_known: whether calls must have arguments and name an offered tool. For marks that may also begin ordinary text.
+        before, between, after: texts around and between the calls, as the model has learnt them.
+        head, tail: texts around the arguments of one call; "NAME" in `head` stands for the quoted name.
+    """
+
+    open_marks: tuple[str, ...]
+    close_marks: tuple[str, ...] = ()
+    only_known: bool = False
+    before: str = ""
+    between: str = ", "
+    after: str = ""
+    head: str = '{"name": NAME, "arguments": '
+    tail: str = "}"
+
+    @property
+    def markers(self) -> Markers:
+        """Each of `open_marks` begins calls anywhere in an answer."""
+        return Markers(anywhere={mark: self.reader(1 if mark.endswith("[") else 0) for mark in self.open_marks})
+
+    def reader(self, num_back: int = 0) -> ParseMarkup:
+        """Return a function that parses calls, of which the last `num_back` characters of the mark are the beginning."""
+
+        def read(stream: TextStream, sink: EventSink) -> Parse[None]:
+            stream.at -= num_back
+            yield from self.read_calls(stream, sink)
+
+        return read
+
+    def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        """Parse the calls and the end mark.
+
+        Raises:
+            MalformedError: the text is no call.
+        """
+        yield from read_json_calls(stream, sink, only_known=self.only_known)
+        while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models also write it twice
+            yield from stream.skip()
+
+    def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+        """Build the grammar of the calls and of the marks around them."""
+        before, after = self.open_marks[0].removesuffix("[") + self.before, self.after
+        if not self.before:  # every call has marks of its own
+            calls = [grammar.call(before + self.head_of(tool), tool, self.tail + after) for tool in tools]
+            return grammar.listed(calls, self.between, several=several)
+        calls = [grammar.call(self.head_of(tool), tool, self.tail) for tool in tools]
+        return f"{grammar.text(before)} {grammar.listed(calls, self.between, several=several)} {grammar.text(after)}"
+
+    def head_of(self, tool: Tool) -> str:
+        """Return the text before the arguments of a call."""
+        return self.head.replace("NAME", json.dumps(tool.name))
+
+
+def take_fence(stream: TextStream) -> Parse[bool]:
+    """Pass the opening line of a code fence and white space after it. Return whether there was one."""
+    if not (yield from stream.take("```")):
+        return False
+    yield from stream.take("json")
+    yield from stream.skip()
+    return True
+
+
+def take_any(stream: TextStream, marks: Sequence[str]) -> Parse[bool]:
+    """Pass one of `marks`, or the beginning of one at the end of the text. Return whether there was one."""
+    for mark in marks:
+        if (yield from stream.take_or_end(mark)):
+            return True
+    return False

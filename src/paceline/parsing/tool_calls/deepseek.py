@@ -1,0 +1,75 @@
+"""Calls between DeepSeek's marks: type, name and fenced JSON (V3, R1 and its distillations), or name and bare JSON (V3.1)."""
+
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.json_call_list import take_any, take_fence
+from paceline.parsing.lenient_json import emit_json_object
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
+TYPE = "function"
+_OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse all calls. Marks may be missing: distilled models leave them out."""
+    yield from stream.skip()
+    yield from stream.take(CALL)
+    yield from _read_call(stream, sink)
+    while sink.can_call and (yield from stream.take(CALL)):
+        yield from _read_call(stream, sink)
+    yield from stream.take_or_end(CLOSE)
+
+
+def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
+    name = (yield from stream.until(SEPARATOR)).strip()
+    yield from stream.skip()
+    if name == TYPE and (yield from stream.peek()) not in ("{", "`"):
+        name = (yield from stream.until("\n")).strip()
+        yield from stream.skip()
+    if not name or not name.isprintable() or "<" in name:
+        raise MalformedError
+    is_fenced = yield from take_fence(stream)
+    has_arguments = (yield from stream.peek()) == "{"
+    if not has_arguments and (yield from stream.one_of((CALL_END, "```"))) is None:
+        raise MalformedError
+    stream.mark_emitted()
+    with sink.call(name):
+        if has_arguments:
+            yield from emit_json_object(stream, sink.arguments)
+        else:
+            sink.arguments("{}")
+    stream.mark_emitted()
+    yield from stream.skip()
+    if is_fenced:
+        yield from stream.take_or_end("```")
+        yield from stream.skip()
+    yield from take_any(stream, (CALL_END,))
+    yield from stream.skip()
+    stream.mark_emitted()
+
+
+def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse calls whose outer mark is missing."""
+    stream.at -= len(CALL)
+    yield from read_calls(stream, sink)
+
+
+MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call})
+
+
+def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    heads = [f"{CALL}{TYPE}{SEPARATOR}{tool.name}\n```json\n" for tool in tools]
+    calls = [grammar.call(head, tool, f"\n```{CALL_END}") for head, tool in zip(heads, tools, strict=True)]
+    return f"{grammar.text(OPEN)} {grammar.listed(calls, chr(10), several=several)} {grammar.text(CLOSE)}"
+
+
+def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
+    return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"

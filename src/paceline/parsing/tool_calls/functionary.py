@@ -1,0 +1,71 @@
+"""<function=name>{…}</function> (Functionary 3.1 and Llama 3.1's custom tools), and >>>name, line end, {…} (Functionary 3.2)."""
+
+import re
+import string
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.lenient_json import emit_json_object
+from paceline.parsing.output_parser import Markers
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+RECIPIENT, TEXT = ">>>", "all"
+_NAME = re.compile(r"[\w.\-]")
+
+
+def read_function(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse a call of version 3.1."""
+    name = (yield from stream.until(">")).strip()
+    yield from _read_arguments(stream, sink, name)
+    yield from stream.skip()
+    yield from stream.take_or_end(FUNCTION_END)
+
+
+def read_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse a call of version 3.2, or drop the heading of text."""
+    name = yield from stream.matching(_NAME)
+    if not (yield from stream.take("\n")):
+        raise MalformedError
+    if name != TEXT:
+        yield from _read_arguments(stream, sink, name)
+
+
+def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse the same at the beginning of an answer, where the prompt already has the mark. Its name must be an offered tool's."""
+    stream.at -= 1
+    name = yield from stream.matching(_NAME)
+    if (name != TEXT and not sink.knows(name)) or not (yield from stream.take("\n")):
+        raise MalformedError
+    if name != TEXT:
+        yield from _read_arguments(stream, sink, name)
+
+
+def _read_arguments(stream: TextStream, sink: EventSink, name: str) -> Parse[None]:
+    yield from stream.skip()
+    if not name or not name.isprintable() or (yield from stream.peek()) != "{":
+        raise MalformedError
+    stream.mark_emitted()
+    with sink.call(name):
+        yield from emit_json_object(stream, sink.arguments)
+    stream.mark_emitted()
+
+
+MARKERS_V31 = Markers(anywhere={FUNCTION: read_function})
+MARKERS_V32 = Markers(
+    anywhere={RECIPIENT: read_recipient}, first=dict.fromkeys(string.ascii_letters + string.digits + "_", read_first_recipient)
+)
+
+
+def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    calls = [grammar.call(f"{FUNCTION}{tool.name}>", tool, FUNCTION_END) for tool in tools]
+    return grammar.listed(calls, "", several=several)
+
+
+def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Build the grammar. The first mark is optional, because the prompt may end with it."""
+    calls = [grammar.call(f"{tool.name}\n", tool) for tool in tools]
+    body = grammar.listed(calls, RECIPIENT, several=several)
+    return f"{grammar.text(RECIPIENT)}? {body}"

@@ -1,0 +1,13 @@
+"""functools[{"name": …, "arguments": {…}}, …] or the same list after <|tool_call|>: Phi-4-mini and Firefunction v2."""
+
+from dataclasses import replace
+
+from paceline.parsing.json_call_list import JsonCallList
+
+OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
+TOKENS = (OPEN, CLOSE)
+
+TAGGED = JsonCallList(
+    open_marks=(OPEN, "functools[", "<|tool_calls|>"), close_marks=(CLOSE, "<|/tool_calls|>"), before="[", after="]" + CLOSE
+)
+FUNCTOOLS = replace(TAGGED, open_marks=("functools[", OPEN, "<|tool_calls|>"), after="]")
