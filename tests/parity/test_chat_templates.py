@@ -13,7 +13,7 @@ from harness.checkpoints import write_byte_level_tokenizer
 from harness.markup_cases import TOOLS, Case, events_of, said
 from harness.tool_model import TEMPLATE
 from paceline.errors import RequestError
-from paceline.parsing.registry import TOOL_FORMATS, Formats
+from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.template_process import BROKEN
 
@@ -240,11 +240,11 @@ def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, m
     num_read = 0
     for source in found.values():
         tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools, source=source: source)
-        formats = Formats.of(tokenizer)
+        formats = OutputFormat.of(tokenizer)
         if formats.tools == "none":
             continue
         text = ChatTemplate(source, pretrained.special_tokens_map).render(CALL, tools=DESCRIBED, add_generation_prompt=False)
-        opening = TOOL_FORMATS[formats.tools].opening or {"llama3": '{"name"', "harmony": " to="}[formats.tools]
+        opening = TOOL_CALL_FORMATS[formats.tools].opening or {"llama3": '{"name"', "harmony": " to="}[formats.tools]
         written = text[text.rindex(opening, 0, text.rindex("Köln")) :]
         events, num_complete = events_of(Case("", (formats.tools, formats.think), "", []), [written])
         assert said(events)[0] == ("call", "weather", '{"city": "Köln", "days": 2}')
