@@ -38,8 +38,7 @@ class ControlTexts:
         self._ordinary = [token for token in added.values() if not token.special]
         self._added_ids = {token.content: token_id for token_id, token in added.items()}
         self._taken = set(_PRIVATE_USE_PATTERN.findall("".join(chain(vocabulary, self._added_ids))))
-        texts = [] if library.encode_special_tokens else [token.content for token in self._tokens.values() if token.content.strip()]
-        self._texts = texts
+        texts = [token.content for token in self._tokens.values() if token.content.strip()]
         self._pattern = re.compile(f"(?=({_trie_pattern(text[:_MAX_PATTERN_CHARS] for text in texts)}))") if texts else None
         self._longest = max(map(len, texts), default=0)
         self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}

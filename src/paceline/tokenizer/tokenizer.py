@@ -247,7 +247,7 @@ class _FromGguf:
 
     def __init__(self, parts: GgufTokenizer) -> None:
         self.backend_tokenizer = parts.backend
-        self.chat_template = parts.chat_template
+        self.chat_template = parts.chat_templates
         self.special_tokens_map = parts.named_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
