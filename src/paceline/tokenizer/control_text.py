@@ -73,36 +73,38 @@ class ControlTexts:
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            for index, token_id in enumerate(encoding.ids):  # all offsets at once would hold the GIL
                 token = self._tokens.get(token_id)
-                if token is None or text[start:stop].strip() != token.content.strip():
+                if token is None:
                     continue
-                parts += [escaped.restored(text[end:start]), marks[token.normalized]]
-                marked_ids.append(token_id)
-                end = stop
+                start, stop = encoding.token_to_chars(index)
+                if text[start:stop].strip() == token.content.strip():
+                    parts += [escaped.restored(text[end:start]), marks[token.normalized]]
+                    marked_ids.append(token_id)
+                    end = stop
             return self._encode_marked([*parts, escaped.restored(text[end:])], marked_ids, marks)
 
     def _encode_marked(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
         """Token ids of texts and marks; `marked_ids` are those of the marks in order, None = none."""
         twin = self._without_control_tokens(marks)
-        is_mark = {twin.token_to_id(mark) for mark in marks}
+        mark_ids = {twin.token_to_id(mark) for mark in marks}
+        original_ids = {twin.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
+        controls = self._tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
         for _ in range(_MAX_CUTS):
             encoding = twin.encode_batch(["".join(parts)], add_special_tokens=False)[0]
-            cuts = [
-                offsets
-                for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)
-                if token_id not in is_mark and self._is_control(twin, token_id)
-            ]
+            ids: list[int] = encoding.ids
+            cuts = [encoding.token_to_chars(index) for index, token_id in enumerate(ids) if token_id in controls]
             if not any(stop - start > 1 for start, stop in cuts):
                 break
             parts, marked_ids = _cut("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
         found: list[int] = []
-        ids = iter(marked_ids)
-        for token_id in encoding.ids:
-            if token_id in is_mark:
-                found += [marked for marked in [next(ids)] if marked is not None]
-            elif not self._is_control(twin, token_id):
-                found.append(self._original_id(twin, token_id))
+        next_marked = iter(marked_ids)
+        for token_id in ids:
+            if token_id not in mark_ids:
+                if token_id not in controls:
+                    found.append(original_ids.get(token_id, token_id))
+            elif (marked := next(next_marked)) is not None:
+                found.append(marked)
         return found
 
     def _without_control_tokens(self, marks: str) -> Backend:
@@ -115,15 +117,11 @@ class ControlTexts:
         twin.add_tokens([*self._ordinary, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
         return twin
 
-    def _is_control(self, twin: Backend, token_id: int) -> bool:
-        """Whether the model itself made a control token of plain text; the token for unknown characters is none."""
-        token = self._tokens.get(self._original_id(twin, token_id))
+    def _unknown_ids(self) -> set[int | None]:
+        """The id that the model gives to unknown characters: it is no control token there."""
         model = self._library.model
-        return token is not None and token.content != getattr(model, "unk_token", None) and token_id != getattr(model, "unk_id", None)
-
-    def _original_id(self, twin: Backend, token_id: int) -> int:
-        piece = twin.id_to_token(token_id)
-        return self._added_ids.get(piece, token_id) if piece is not None else token_id
+        piece = getattr(model, "unk_token", None)
+        return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
 
     def _copy(self, value: Any, placeholders: "_Placeholders", kept: Sequence[str]) -> Any:
         if isinstance(value, str):
