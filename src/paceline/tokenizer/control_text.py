@@ -77,7 +77,7 @@ class ControlTexts:
                 token = self._tokens.get(token_id)
                 if token is None:
                     continue
-                start, stop = encoding.token_to_chars(index)
+                start, stop = encoding.token_to_chars(index) or (0, 0)
                 if text[start:stop].strip() == token.content.strip():
                     parts += [escaped.restored(text[end:start]), marks[token.normalized]]
                     marked_ids.append(token_id)
@@ -93,7 +93,7 @@ class ControlTexts:
         for _ in range(_MAX_CUTS):
             encoding = twin.encode_batch(["".join(parts)], add_special_tokens=False)[0]
             ids: list[int] = encoding.ids
-            cuts = [encoding.token_to_chars(index) for index, token_id in enumerate(ids) if token_id in controls]
+            cuts = [encoding.token_to_chars(index) or (0, 0) for index, token_id in enumerate(ids) if token_id in controls]
             if not any(stop - start > 1 for start, stop in cuts):
                 break
             parts, marked_ids = _cut("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
