@@ -117,9 +117,9 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
 
 
 def test_a_chat_continues_the_last_message(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "It sat"}]
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
     answer = llm.chat(messages, GREEDY, continue_final_message=True)
-    assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("It sat")
+    assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("a dog")
     (streamed,) = [chunk.output for chunk in llm.stream_chat(messages, GREEDY, continue_final_message=True) if chunk.output]
     assert streamed.token_ids == answer.token_ids
 
