@@ -21,11 +21,12 @@ ENGINE = {
     "kv_cache",
     "sampling",
     "tokenizer",
+    "parsing",
     "models",
     "outputs",
     "hub",
 }
-LLM = {*ENGINE, "engine", "parsing"}
+LLM = {*ENGINE, "engine"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
