@@ -11,7 +11,7 @@ from paceline.errors import BackendUnavailableError, RequestError, library_error
 from paceline.installation import install_extra
 from paceline.sampling.grammar import Grammar, GrammarKind
 from paceline.sampling.json_schema import servable_schema
-from paceline.sampling.unique_items import UniqueItemsState, unique_items
+from paceline.sampling.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -54,8 +54,10 @@ class GrammarVocabulary:
 
     def tokens_with(self, wanted: bytes) -> NDArray[np.bool_]:
         """[size] bool: which tokens hold any of the bytes; all of them if there are none."""
+        if not wanted:
+            return np.ones(self.size, np.bool_)
         if wanted not in self._tokens_with:
-            found = [not wanted or not set(wanted).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
+            found = [not set(wanted).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
             self._tokens_with[wanted] = np.array(found, np.bool_)
         return self._tokens_with[wanted]
 
@@ -89,6 +91,9 @@ class CompiledGrammar:
         if self._first.is_error():
             raise RequestError(f"grammar: {reason_of(self._first)}", parameter="grammar")
         self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
+        if self._unique_items is not None:
+            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # now, as it takes longer than a step
+                vocabulary.tokens_with(ending_bytes)
 
     def matcher(self) -> Any:
         """A fresh matcher; all of them share the grammar's automaton, which grows with use."""

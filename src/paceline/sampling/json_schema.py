@@ -18,9 +18,10 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 
 _MAX_INTEGER = 2**63 - 1
 _MAX_BOUND = 10**18
+_MAX_EXCLUSIVE = 8  # cases of a `oneOf` that is rewritten: the new schema grows with their square
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_IN_PLACE = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+_IN_PLACE = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
 _NAME_FORMATS = {
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))$",
@@ -32,6 +33,7 @@ _WAYS_OUT = {
     "propertyNames": "use `patternProperties` with `additionalProperties: false`",
     "unevaluatedItems": "use `items` in the schema that lists the items",
     "unevaluatedProperties": "use `additionalProperties: false` in the schema that lists the properties",
+    "$ref": "put the schema that it leads to into `$defs`",
     "$dynamicRef": "use `$ref`",
     "uniqueItems": "leave `$id` out of the schemas inside",
     "dependencies": "write its cases as `anyOf`",
@@ -112,6 +114,11 @@ def _unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
 def _references(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("$recursiveRef", None) is not None:
         _conjoin(node, {"$ref": "#"})
+    if "$ref" in node and not document.has_parts:
+        target = document.pointer(node["$ref"])
+        if target is None:
+            raise refusal("$ref", pointer)
+        node["$ref"] = target
     if "$dynamicRef" in node:
         target = document.pointer(node.pop("$dynamicRef"))
         if target is None:
@@ -186,11 +193,50 @@ def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
         rest = node.pop(keyword, True)
         if rest in (True, {}):
             continue
+        if plain == "additionalProperties" and rest is False:
+            names = _evaluated_names(node, document)
+            if names is not None:
+                node["properties"] = {
+                    **node.get("properties", {}),
+                    **{name: True for name in names if name not in node.get("properties", {})},
+                }
+                node.setdefault(plain, False)
+                continue
         if any(name in node for name in _IN_PLACE) or "contains" in node:
             raise refusal(keyword, pointer)
         if plain == "items" and isinstance(node.get("items"), list):
             plain = "additionalItems"
         node.setdefault(plain, rest)
+
+
+def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
+    """Names of the properties that a schema describes by itself, by `$ref` and by `allOf`; None where they depend on the value."""
+    if schema in (True, {}):
+        return set()
+    if not isinstance(schema, dict) or depth == 0 or any(name in schema for name in ("patternProperties", *_IN_PLACE[2:])):
+        return None
+    if depth < 8 and "additionalProperties" in schema:
+        return None
+    parts = [*schema.get("allOf", []), *([document.target(schema["$ref"])] if "$ref" in schema else [])]
+    inner = [_evaluated_names(part, document, depth - 1) for part in parts]
+    names = set[str]().union(*(one for one in inner if one is not None))
+    return None if None in inner else names | set(schema.get("properties", {}))
+
+
+def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Alternatives that may hold together, but for a few that can be negated: each of them without the others."""
+    cases = node.get("oneOf")
+    if (
+        not isinstance(cases, list)
+        or len(cases) > _MAX_EXCLUSIVE
+        or not any(isinstance(case, dict) and "required" in case for case in cases)
+    ):
+        return
+    negated = [_negated(case, node, document) for case in cases]
+    if None not in negated:
+        del node["oneOf"]
+        others = [[other for place, other in enumerate(negated) if place != index] for index in range(len(cases))]
+        _conjoin(node, {"anyOf": [{"allOf": [case, *rest]} for case, rest in zip(cases, others, strict=True)]})
 
 
 def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -227,7 +273,7 @@ def _bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
 _Rule = Callable[[Schema, str, SchemaDocument], None]
 _RULES: tuple[_Rule, ...] = (
     _bounds, _unevaluated, _format, _unique_items, _references, _condition, _negation, _dependencies, _contains, _property_names,
-    _num_properties,
+    _num_properties, _one_of,
 )  # fmt: skip
 
 
@@ -269,6 +315,12 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     if not isinstance(schema, dict):
         return None
     keywords = {name for name in schema if name not in ("title", "description", "$comment")}
+    if keywords == {"not"}:
+        return schema["not"]
+    for keyword, dual in (("anyOf", "allOf"), ("allOf", "anyOf")):
+        if keywords == {keyword} and isinstance(schema[keyword], list):
+            parts = [_negated(part, context, document) for part in schema[keyword]]
+            return None if None in parts else {dual: parts}
     if keywords == {"type"}:
         return _other_types(schema["type"])
     if keywords in ({"const"}, {"enum"}):

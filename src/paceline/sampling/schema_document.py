@@ -28,7 +28,10 @@ class SchemaDocument:
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(node.get(name), str):
                     self._anchors.setdefault(f"#{node[name]}", []).append(pointer)
-            self.has_parts |= pointer != "#" and isinstance(node.get("$id"), str)
+            identifier = node.get("$id", node.get("id")) if pointer != "#" else None
+            if isinstance(identifier, str) and identifier.startswith("#"):  # an anchor of drafts 4 to 7
+                self._anchors.setdefault(identifier, []).append(pointer)
+            self.has_parts |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
 
     def pointer(self, reference: object) -> str | None:
         """The JSON pointer that a reference leads to; None where it is not in this schema, or ambiguous."""

@@ -92,6 +92,17 @@ SERVED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     ),
     "unevaluated properties": ({"type": "object", "properties": AB, "unevaluatedProperties": False}, [{"a": 1}], [{"c": 1}]),
     "unevaluated items": ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, [[1]], [[1, 2]]),
+    "unevaluated properties of a base": (
+        {"$ref": "#/$defs/b", "properties": {"c": INTEGER}, "unevaluatedProperties": False, "$defs": {"b": {"properties": AB}}},
+        [{"a": 1, "c": 1}, {}], [{"d": 1}],
+    ),
+    "not any of": ({"enum": [1, 2, 3], "not": {"anyOf": [{"const": 2}, {"const": 3}]}}, [1], [2, 3]),
+    "not not": ({"type": "integer", "not": {"not": {"enum": [1, 2]}}}, [1], [3]),
+    "one of two names": (
+        {"type": "object", "properties": AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}],
+    ),
+    "one of two types": ({"oneOf": [{"type": "string"}, {"type": "object", "required": ["a"]}]}, ["x", {"a": 1}], [1, {}]),
+    "an anchor of draft 7": ({"definitions": {"a": {"$id": "#foo", **INTEGER}}, "$ref": "#foo"}, [1], ["a"]),
     "a dynamic reference": (
         {"$dynamicAnchor": "n", "type": "object", "properties": {"c": {"$dynamicRef": "#n"}}, "additionalProperties": False},
         [{"c": {"c": {}}}], [{"c": 1}],
@@ -135,7 +146,8 @@ def test_the_expected_values_are_those_of_a_validator(name: str) -> None:
         ({"properties": {"a/b": {"not": {"pattern": "x"}}}}, "`not` at #/properties/a~1b"),
         ({"items": {"$ref": "#/$defs/s"}, "$defs": {"s": {"if": {"minLength": 2}, "then": {"maxLength": 3}}}}, "`if` at #/$defs/s"),
         ({"anyOf": [{}, {"propertyNames": {"not": {}}}]}, "`propertyNames` at #/anyOf/1"),
-        ({"allOf": [{"properties": AB}], "unevaluatedProperties": False}, "`unevaluatedProperties` at #"),
+        ({"anyOf": [{"properties": AB}], "unevaluatedProperties": False}, "`unevaluatedProperties` at #"),
+        ({"items": {"$ref": "https://other.org/schema"}}, "`$ref` at #/items"),
         ({"$dynamicRef": "#x"}, "`$dynamicRef` at #"),
     ],
 )
