@@ -36,6 +36,7 @@ CONTAINERS := $(CLIENTS)/containers/.installed
 PEFT := $(CLIENTS)/peft/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
+SCHEMA_SUITE := $(CLIENTS)/json-schema-suite/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
@@ -133,8 +134,15 @@ $(SERVERS):
 	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
 	touch $@
 
+# The official test suite of JSON Schema, which the source distribution of jsonschema contains.
+$(SCHEMA_SUITE): | $(STAMP)
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest $(@D) jsonschema==4.26.0
+	tar -xzf $(@D)/jsonschema-4.26.0.tar.gz -C $(@D) --strip-components=2 jsonschema-4.26.0/json/tests
+	touch $@
+
 # The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY)
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY) $(SCHEMA_SUITE)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

@@ -117,6 +117,8 @@ def reason_of(matcher: Any) -> str:
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return "no text matches it"
+    if text.startswith("oneOf constraints are not supported"):
+        return "`oneOf` cannot be enforced where several cases may hold: use `anyOf`, or give each case a property with its own `const`"
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON]
 
 

@@ -9,6 +9,7 @@ Source: JSON Schema drafts 4 to 2020-12.
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from paceline.errors import RequestError
 from paceline.sampling.schema_document import Schema, SchemaDocument, escaped, is_equal
@@ -52,6 +53,9 @@ def servable_schema(schema: Mapping[str, Any]) -> Schema:
         json.dumps(root)
     except RecursionError as error:
         raise RequestError("grammar: the schema is nested too deeply: send a flatter one", parameter="grammar") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        text = f"grammar: a keyword of the schema has a value of a type that it does not take ({error}): send a valid JSON schema"
+        raise RequestError(text, parameter="grammar") from error
     return root
 
 
@@ -118,7 +122,8 @@ def _references(node: Schema, pointer: str, document: SchemaDocument) -> None:
         target = document.pointer(node["$ref"])
         if target is None:
             raise refusal("$ref", pointer)
-        node["$ref"] = target
+        if not str(node["$ref"]).startswith("#/"):
+            node["$ref"] = quote(target, safe="/#~")
     if "$dynamicRef" in node:
         target = document.pointer(node.pop("$dynamicRef"))
         if target is None:
@@ -194,12 +199,9 @@ def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
         if rest in (True, {}):
             continue
         if plain == "additionalProperties" and rest is False:
-            names = _evaluated_names(node, document)
+            names, known = _evaluated_names(node, document), node.get("properties", {})
             if names is not None:
-                node["properties"] = {
-                    **node.get("properties", {}),
-                    **{name: True for name in names if name not in node.get("properties", {})},
-                }
+                node["properties"] = {**known, **{name: True for name in names if name not in known}}
                 node.setdefault(plain, False)
                 continue
         if any(name in node for name in _IN_PLACE) or "contains" in node:
@@ -226,11 +228,9 @@ def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -
 def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
     """Alternatives that may hold together, but for a few that can be negated: each of them without the others."""
     cases = node.get("oneOf")
-    if (
-        not isinstance(cases, list)
-        or len(cases) > _MAX_EXCLUSIVE
-        or not any(isinstance(case, dict) and "required" in case for case in cases)
-    ):
+    if not isinstance(cases, list) or len(cases) > _MAX_EXCLUSIVE:
+        return
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance tells types apart itself
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:

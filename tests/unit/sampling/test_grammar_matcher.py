@@ -220,6 +220,7 @@ def test_a_regex_that_cannot_start_is_refused_with_the_reason(pattern: str) -> N
         ({"not": {"pattern": "x"}}, "`not` at # cannot be enforced"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum .* is greater than maximum"),
         ({"$ref": "#/nowhere"}, "does not exist"),
+        ({"oneOf": [{"minLength": 2}, {"maxLength": 3}]}, "`oneOf` cannot be enforced .* use `anyOf`"),
         ({"x-guidance": {"colour": "red"}}, "unknown field"),
     ],
 )

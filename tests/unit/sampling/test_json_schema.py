@@ -12,11 +12,13 @@ from uuid import UUID
 
 import jsonschema
 import llguidance
+import numpy as np
 import pytest
 from pydantic import AnyUrl, BaseModel, Field, Json, SecretStr, StringConstraints, create_model
 
 from paceline.errors import RequestError
 from paceline.sampling.json_schema import FORMATS, servable_schema
+from paceline.sampling.unique_items import unique_items
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -99,7 +101,8 @@ SERVED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "not any of": ({"enum": [1, 2, 3], "not": {"anyOf": [{"const": 2}, {"const": 3}]}}, [1], [2, 3]),
     "not not": ({"type": "integer", "not": {"not": {"enum": [1, 2]}}}, [1], [3]),
     "one of two names": (
-        {"type": "object", "properties": AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}],
+        {"type": "object", "properties": AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}],
     ),
     "one of two types": ({"oneOf": [{"type": "string"}, {"type": "object", "required": ["a"]}]}, ["x", {"a": 1}], [1, {}]),
     "an anchor of draft 7": ({"definitions": {"a": {"$id": "#foo", **INTEGER}}, "$ref": "#foo"}, [1], ["a"]),
@@ -167,6 +170,39 @@ def test_the_formats_that_are_enforced_are_those_of_the_library() -> None:
         text = json.dumps({"type": "string", "format": name})
         matcher = llguidance.LLMatcher(byte_tokens(), llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
         assert not matcher.is_error(), name
+
+
+def test_a_schema_with_wrong_values_is_served_or_refused(seed: int) -> None:
+    """Whatever a keyword holds: no other exception, which would be the server's fault."""
+    generator, num_refused = np.random.default_rng(seed), 0
+    keywords = sorted({key for schema, _, _ in SERVED.values() for key in schema} | {"contains", "minContains", "anyOf", "dependencies"})
+    values: list[Any] = [
+        None,
+        0,
+        -1.5,
+        "x",
+        "#",
+        "http://[",
+        [],
+        [3],
+        ["a"],
+        {},
+        {"a": 3},
+        {"a": []},
+        True,
+        False,
+        {"enum": 3},
+        [{}],
+        "#/x",
+    ]
+    for _ in range(3000):
+        chosen = generator.choice(len(keywords), 4)
+        schema = {keywords[index]: values[int(generator.integers(len(values)))] for index in chosen}
+        try:
+            unique_items(servable_schema({"items": schema, "properties": {"p": schema}}))
+        except RequestError:
+            num_refused += 1
+    assert 0 < num_refused < 3000
 
 
 def test_the_schema_that_was_sent_is_not_changed() -> None:
