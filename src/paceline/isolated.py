@@ -8,7 +8,6 @@ first call, serves later ones, and is replaced after a failure that ended it. Th
 import faulthandler
 import importlib
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from typing import Any
 _LATE, _OUT_OF_MEMORY = 1, 3  # exit codes; `faulthandler` ends a process with 1
 _CHUNK_BYTES = 1 << 16
 _MAX_MESSAGE_CHARS = 2000
-_PROBE_BYTES = 1 << 20
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
@@ -307,7 +305,9 @@ def _serve(settings: dict[str, Any]) -> None:
     if "error" in answer:
         return
     for line in sys.stdin.buffer:
-        faulthandler.dump_traceback_later(settings["seconds"], exit=True)  # its thread does not need the GIL
+        # Its thread does not need the GIL. A process that holds more memory than its limit cannot start it; without it a small call would
+        # be served from memory that is free inside the process.
+        faulthandler.dump_traceback_later(settings["seconds"], exit=True)
         _limit_cpu(settings["cpu_seconds"])
         try:
             request = json.loads(line)
@@ -334,22 +334,13 @@ def _write(answer: dict[str, Any]) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit memory, where the system can, and forbid writing files.
-
-    Raises:
-        MemoryError: the process has more already. Memory that it holds and does not use could serve small calls, so that the limit would
-            seem not to hold.
-    """
+    """Limit memory, where the system can, and forbid writing files."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    try:
-        mmap.mmap(-1, _PROBE_BYTES).close()
-    except OSError:
-        raise MemoryError from None
 
 
 def _limit_cpu(seconds: int | None) -> None:
