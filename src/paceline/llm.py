@@ -5,9 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, overload
-
-from typing_extensions import Unpack
+from typing import Unpack, cast, overload
 
 from paceline.config import Quant
 from paceline.engine.batch import RequestMaker

@@ -10,9 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
-
-from typing_extensions import Unpack
+from typing import Any, TypeVar, Unpack
 
 from paceline.engine.engine import EngineStats
 from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, one_of, split_chat_options
