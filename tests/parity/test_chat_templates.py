@@ -135,7 +135,6 @@ TEMPLATES = {
 {%+ if true %}  kept {% endif +%}
    {% endif %}
 end   """,
-    "lists and texts": """{% set items = [] %}{% set _ = items.append(1) %}{{ items }}""",  # the sandbox refuses
     "a namespace of lists": """{% set ns = namespace(parts=[], self='me') %}
 {% for m in messages %}{% set ns.parts = ns.parts + [m.role[:1]] %}{% endfor %}{{ ns.parts }}{{ ns.self }}""",
     "a refused namespace": """{% set ns = namespace(_private=1) %}""",
@@ -217,7 +216,7 @@ def compare(pretrained: Any, source: str) -> int:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_devices_of_published_templates_make_the_same_texts(pretrained: Any, name: str) -> None:
     num_texts = compare(pretrained, TEMPLATES[name])
-    assert (num_texts == 0) == (name in ("lists and texts", "a refused namespace", "a missing value"))
+    assert (num_texts == 0) == (name in ("a refused namespace", "a missing value"))
 
 
 def test_the_templates_of_checkpoints_at_hand_make_the_same_texts(pretrained: Any, mini_dir: Path) -> None:
@@ -255,6 +254,12 @@ def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, m
         assert parsed(events)[0] == ("call", "weather", '{"city": "Köln", "days": 2}')
         num_read += num_complete
     assert num_read >= 1
+
+
+def test_a_template_may_change_its_own_lists_unlike_in_transformers() -> None:
+    source = "{% set found = [] %}{% for m in messages %}{% set _ = found.append(m.role) %}{% endfor %}{{ found | map('upper') | tojson }}"
+    for _ in range(2):
+        assert ChatTemplate(source, {}).render(CONVERSATIONS[1], add_generation_prompt=False) == '["SYSTEM", "USER"]'
 
 
 def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:

@@ -4,7 +4,7 @@ It imports nothing of paceline, and of other packages only jinja2.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
 
 
@@ -68,9 +68,10 @@ def renderer(source: str) -> Callable[[dict[str, Any]], str]:
 def compiled(source: str) -> Template:
     """A template in the environment that transformers gives to chat templates; a test compares their texts.
 
-    Source: transformers, `apply_chat_template`.
+    Source: transformers, `apply_chat_template`. Deviations: templates may change their lists (Kimi K2's does; the values are this process's
+    own), and `tojson` takes generators, as llama.cpp's does.
     """
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=DictMaker(), namespace=PublicNamespace)
     return environment.from_string(source)
@@ -87,7 +88,13 @@ def strftime_now(layout: str) -> str:
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
     """JSON that is not escaped for HTML; options by position are those of `json.dumps` that transformers takes, in its order."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(value, **{"ensure_ascii": False, **dict(zip(names, arguments, strict=False)), **options})
+    return json.dumps(value, **{"ensure_ascii": False, "default": _listed, **dict(zip(names, arguments, strict=False)), **options})
+
+
+def _listed(value: object) -> object:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def rendered(template: Template, conversation: dict[str, Any]) -> str:
