@@ -68,7 +68,9 @@ HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONST
 _OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # formats that write other things after <tool_call>
 # in the order of detection: templates of earlier formats may have the signs of later ones
 TOOL_CALL_FORMATS = {
-    HARMONY: ToolCallFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar),
+    HARMONY: ToolCallFormat(
+        Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar, text_signs=harmony.TEXT_SIGNS
+    ),
     "gemma4": ToolCallFormat(
         gemma4.MARKERS, (gemma4.OPEN,), (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE), gemma4_grammar.calls_grammar, gemma4.OPEN
     ),

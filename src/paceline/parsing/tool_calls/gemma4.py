@@ -10,7 +10,7 @@ from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_CALL = "call:"
+_CALL, _RESPONSE = "call:", "<|tool_response>"
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
 _NAME = re.compile(r"[\w.\-]")
 
@@ -28,6 +28,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
             break
         yield from _read_call(stream, sink)
     yield from pass_end_mark(stream, CLOSE)
+    yield from stream.take_or_end(_RESPONSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -40,6 +41,8 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     with sink.call(name):
         yield from emit_json_object(stream, sink.arguments, raw=_QUOTES)
     yield from skip_closers(stream)
+    while (yield from stream.take(QUOTE)):
+        yield from skip_closers(stream)
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls})

@@ -1,4 +1,4 @@
-"""What Gemma 4 may write for a JSON schema, in its own markup."""
+"""The grammar of a JSON schema in Gemma 4's markup."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,14 @@ from paceline.parsing.tool_calls.gemma4 import CLOSE, OPEN, QUOTE
 from paceline.parsing.tools import Tool
 
 _PLAIN = ("integer", "number", "boolean", "null")
-_MAX_DEPTH = 8  # schemas that hold themselves are resolve_ref so far
+_MAX_DEPTH = 8  # schemas that contain themselves are resolved to this depth
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Texts are held to their `enum` alone, lists to no length. Properties are in alphabetical order, as the model has learnt them."""
+    """Return a grammar of calls. Of texts only their `enum` is enforced, of lists no length.
+
+    Properties are in alphabetical order, as the model has learnt them.
+    """
     calls = []
     for tool in tools:
         schema = arguments_schema(tool)
@@ -30,7 +33,7 @@ class _Values:
         self._grammar, self._root = grammar, root
 
     def of(self, schema: Any, depth: int) -> str:
-        """What matches one value."""
+        """Return what matches one value."""
         schema = resolve_ref(schema, self._root) if isinstance(schema, Mapping) else {}
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
@@ -52,7 +55,7 @@ class _Values:
         return f"{self._grammar.text(QUOTE)} {self._grammar.until(QUOTE)}"
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:
-        """Properties in order, separated by commas; from the last one to the first, as each rule names the one behind it."""
+        """Return a rule of properties in order, built from the last one to the first because each rule names the next one."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         first = following = '""'
         for name in sorted(properties, key=str.lower, reverse=True):

@@ -16,6 +16,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
 _TO_FUNCTION = f"to={_FUNCTIONS}"
+TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
 _NAME = re.compile(r"[\w.\-]")
 _TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
