@@ -119,9 +119,9 @@ SERVER = Panel(
         "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
         "adapter_loading": "Let requests load LoRA adapters from directories of this machine, and remove them; it takes a key.",
-        "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
+        "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), harmony, gemma4, "
         "mistral, xml, glm, hermes or llama3.",
-        "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
+        "reasoning_parser": "Format of its reasoning: auto, none, harmony, gemma4, mistral or think.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",
@@ -163,8 +163,8 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
-    "tools_format": "<str>",
-    "think_format": "<str>",
+    "tool_call_parser": "<str>",
+    "reasoning_parser": "<str>",
     "drafter_options": "NAME=VALUE",
     "adapters": "NAME=DIR",
     "allowed_hosts": "<str>",

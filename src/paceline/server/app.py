@@ -11,13 +11,13 @@ from paceline.errors import ConfigError
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
+from paceline.server.admission import AdmissionControl
 from paceline.server.anthropic.routes import message_routes
 from paceline.server.dialects import tell_errors
 from paceline.server.dialogue.dialogue import Dialogue
-from paceline.server.door import Door
-from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
+from paceline.server.middleware import ServerMiddleware
 from paceline.server.ollama.models import ollama_model_routes
 from paceline.server.ollama.routes import ollama_routes
 from paceline.server.openai.chat import chat_routes
@@ -38,7 +38,7 @@ _ROUTES = (
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that answers with `engine`.
 
-    Its `state.service` is the `Service` behind it, whose gate a server drains before it ends.
+    Its `state.service` is the `Service` behind it, whose admission a server drains before it ends.
 
     Args:
         engine: stays the caller's, who closes it after the application has ended.
@@ -50,11 +50,11 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
-    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
-    gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
+    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+    admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
-    generation = Generation(engine, settings, gate, metrics)
-    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
+    generation = Generation(engine, settings, admission, metrics)
+    service = Service(engine, settings, name, admission, metrics, generation, Dialogue(generation, formats))
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
     # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
@@ -64,7 +64,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         app.include_router(routes(service))
     app.include_router(page_routes())
     tell_errors(app)
-    app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
+    app.add_middleware(ServerMiddleware, settings=settings, count_answer=metrics.count_answer)
     return app
 
 

@@ -13,15 +13,15 @@ from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
-from paceline.server.client_watch import within
-from paceline.server.gate import Gate
+from paceline.server.admission import AdmissionControl
+from paceline.server.disconnect import within
 from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationRequest:
     """What one HTTP request wants of the engine.
 
     Attributes:
@@ -51,11 +51,11 @@ class Generation:
         engine: stays its owner's, who closes it.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, gate: Gate, metrics: Metrics) -> None:
-        self.engine, self.gate = engine, gate
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> None:
+        self.engine, self.admission = engine, admission
         self._settings, self._metrics = settings, metrics
 
-    async def collect(self, job: Job) -> list[RequestOutput]:
+    async def collect(self, job: GenerationRequest) -> list[RequestOutput]:
         """The whole outputs, prompt by prompt and in order of their samples.
 
         Raises:
@@ -72,7 +72,7 @@ class Generation:
                 self._finish(output, started_s, job)
             return outputs
 
-    async def stream(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk], None]:
+    async def stream(self, job: GenerationRequest) -> AsyncGenerator[tuple[int, StreamChunk], None]:
         """What every step adds, with the index of the prompt; the rest as for `collect`."""
         async with self._admitted(job) as (started_s, prompts):
             stream = self.engine.stream_batch(prompts, self._params(job, prompts), **job.options)
@@ -89,15 +89,15 @@ class Generation:
                     yield index, chunk
 
     @asynccontextmanager
-    async def _admitted(self, job: Job) -> AsyncIterator[tuple[float, list[list[int]]]]:
+    async def _admitted(self, job: GenerationRequest) -> AsyncIterator[tuple[float, list[list[int]]]]:
         """When a job began, and the ids of its prompts."""
         self.engine.check_open()
-        with self.gate.admitted(job.num_samples, "n" if job.params.n > 1 else "prompt"):
+        with self.admission.admitted(job.num_samples, "n" if job.params.n > 1 else "prompt"):
             started_s = time.perf_counter()
             yield started_s, await asyncio.to_thread(job.prompt_ids, self.engine.opened.maker)
-            self.gate.record(time.perf_counter() - started_s)
+            self.admission.record(time.perf_counter() - started_s)
 
-    def _params(self, job: Job, prompts: Sequence[list[int]]) -> list[SamplingParams]:
+    def _params(self, job: GenerationRequest, prompts: Sequence[list[int]]) -> list[SamplingParams]:
         params = job.params if job.grammar is None else replace(job.params, grammar=job.grammar())
         if not job.takes_the_rest:
             return [params] * len(prompts)
@@ -105,7 +105,7 @@ class Generation:
         room = min(opened.maker.max_context, opened.engine.cache.max_slots - BLOCK_SIZE)
         return [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
-    def _finish(self, output: RequestOutput, started_s: float, job: Job) -> None:
+    def _finish(self, output: RequestOutput, started_s: float, job: GenerationRequest) -> None:
         if output.finish_reason == "abort":
             raise HttpError(
                 503, "the server ended before this request did: ask again later", kind="service_unavailable_error", code="draining"

@@ -14,17 +14,17 @@ from starlette.types import ASGIApp
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.parsing.registry import check_parser_names
+from paceline.server.admission import AdmissionControl
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
-from paceline.server.end_watch import EndWatch
-from paceline.server.gate import Gate
-from paceline.server.log_lines import log_to_stderr
+from paceline.server.logs import log_to_stderr
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
+from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 Say = Callable[[str], None]
 _LAST_WORDS_S = 5  # for answers that are cut off to be sent
 _MORE_S = 10  # until a process that still has not ended is ended from outside its loop
-_MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no gate counts
+_MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no admission counts
 
 
 def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
@@ -38,8 +38,8 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
-    check_parser_names(settings.tools_format, settings.think_format)
-    with listening_socket(settings) as listening, EndWatch() as watch:
+    check_parser_names(settings.tool_call_parser, settings.reasoning_parser)
+    with listening_socket(settings) as listening, ShutdownWatchdog() as watch:
         engine = AsyncEngine.open(**arguments)
         try:
             for notice in engine.opened.notices:
@@ -69,10 +69,10 @@ class Served(Protocol):
     @property
     def model(self) -> str: ...
     @property
-    def gate(self) -> Gate: ...
+    def admission(self) -> AdmissionControl: ...
 
 
-def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watch: EndWatch, *, quiet: bool = False) -> None:
+def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watch: ShutdownWatchdog, *, quiet: bool = False) -> None:
     """Answer with an application until a signal ends it; what is said and logged meanwhile goes to stderr and waits for nobody."""
     with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
         _warn(service.settings, lines.say)
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         watch: ends the process where a signal does not; None = nobody does.
     """
 
-    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watch: EndWatch | None = None) -> None:
+    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watch: ShutdownWatchdog | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(service.settings),  # not whichever is installed: each has other limits
@@ -113,7 +113,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         # a thread for each request that is let in, so that none waits while those of others tokenise or compile
-        self._loop.set_default_executor(ThreadPoolExecutor(min(_MAX_THREADS, self._service.gate.limit + _MORE_THREADS), "paceline-prepare"))
+        self._loop.set_default_executor(
+            ThreadPoolExecutor(min(_MAX_THREADS, self._service.admission.limit + _MORE_THREADS), "paceline-prepare")
+        )
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
@@ -121,7 +123,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         is_forced = self._is_told or self._loop is None
         if self._watch is not None:
-            self._watch.expect_end(_MORE_S + (0.0 if is_forced else self._service.settings.drain_s + _LAST_WORDS_S))
+            self._watch.exit_within(_MORE_S + (0.0 if is_forced else self._service.settings.drain_s + _LAST_WORDS_S))
         if is_forced or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
@@ -132,11 +134,11 @@ class Server(uvicorn.Server):
         self._ending = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
-        gate, drain_s = self._service.gate, self._service.settings.drain_s
-        if gate.num_open:
-            self._say(f"ending: {gate.num_open} samples get {drain_s:g} s to finish")
-        if not await gate.drain(drain_s):
-            what = f"{gate.num_open} samples" if gate.num_open else "requests"
+        admission, drain_s = self._service.admission, self._service.settings.drain_s
+        if admission.num_open:
+            self._say(f"ending: {admission.num_open} samples get {drain_s:g} s to finish")
+        if not await admission.drain(drain_s):
+            what = f"{admission.num_open} samples" if admission.num_open else "requests"
             self._say(f"{what} were not finished in {drain_s:g} s and are given up")
         await self._service.engine.close()  # also where nothing is left: clients that are gone may have left work behind
         self.should_exit = True

@@ -46,7 +46,7 @@ class ServerSettings:
         allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
         insecure: listen beyond the loopback although there is no key.
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
-        tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
+        tool_call_parser, reasoning_parser: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
             they are text, else a name of the table in `parsing/registry.py`.
         max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
         max_body_mb: megabytes of a request.
@@ -71,8 +71,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     insecure: bool = False
     adapter_loading: bool = False
-    tools_format: str = "auto"
-    think_format: str = "auto"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_queue: int = 64
     max_body_mb: float = 8.0
     max_messages: int = 4096

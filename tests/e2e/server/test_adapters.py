@@ -206,7 +206,7 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
             fields = {"lora_name": "second", "lora_path": str(second)}
             loading = asyncio.ensure_future(client.post("/v1/load_lora_adapter", json=fields))
             await asyncio.sleep(0.2)
-            draining = asyncio.ensure_future(app.state.service.gate.drain(drain_s))
+            draining = asyncio.ensure_future(app.state.service.admission.drain(drain_s))
             await asyncio.sleep(0.2)
             assert draining.done() == (status == 503)
             if status == 200:

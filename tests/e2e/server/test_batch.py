@@ -137,7 +137,7 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
 
     def closing(engine: Any, settings: ServerSettings) -> Any:
         application = made(engine, settings)
-        application.state.service.gate.is_draining = True
+        application.state.service.admission.is_draining = True
         return application
 
     with monkeypatch.context() as patch:

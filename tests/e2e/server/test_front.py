@@ -15,7 +15,7 @@ from harness.http_client import BASE, HttpClient, events_in
 from paceline import AsyncEngine
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.server.app import create_app
-from paceline.server.in_process import asked, gathered
+from paceline.server.asgi_client import asked, gathered
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool
@@ -172,22 +172,22 @@ def test_without_a_replica_a_request_is_told_to_come_again(front: Front) -> None
 
 def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> None:
     fronted, _ = front(max_queue=0)
-    gate = fronted.app.state.service.gate
+    admission = fronted.app.state.service.admission
 
     async def both() -> tuple[int, int, int]:
         transport = httpx.ASGITransport(fronted.app)
         async with httpx.AsyncClient(transport=transport, base_url=BASE) as client:
             answering = asyncio.ensure_future(client.post(CHAT, json={**FIELDS, "stream": True}))
-            while not gate.num_open:
+            while not admission.num_open:
                 await asyncio.sleep(0.001)
-            num_open, draining = gate.num_open, asyncio.ensure_future(gate.drain(30))
+            num_open, draining = admission.num_open, asyncio.ensure_future(admission.drain(30))
             await asyncio.sleep(0)
             refused = await client.post(CHAT, json=FIELDS)
             answer = await answering
             assert await draining
             assert events_in(answer.text)
             assert (await client.get("/ready")).status_code == 503
-            return num_open, refused.status_code, gate.num_open
+            return num_open, refused.status_code, admission.num_open
 
     assert asyncio.run(both()) == (1, 503, 0)
 
@@ -200,10 +200,10 @@ def test_a_client_that_goes_away_frees_its_replica(front: Front, engine: AsyncEn
         async with asked(fronted.app, "POST", CHAT, endless) as answer:
             assert answer.status == 200
             await anext(answer.parts)
-            assert fronted.app.state.service.gate.num_open == 1
+            assert fronted.app.state.service.admission.num_open == 1
         while (await engine.stats()).num_running:
             await asyncio.sleep(0.01)
-        assert fronted.app.state.service.gate.num_open == 0
+        assert fronted.app.state.service.admission.num_open == 0
 
     asyncio.run(asyncio.wait_for(leave(), 20))
 

@@ -15,7 +15,7 @@ from harness.dialects import DIALECTS
 from harness.http_client import BASE, events_in
 from paceline import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.client_watch import within
+from paceline.server.disconnect import within
 from paceline.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -72,7 +72,7 @@ def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, 
         await visitor.visit
         await until_running(engine, 0)
         assert (await engine.stats()).num_steps <= steps_before + 4, "the one under way, and those until it was noticed"
-        assert app.state.service.gate.num_open == 0
+        assert app.state.service.admission.num_open == 0
         assert not [message for message in visitor.sent if message["type"] == "http.response.start"] or is_streamed
 
     run(work)
@@ -96,7 +96,7 @@ def test_a_client_that_goes_away_is_given_up_in_every_dialect(engine: AsyncEngin
         await visitor.visit
         await until_running(engine, 0)
         assert (await engine.stats()).num_steps <= steps_before + 4
-        assert app.state.service.gate.num_open == 0
+        assert app.state.service.admission.num_open == 0
 
     run(work)
 
@@ -156,10 +156,10 @@ def test_who_waits_is_answered_as_if_alone(engine: AsyncEngine) -> None:
 def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
-        gate = app.state.service.gate
+        admission = app.state.service.admission
         visitor = Visitor(app, CHAT, {**ENDLESS, "max_tokens": 300, "stream": True})
         await visitor.got_text.wait()
-        draining = asyncio.ensure_future(gate.drain(30))
+        draining = asyncio.ensure_future(admission.drain(30))
         await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
             refused = await client.post(CHAT, json=SHORT)
@@ -170,7 +170,7 @@ def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine:
         await visitor.visit
         text = b"".join(message.get("body", b"") for message in visitor.sent).decode()
         assert events_in(text)[-1]["choices"][0]["finish_reason"] == "length"
-        assert await gate.drain(0), "there is nothing left"
+        assert await admission.drain(0), "there is nothing left"
 
     run(work)
 
@@ -180,7 +180,7 @@ def test_a_drain_has_an_end(engine: AsyncEngine) -> None:
         app = create_app(engine)
         visitor = Visitor(app, CHAT, ENDLESS)
         await until_running(engine, 1)
-        assert not await app.state.service.gate.drain(0.01)
+        assert not await app.state.service.admission.drain(0.01)
         visitor.is_gone.set()
         await visitor.visit
 

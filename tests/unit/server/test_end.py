@@ -7,26 +7,26 @@ from queue import SimpleQueue
 
 import pytest
 
-from paceline.server.end_watch import EXIT_CODE, EndWatch
-from paceline.server.log_lines import LineWriter, log_to_stderr
+from paceline.server.logs import LineWriter, log_to_stderr
+from paceline.server.shutdown_watchdog import EXIT_CODE, ShutdownWatchdog
 
 WAIT_S = 10
 
 
 def test_a_process_that_does_not_end_in_time_is_ended() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
-    with EndWatch(ended.put) as watch:
-        watch.expect_end(60)
-        watch.expect_end(0.01)  # a second signal does not wait
+    with ShutdownWatchdog(ended.put) as watch:
+        watch.exit_within(60)
+        watch.exit_within(0.01)  # a second signal does not wait
         assert ended.get(timeout=WAIT_S) == EXIT_CODE
 
 
 def test_one_that_ends_in_time_or_was_not_told_to_is_left_alone() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
     for is_told in (False, True):
-        with EndWatch(ended.put) as watch:
+        with ShutdownWatchdog(ended.put) as watch:
             if is_told:
-                watch.expect_end(0.1)
+                watch.exit_within(0.1)
         watch._thread.join(WAIT_S)
         assert not watch._thread.is_alive()
     assert ended.empty()

@@ -46,7 +46,7 @@ def message_routes(service: Service) -> APIRouter:
         """How many tokens a conversation has."""
         service.adapter_of(fields.model)
         fields.check_refused()
-        with named(_NAMES), service.gate.admitted(0):
+        with named(_NAMES), service.admission.admitted(0):
             return JSONResponse({"input_tokens": await asyncio.to_thread(_count, fields, service)})
 
     return router

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from paceline.errors import PacelineError
+from paceline.server.asgi_client import asked
 from paceline.server.batch.lines import BatchLine
-from paceline.server.in_process import asked
 from paceline.server.settings import ServerSettings
 
 MAX_QUEUE = 100_000

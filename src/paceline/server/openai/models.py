@@ -70,7 +70,7 @@ def model_routes(service: Service) -> APIRouter:
         """The token ids of a prompt or a conversation."""
         service.adapter_of(fields.model)
         fields.check_refused()
-        with service.gate.admitted(0):
+        with service.admission.admitted(0):
             ids = await asyncio.to_thread(_ids, fields, service)
         return JSONResponse({"count": len(ids), "max_model_len": maker.max_context, "tokens": ids})
 

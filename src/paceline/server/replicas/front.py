@@ -10,12 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
-from paceline.server.client_watch import EventStream, unless_gone
+from paceline.server.admission import AdmissionControl
+from paceline.server.asgi_client import REQUEST_ID
 from paceline.server.dialects import Dialect, dialect_of, tell_errors
-from paceline.server.door import Door
-from paceline.server.gate import Gate
+from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.http_errors import http_error_of
-from paceline.server.in_process import REQUEST_ID
+from paceline.server.middleware import ServerMiddleware
 from paceline.server.replicas.merged_metrics import merged_metrics
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
@@ -51,7 +51,7 @@ class FrontService:
     engine: ReplicaPool
     settings: ServerSettings
     model: str
-    gate: Gate
+    admission: AdmissionControl
 
 
 def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_samples: int) -> FastAPI:
@@ -62,7 +62,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
         model: the name that is served.
         num_samples: requests that all replicas together take at a time.
     """
-    service = FrontService(pool, settings, model, Gate(num_samples, settings.max_queue))
+    service = FrontService(pool, settings, model, AdmissionControl(num_samples, settings.max_queue))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     _add_state_routes(app, service)
@@ -73,7 +73,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
     tell_errors(app)
-    app.add_middleware(Door, settings=settings)
+    app.add_middleware(ServerMiddleware, settings=settings)
     return app
 
 
@@ -90,7 +90,7 @@ def _add_state_routes(app: FastAPI, service: FrontService) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken and a replica is there to answer them."""
-        if service.gate.is_draining:
+        if service.admission.is_draining:
             return JSONResponse({"status": "draining"}, 503)
         running = await service.engine.num_running()
         return JSONResponse({"status": "ok" if running else "starting", "replicas": running}, 200 if running else 503)
@@ -131,7 +131,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
     )
     parts = _parts(service, question)
     async with _closed_on_error(parts):
-        head = await unless_gone(request, _next(parts))
+        head = await cancel_on_disconnect(request, _next(parts))
         assert isinstance(head, Head)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
@@ -139,17 +139,17 @@ async def _forward(service: FrontService, request: Request) -> Response:
             stream = EventStream(_events(parts, dialect), dialect.media_type)
             stream.headers.update(headers)
             return stream
-        content = head.body + await unless_gone(request, _rest(parts))
+        content = head.body + await cancel_on_disconnect(request, _rest(parts))
         return Response(content, head.status, headers)
 
 
 async def _parts(service: FrontService, question: Question) -> AsyncGenerator[Head | bytes, None]:
-    """Head and body of an answer, while the gate holds a place for it.
+    """Head and body of an answer, while the admission holds a place for it.
 
     Raises:
         HttpError: it is not let in, or its replica ended.
     """
-    with service.gate.admitted(1):
+    with service.admission.admitted(1):
         if not await service.engine.num_running():
             raise no_replica()
         async with aclosing(service.engine.ask(question)) as parts:
@@ -191,4 +191,4 @@ async def _events(parts: AsyncGenerator[Head | bytes, None], dialect: Dialect) -
                 if isinstance(part, bytes):
                     yield part
         except Exception as error:
-            yield dialect.last_words(http_error_of(error))
+            yield dialect.error_event(http_error_of(error))

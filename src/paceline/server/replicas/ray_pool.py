@@ -16,7 +16,7 @@ DEPLOYMENT = "Replica"
 ROUTER = "paceline.server.replicas.ray_router.PrefixRouter"
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
-_MORE_THAN_SAMPLES = 64  # requests that a replica's own gate refuses, and questions about its state
+_MORE_THAN_SAMPLES = 64  # requests that a replica's own admission refuses, and questions about its state
 _STATUS_S = 1.0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.in_process import asked, gathered
+from paceline.server.asgi_client import asked, gathered
 from paceline.server.replicas.pool import Head
 from paceline.server.settings import ServerSettings
 

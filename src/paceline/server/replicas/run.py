@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.server.app import served_name
-from paceline.server.end_watch import EndWatch
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.ray_cluster import ray_cluster
 from paceline.server.replicas.ray_pool import RayPool
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.run import Say, listening_socket, serve_application
 from paceline.server.settings import ServerSettings
+from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 
 def run_replicas(
@@ -38,7 +38,7 @@ def run_replicas(
             if not quiet:
                 say(f"{cluster.replicas} replicas; {described['banner']}")
             app = create_front(pool, settings, described["model"], cluster.replicas * described["max_num_seqs"])
-            with EndWatch() as watch:  # what Ray takes to end is Ray's
+            with ShutdownWatchdog() as watch:  # what Ray takes to end is Ray's
                 serve_application(app, app.state.service, listening, watch, quiet=quiet)
         finally:
             asyncio.run(pool.close())

@@ -9,7 +9,7 @@ from types import TracebackType
 EXIT_CODE = 1
 
 
-class EndWatch:
+class ShutdownWatchdog:
     """A thread that ends the process where it does not end by itself: nothing of it runs in the loop that may be blocked.
 
     Args:
@@ -21,14 +21,14 @@ class EndWatch:
         self._told: SimpleQueue[float | None] = SimpleQueue()  # which a signal's handler may use wherever it interrupts
         self._thread = threading.Thread(target=self._watch, name="paceline-end", daemon=True)
 
-    def __enter__(self) -> "EndWatch":
+    def __enter__(self) -> "ShutdownWatchdog":
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._told.put(None)
 
-    def expect_end(self, seconds: float) -> None:
+    def exit_within(self, seconds: float) -> None:
         """The process ends within this time, or is ended; a later call counts alone. Signal handlers may call it."""
         self._told.put(seconds)
 

@@ -14,7 +14,7 @@ from paceline.server.http_errors import ClientGoneError
 Result = TypeVar("Result")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """What `work` returns; it is cancelled as soon as the client goes away.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from paceline.server.client_watch import within
+from paceline.server.disconnect import within
 from paceline.server.http_errors import HttpError
 
 MAX_RETRY_S = 60
@@ -14,7 +14,7 @@ _SMOOTHING = 0.2  # weight of the newest request in the mean of their times
 Result = TypeVar("Result")
 
 
-class Gate:
+class AdmissionControl:
     """Counts the samples that are running or wait, and refuses what is too much. Belongs to one event loop.
 
     Args:

@@ -78,7 +78,7 @@ def test_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.
     import hmac
 
     real = hmac.compare_digest
-    monkeypatch.setattr("paceline.server.door.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
+    monkeypatch.setattr("paceline.server.middleware.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
     client = served(api_keys=KEYS)
     for key in ("x", KEYS[0], "y" * 1000):
         client.get("/v1/models", headers={"x-api-key": key})

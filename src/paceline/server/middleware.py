@@ -16,10 +16,10 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.server.client_watch import within
+from paceline.server.asgi_client import REQUEST_ID
 from paceline.server.dialects import dialect_of
+from paceline.server.disconnect import within
 from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
-from paceline.server.in_process import REQUEST_ID
 from paceline.server.limits import head_too_large
 from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
@@ -40,8 +40,8 @@ _SECURITY_HEADERS = {
 }
 
 
-class Door:
-    """Middleware: checks, a request id and headers on every answer, one log line for each, and an answer to whatever is raised."""
+class ServerMiddleware:
+    """ServerMiddleware: checks, a request id and headers on every answer, one log line for each, and an answer to whatever is raised."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, count_answer: CountAnswer = lambda *_: None) -> None:
         self._app, self._settings, self._count_answer = app, settings, count_answer
