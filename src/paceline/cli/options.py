@@ -117,6 +117,8 @@ SERVER = Panel(
         "served_name": "What requests call the model. Default: its id, or the last part of its path.",
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
+        "allow_origin": "An origin whose web pages may use the server from a browser (CORS), such as http://localhost:3000; * = all; "
+        "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
         "adapter_loading": "Let requests load LoRA adapters from directories of this machine, and remove them; it takes a key.",
         "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), harmony, gemma4, "
@@ -168,9 +170,10 @@ METAVARS = {
     "drafter_options": "NAME=VALUE",
     "adapters": "NAME=DIR",
     "allowed_hosts": "<str>",
+    "allow_origin": "ORIGIN",
 }
 DraftQuant = Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar=METAVARS["draft_quant"])]
-REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "adapters")
+REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +208,8 @@ class Settings:
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
         if sampling:
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
-        if "allowed_hosts" in server:
-            server["allowed_hosts"] = tuple(server["allowed_hosts"] or ())
+        for name in {"allowed_hosts", "allow_origin"} & set(server):
+            server[name] = tuple(server[name] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])

@@ -1,38 +1,37 @@
-"""How many samples may be in the server, and whether it still takes any."""
+"""Admission control: how many samples may be in the server, and which requests run while it shuts down."""
 
 import asyncio
 import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from paceline.server.disconnect import within
 from paceline.server.http_errors import HttpError
 
 MAX_RETRY_S = 60
-_SMOOTHING = 0.2  # weight of the newest request in the mean of their times
-Result = TypeVar("Result")
+_SMOOTHING = 0.2  # weight of the newest request in the mean duration
 
 
 class AdmissionControl:
-    """Counts the samples that are running or wait, and refuses what is too much. Belongs to one event loop.
+    """Counts the samples that run or wait, and refuses those beyond the limit. Belongs to one event loop.
 
     Args:
         num_running: samples that the engine runs at a time.
-        max_queue: samples that may wait besides.
+        max_queue: samples that may wait in addition.
 
     Attributes:
-        is_draining: whether the server is about to end: what is in it is finished, nothing new is taken.
+        num_open: samples that run or wait.
+        is_draining: whether the server is shutting down: running requests are finished, new ones are refused.
     """
 
     def __init__(self, num_running: int, max_queue: int) -> None:
         self._num_running, self._max_queue = num_running, max_queue
         self.num_open = 0
-        self._num_inside = 0  # blocks, those without samples too
-        self._works = set["asyncio.Future[Any]"]()
+        self._num_admitted = 0  # blocks, including those without samples
+        self._requests = set["asyncio.Task[None]"]()
         self.is_draining = False
         self._mean_s = 1.0
-        self._idle: asyncio.Event | None = None
+        self._idle = asyncio.Event()
 
     @property
     def limit(self) -> int:
@@ -41,76 +40,85 @@ class AdmissionControl:
 
     @contextmanager
     def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
-        """Samples that are in the server during this block, which a drain waits for, with none too.
+        """Count samples during this block; a drain waits for its end, even with no samples.
 
         Args:
-            parameter: of the request, that says how many.
+            parameter: the request's field that sets the number.
 
         Raises:
-            HttpError: 503 while it drains, 429 where the queue is full, 400 where they never fit.
+            HttpError: 503 while it drains, 429 if the queue is full, 400 if they can never fit.
         """
         if self.is_draining:
-            raise _draining("the server is about to end")
+            raise _unavailable("the server is shutting down", "draining")
         limit = self.limit
         if num_samples > limit:
-            raise HttpError(
-                400, f"{num_samples} samples are asked for, and the server holds {limit} at a time: ask for fewer", parameter=parameter
-            )
+            text = f"{parameter} asks for {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
+            raise HttpError(400, text, parameter=parameter)
         if self.num_open + num_samples > limit:
             retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))
             raise HttpError(
                 429,
-                f"{self.num_open} samples are running or wait, and the server holds {limit}: ask again in {retry_s} s",
+                f"the queue is full: {self.num_open} of at most {limit} samples are running or waiting; retry in {retry_s} s",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": str(retry_s)},
             )
         self.num_open += num_samples
-        self._num_inside += 1
+        self._num_admitted += 1
         try:
             yield
         finally:
             self.num_open -= num_samples
-            self._num_inside -= 1
-            if not self._num_inside and self._idle is not None:
+            self._num_admitted -= 1
+            if not self._num_admitted:
                 self._idle.set()
 
-    async def finished(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """What `work` gives, which the engine's end would not end; it is given up where a drain takes too long.
+    async def run(self, request: Coroutine[Any, Any, None]) -> None:
+        """Run a request, which `abort` may cancel.
 
         Raises:
-            HttpError: 503, it was given up.
+            HttpError: 503, it was aborted.
         """
-        working = asyncio.ensure_future(work)
-        self._works.add(working)
+        task, current = asyncio.ensure_future(request), asyncio.current_task()
+        self._requests.add(task)
         try:
-            return await working
+            await task
         except asyncio.CancelledError:
-            if working in self._works:
+            if task in self._requests or (current is not None and current.cancelling()):
                 raise
-            raise _draining("the server ended before this request did") from None
+            raise shutting_down() from None
         finally:
-            self._works.discard(working)
+            self._requests.discard(task)
+
+    def abort(self) -> None:
+        """Cancel all requests that run; each answers with `shutting_down`."""
+        while self._requests:
+            self._requests.pop().cancel()
 
     def record(self, seconds: float) -> None:
-        """How long a request took; the advice when to ask again follows it."""
+        """Record how long a request took, for `Retry-After`."""
         self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, and wait until nothing is left; False where that takes longer than `timeout_s`: what is left is given up."""
+        """Refuse new requests and wait for the admitted ones; after `timeout_s` abort them and return False."""
         self.is_draining = True
-        self._idle = self._idle or asyncio.Event()
-        if not self._num_inside:
+        if not self._num_admitted:
             return True
+        self._idle.clear()
         try:
-            await within(timeout_s, self._idle.wait())
-        except asyncio.TimeoutError:
-            while self._works:
-                self._works.pop().cancel()
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.abort()
             return False
         return True
 
 
-def _draining(text: str) -> HttpError:
+def shutting_down() -> HttpError:
+    """Return the error of a request that the shutdown ended before it was answered."""
+    return _unavailable("the server shut down before this request was finished", "shutting_down")
+
+
+def _unavailable(text: str, code: str) -> HttpError:
     headers = {"Retry-After": str(MAX_RETRY_S)}
-    return HttpError(503, f"{text}: ask again later", kind="service_unavailable_error", code="draining", headers=headers)
+    return HttpError(503, f"{text}: retry later", kind="service_unavailable_error", code=code, headers=headers)

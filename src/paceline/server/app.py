@@ -17,7 +17,7 @@ from paceline.server.dialects import tell_errors
 from paceline.server.dialogue.dialogue import Dialogue
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
-from paceline.server.middleware import ServerMiddleware
+from paceline.server.middleware import add_middleware
 from paceline.server.ollama.models import ollama_model_routes
 from paceline.server.ollama.routes import ollama_routes
 from paceline.server.openai.chat import chat_routes
@@ -64,7 +64,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         app.include_router(routes(service))
     app.include_router(page_routes())
     tell_errors(app)
-    app.add_middleware(ServerMiddleware, settings=settings, count_answer=metrics.count_answer)
+    add_middleware(app, settings, admission, metrics.count_response)
     return app
 
 

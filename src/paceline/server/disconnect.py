@@ -1,7 +1,7 @@
-"""Noticing that a client has gone away, and giving up what was done for it."""
+"""Cancellation of a request's work when its client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,16 +15,16 @@ Result = TypeVar("Result")
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns; it is cancelled as soon as the client goes away.
+    """Return what `work` returns; cancel it when the client disconnects.
 
     Raises:
-        ClientGoneError: it went away first.
+        ClientGoneError: the client disconnected first.
     """
     return await _first(work, request.receive)
 
 
 class EventStream(StreamingResponse):
-    """A stream of events, whose source is closed as soon as the client goes away.
+    """A stream of events whose source is closed when the client disconnects.
 
     Args:
         events: yields whole events.
@@ -39,48 +39,14 @@ class EventStream(StreamingResponse):
             await _first(self.stream_response(send), receive)
 
 
-async def within(timeout_s: float, work: Awaitable[Result]) -> Result:
-    """What `work` gives.
-
-    It runs in the caller's own task: one more for every token of every stream would cost more than the rest of an event. A cancellation
-    from outside is never lost, whatever else happens at the same time, as it may be in `asyncio.wait_for` before Python 3.12.
-
-    Raises:
-        asyncio.TimeoutError: it takes longer; it was cancelled.
-    """
-    task, is_late = asyncio.current_task(), False
-    assert task is not None
-
-    def end() -> None:
-        nonlocal is_late
-        is_late = True
-        task.cancel()
-
-    timer = asyncio.get_running_loop().call_later(timeout_s, end)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not is_late or _is_cancelled_besides(task):
-            raise
-        raise asyncio.TimeoutError from None
-    finally:
-        timer.cancel()
-
-
-def _is_cancelled_besides(task: "asyncio.Task[object]") -> bool:
-    """Take one cancellation of a task back; whether there is another. Python 3.10 does not count them: there it is late."""
-    uncancel: Callable[[], int] | None = getattr(task, "uncancel", None)
-    return uncancel is not None and uncancel() > 0
-
-
-async def until_gone(receive: Receive) -> None:
-    """Wait until the client goes away; its request must have been read."""
+async def disconnected(receive: Receive) -> None:
+    """Return when the client disconnects; its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _first(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -53,7 +53,7 @@ class Metrics:
         labels = ["model_name", "engine", "route", "status"]
         self._answers = Counter(PREFIX + "http_requests", "Answers over HTTP.", labels, registry=self._registry)
 
-    def count_answer(self, route: str | None, status: int | None) -> None:
+    def count_response(self, route: str | None, status: int | None) -> None:
         """Count an answer; no route: none fits the path, or it was refused in front of them."""
         self._answers.labels(self._model, "0", route or "none", str(status or 0)).inc()
 

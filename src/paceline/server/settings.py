@@ -1,6 +1,7 @@
 """Settings of a server, checked once and never changed."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ MAX_KEY_FILE_BYTES = 1_000_000
 MAX_HEAD_BYTES = 16_384
 """Of a request's target and headers."""
 MAX_HEADERS = 100
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _COUNTS = (
     "max_messages",
@@ -44,6 +46,7 @@ class ServerSettings:
         served_name: the model's name in requests and answers; None = "mini", the Hub's id, or the last part of a path.
         api_keys: who sends one of them is answered; none = everybody is.
         allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
+        allow_origin: origins of web pages whose scripts may use the server (CORS); "*" = all.
         insecure: listen beyond the loopback although there is no key.
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
         tool_call_parser, reasoning_parser: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
@@ -69,6 +72,7 @@ class ServerSettings:
     served_name: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    allow_origin: tuple[str, ...] = ()
     insecure: bool = False
     adapter_loading: bool = False
     tool_call_parser: str = "auto"
@@ -102,6 +106,9 @@ class ServerSettings:
             _check_number(name, getattr(self, name), 0, high)
         for key in self.api_keys:
             check_key(key)
+        for origin in self.allow_origin:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allow_origin is {origin!r}: use an origin without a path, such as http://localhost:3000, or *")
         if self.adapter_loading and not self.api_keys:
             raise ConfigError("adapter_loading lets requests read directories of this machine, and there is no key: give --api-key-file")
         if not self.is_loopback and not self.api_keys and not self.insecure:

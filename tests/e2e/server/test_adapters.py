@@ -213,7 +213,7 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
                 goes_on.set()
             answer = await asyncio.wait_for(loading, 10)
             assert (answer.status_code, await draining) == (status, status == 200)
-            assert status == 200 or answer.json()["error"]["code"] == "draining"
+            assert status == 200 or answer.json()["error"]["code"] == "shutting_down"
 
     monkeypatch.setattr(engine, "load_adapter", load)
     asyncio.run(work())

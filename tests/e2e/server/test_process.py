@@ -114,7 +114,7 @@ def test_who_takes_longer_than_the_drain_is_told_so(start: Start) -> None:
         server.process.send_signal(signal.SIGINT)
         text += "".join(parts)
     last = text.rstrip().split("\n\n")[-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert server.wait() == 0
 
 

@@ -15,7 +15,7 @@ from paceline.server.asgi_client import REQUEST_ID
 from paceline.server.dialects import Dialect, dialect_of, tell_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.http_errors import http_error_of
-from paceline.server.middleware import ServerMiddleware
+from paceline.server.middleware import add_middleware
 from paceline.server.replicas.merged_metrics import merged_metrics
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
@@ -73,20 +73,18 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
     tell_errors(app)
-    app.add_middleware(ServerMiddleware, settings=settings)
+    add_middleware(app, settings, service.admission)
     return app
 
 
 def _add_state_routes(app: FastAPI, service: FrontService) -> None:
     """What watchers ask: the same paths as those of one server."""
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while the front runs: replicas that end are restarted without it."""
         return JSONResponse({"status": "ok", "replicas": await service.engine.num_running()})
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken and a replica is there to answer them."""

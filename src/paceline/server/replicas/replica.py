@@ -71,4 +71,4 @@ class Replica:
 
 def replica_settings(settings: ServerSettings) -> ServerSettings:
     """Limits for a replica: who may ask was checked at the front, whose keys no replica needs to know."""
-    return replace(settings, host="127.0.0.1", port=0, api_keys=(), allowed_hosts=(), insecure=False)
+    return replace(settings, host="127.0.0.1", port=0, api_keys=(), allowed_hosts=(), allow_origin=(), insecure=False)

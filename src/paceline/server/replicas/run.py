@@ -38,7 +38,7 @@ def run_replicas(
             if not quiet:
                 say(f"{cluster.replicas} replicas; {described['banner']}")
             app = create_front(pool, settings, described["model"], cluster.replicas * described["max_num_seqs"])
-            with ShutdownWatchdog() as watch:  # what Ray takes to end is Ray's
-                serve_application(app, app.state.service, listening, watch, quiet=quiet)
+            with ShutdownWatchdog() as watchdog:  # what Ray takes to end is Ray's
+                serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
         finally:
             asyncio.run(pool.close())
