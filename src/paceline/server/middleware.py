@@ -31,6 +31,8 @@ log = logging.getLogger("paceline.server")
 
 CountResponse = Callable[[str | None, int | None], None]
 WITHOUT_KEY = ("/health", "/ready", *PAGE_PATHS)
+BODY_TOO_LARGE = "paceline.body_too_large"
+"""Key of a scope whose body is known to be too large before it has arrived."""
 LINGER_S, LINGER_BYTES = 2.0, 64_000_000
 """How much of a refused body is read, so that a client that is still sending gets the status and not a reset."""
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
@@ -215,7 +217,7 @@ class _Exchange:
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     body += message.get("body", b"")
-                    if len(body) > limit:
+                    if len(body) > limit or BODY_TOO_LARGE in self._scope:
                         raise too_long
                     if not message.get("more_body", False):
                         break
