@@ -1,8 +1,10 @@
 """The process of a server: its socket, its model, its signals."""
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -76,7 +78,15 @@ def serve_application(app: ASGIApp, service: Served, listening: socket.socket, w
     """Serve an application until a signal ends it; notices and log go to stderr without blocking."""
     with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
         _warn(service.settings, lines.say)
+        _shorten_stalls()
         Server(app, service, listening, lines.say, watchdog).run(sockets=[listening])
+
+
+def _shorten_stalls() -> None:
+    """Let the event loop interrupt worker threads sooner, and keep the garbage collector from visiting the model's objects."""
+    sys.setswitchinterval(0.001)
+    gc.collect()
+    gc.freeze()
 
 
 class Server(uvicorn.Server):

@@ -15,6 +15,7 @@ from paceline.server.anthropic.fields import ConversationFields, MessagesFields
 from paceline.server.anthropic.messages import conversation, offered_tools, tool_use
 from paceline.server.dialogue.conversation import conversation_ids
 from paceline.server.dialogue.request import ChatRequest
+from paceline.server.json_body import JsonRoute
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.service import Service
 
@@ -29,7 +30,7 @@ _NAMES = {
 
 def message_routes(service: Service) -> APIRouter:
     """The routes of Anthropic's dialect."""
-    router = APIRouter(tags=["anthropic"])
+    router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
 
     @router.post("/v1/messages")
     async def messages(fields: MessagesFields, request: Request) -> Response:

@@ -17,6 +17,7 @@ from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import SamplingFields
 from paceline.server.generation import Generation, GenerationRequest
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.ollama.answers import OllamaAnswer, Talk, head
 from paceline.server.ollama.fields import ChatFields, GenerateFields, Options, RequestFields
@@ -42,7 +43,7 @@ _NAMES = {
 
 def ollama_routes(service: Service) -> APIRouter:
     """The routes of Ollama's dialect that write text."""
-    router = APIRouter(tags=["ollama"])
+    router = APIRouter(route_class=JsonRoute, tags=["ollama"])
     texts = TokenTexts(service.engine.opened.maker.tokenizer)
 
     @router.post("/api/chat")

@@ -15,6 +15,7 @@ from paceline.server.answering import answered, chunk_origins, named, speculatio
 from paceline.server.framing import data_event
 from paceline.server.generation import GenerationRequest
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.fields import TextFields
@@ -52,7 +53,7 @@ class CompletionFields(TextFields):
 
 def completion_routes(service: Service) -> APIRouter:
     """The route of completions."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
     texts = TokenTexts(service.engine.opened.maker.tokenizer)
 
     @router.post("/v1/completions")

@@ -13,6 +13,7 @@ from paceline.server.dialogue.conversation import conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.openai.messages import ChatFields, Message, conversation
 from paceline.server.openai.tools import ToolFields, tools_of
@@ -40,7 +41,7 @@ class DetokenizeFields(Fields):
 
 def model_routes(service: Service) -> APIRouter:
     """The routes that say what is served, and in which tokens."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
     maker = service.engine.opened.maker
     started_s = int(time.time())
 
