@@ -209,7 +209,8 @@ def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> Non
     assert "is no regular file" in done.stderr
 
 
-def test_after_ctrl_c_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signal.Signals, says: str) -> None:
     endless = [{**request(index), "body": {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "seed": 1}} for index in (3, 6)]
     source, target = (
         write_lines(tmp_path / "in", [{**request(0), "body": {"prompt": "x", "max_tokens": 1, "seed": 1}}, *endless]),
@@ -219,10 +220,10 @@ def test_after_ctrl_c_the_same_command_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command(source, target), stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts)
     while process.poll() is None and (not target.exists() or not target.read_bytes().count(b"\n")):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "the same command goes on from here" in said
+    assert process.returncode == 128 + number, said
+    assert f"{says}: 1 of 3 requests are answered in {target}; run the same command to continue" in said
     assert "Traceback" not in said
     assert "\x1b" not in said, "no bar where there is no terminal"
     assert len(answers_in(target)) == 1
