@@ -24,7 +24,7 @@ _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n
 _BUSY += b"Content-Length: %d\r\n\r\n%b" % (len(_BUSY_BODY), _BUSY_BODY)
 _LINE = re.compile(rb"[A-Z]+ (?:https?://[^/ ]*)?(/[^ ?]*)")
 _MAX_LINE_BYTES = 1024  # of a request's first line, read for its path
-_READ_BYTES = 16_384  # at a time: asyncio's 256 kB of tiny chunks block the event loop for 0.3 s
+_READ_BYTES = 8192  # at a time: asyncio's 256 kB of tiny chunks block the event loop for 0.3 s
 
 
 def connection_class(settings: ServerSettings) -> type[asyncio.Protocol]:

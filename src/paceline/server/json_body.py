@@ -37,11 +37,12 @@ class JsonRoute(APIRoute):
             body = await request.body()
             if not body or self.body_field is None:
                 return await handler(request)
-            settings = request.app.state.service.settings
+            service = request.app.state.service
+            max_items = max(service.settings.max_messages, service.engine.opened.maker.max_context)
             if len(body) <= MAX_INLINE_BYTES:
-                value = self._validated(json.loads, body, settings.max_messages)
+                value = self._validated(json.loads, body, max_items)
             else:
-                value = await asyncio.to_thread(self._validated, parse_json, body, settings.max_messages)
+                value = await asyncio.to_thread(self._validated, parse_json, body, max_items)
             return await handler(_ParsedRequest(request, body, value))
 
         return handle
@@ -63,7 +64,7 @@ class JsonRoute(APIRoute):
             raise HttpError(400, text, code="invalid_value") from None
         if isinstance(fields, dict):
             for name, items in fields.items():  # before pydantic makes an object of each
-                if isinstance(items, list) and len(items) > max_items and not isinstance(items[0], int):
+                if isinstance(items, list) and len(items) > max_items:
                     text = f"{name} has {len(items)} items: send at most {max_items}"
                     raise HttpError(400, text, parameter=name, code="invalid_value")
         assert self.body_field is not None

@@ -176,6 +176,34 @@ def test_no_other_origin_is_allowed_anything(client: HttpClient) -> None:
     assert client.ask("OPTIONS", CHAT, headers=headers).status_code == 405
 
 
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+def test_an_allowed_origin_is_answered_with_cors_headers(served: Served) -> None:
+    """Also if it is refused: a page must be able to read why. A preflight has no key."""
+    origin = "http://localhost:3000"
+    client = served(allow_origin=(origin,), api_keys=KEYS)
+    preflight = client.ask("OPTIONS", CHAT, headers={"Origin": origin, **PREFLIGHT})
+    assert preflight.status_code == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    for headers, status in (({}, 401), ({"x-api-key": KEYS[0]}, 200)):
+        answer = client.post(CHAT, FIELDS, headers={"Origin": origin, **headers})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin)
+    refused = client.post(CHAT, FIELDS, headers={"Origin": origin, "x-api-key": KEYS[0], "Host": "evil.example"})
+    assert refused.status_code == 403
+    other = {"Origin": "http://evil.example"}
+    assert "access-control-allow-origin" not in client.post(CHAT, FIELDS, headers={**other, "x-api-key": KEYS[0]}).headers
+    assert client.ask("OPTIONS", CHAT, headers={**other, **PREFLIGHT}).status_code == 400
+    anywhere = served(allow_origin=("*",)).post(CHAT, FIELDS, headers=other)
+    assert anywhere.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://a/b", "", "http://a b", "null"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="allow_origin is"):
+        ServerSettings(allow_origin=(origin,))
+
+
 def test_every_answer_has_its_id_and_security_headers(client: HttpClient) -> None:
     answers = [client.get("/health"), client.post(CHAT, FIELDS), client.post(CHAT, {**FIELDS, "stream": True}), client.get("/nowhere")]
     assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
@@ -295,8 +323,8 @@ def test_a_body_that_cannot_be_read_is_told_what_one_is(served: Served, body: by
     assert "JSON" in answer.json()["error"]["message"] or "nested" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_watchers_may_ask_for_heads(served: Served, path: str) -> None:
-    answer = served().ask("HEAD", path)
-    assert answer.status_code == 200
-    assert answer.content == b""
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/", "/openapi.json", "/nowhere", CHAT])
+def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
+    head, get = served().ask("HEAD", path), served().get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from harness.http_client import events_in
+from harness.live_server import post_of, read_all, statuses
 from harness.server_process import Server
 
 CHAT = "/v1/chat/completions"
@@ -116,6 +118,47 @@ def test_who_takes_longer_than_the_drain_is_told_so(start: Start) -> None:
     last = text.rstrip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert server.wait() == 0
+
+
+def test_a_second_signal_ends_requests_with_an_error(start: Start) -> None:
+    """Whole and streamed, in every dialect, and without the time of the drain."""
+    server = start("--drain-s", "60")
+    answers: dict[str, bytes] = {}
+    often = {"messages": FIELDS["messages"], "temperature": 1.0, "top_p": 1.0}
+    bodies = {
+        "openai": (CHAT, ENDLESS),
+        "whole": (CHAT, {**ENDLESS, "stream": False}),
+        "anthropic": ("/v1/messages", {"model": "mini", **often, "max_tokens": 1900, "stream": True}),
+        "ollama": ("/api/chat", {"model": "mini", "messages": FIELDS["messages"], "options": {"num_predict": 1900, "temperature": 100.0}}),
+    }
+
+    def ask(name: str) -> None:
+        path, fields = bodies[name]
+        body = json.dumps(fields).encode()
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as connection:
+            connection.sendall(post_of(path, body, Connection="close"))
+            answers[name] = read_all(connection)
+
+    asking = [threading.Thread(target=ask, args=(name,)) for name in bodies]
+    for thread in asking:
+        thread.start()
+    with server.client() as client:
+        while number_of(client, "num_requests_running") < 4:
+            time.sleep(0.01)
+    started_s = time.monotonic()
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert server.wait() == 0
+    assert time.monotonic() - started_s < 10
+    for thread in asking:
+        thread.join(10)
+    head, _, body = answers["whole"].partition(b"\r\n\r\n")
+    assert (statuses(head), json.loads(body)["error"]["code"]) == ([503], "shutting_down")
+    for name in ("openai", "anthropic", "ollama"):
+        assert b"shut down before" in answers[name].splitlines()[-5], name
+        assert answers[name].endswith(b"0\r\n\r\n"), "the stream is complete"
+    assert "Traceback" not in server.stderr
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
