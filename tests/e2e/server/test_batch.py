@@ -25,8 +25,7 @@ from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
 from paceline.server.batch import run as run_module
-from paceline.server.batch.answering import NotAnsweredError
-from paceline.server.batch.run import BatchResult, Watcher, run_batch
+from paceline.server.batch.run import BatchResult, NotAnsweredError, Watcher, run_batch
 from paceline.server.settings import ServerSettings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

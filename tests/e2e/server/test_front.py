@@ -15,13 +15,12 @@ from harness.http_client import BASE, HttpClient, events_in
 from paceline import AsyncEngine
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.server.app import create_app
-from paceline.server.asgi_client import asked, gathered
+from paceline.server.asgi_client import batched_parts, call_app
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
-from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool
 from paceline.server.replicas.ray_batch import lines_a_block
-from paceline.server.replicas.ray_cluster import actor_options, ray_cluster
-from paceline.server.replicas.replica import Replica, replica_settings
+from paceline.server.replicas.ray_serve import actor_options, ray_cluster
+from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.routing import choose_replica
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -39,21 +38,21 @@ class LocalPool(ReplicaPool):
     settings: ServerSettings
     lost_after: int | None = None
     replicas: int = 2
-    asked: list[Question] = field(default_factory=list)
+    asked: list[ForwardedRequest] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.apps = {f"replica-{index}": create_app(self.engine, replica_settings(self.settings)) for index in range(self.replicas)}
 
-    async def ask(self, question: Question) -> AsyncGenerator[Head | bytes, None]:
-        self.asked.append(question)
-        name = question.replica or choose_replica(dict.fromkeys(self.apps, 0), question.key or 0)
+    async def forward(self, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
+        self.asked.append(forwarded)
+        name = forwarded.replica or choose_replica(dict.fromkeys(self.apps, 0), forwarded.key or 0)
         self.chosen[name] += 1
-        more = {"query": question.query, "headers": question.headers, "request_id": question.request_id}
-        async with asked(self.apps[name], question.method, question.path, question.body, **more) as answer:  # type: ignore[arg-type]
+        more = {"query": forwarded.query, "headers": forwarded.headers, "request_id": forwarded.request_id}
+        async with call_app(self.apps[name], forwarded.method, forwarded.path, forwarded.body, **more) as answer:  # type: ignore[arg-type]
             if self.lost_after == 0:
                 raise ReplicaLostError
-            head = Head(answer.status, answer.headers)
+            head = ResponseHead(answer.status, answer.headers)
             if not head.is_stream and self.lost_after is None:
                 yield replace(head, body=await answer.body())
                 return
@@ -112,11 +111,11 @@ def test_query_and_headers_reach_the_replica_and_keys_do_not(front: Front, caplo
     caplog.set_level(logging.INFO)
     fronted, pool = front({"Authorization": f"Bearer {KEY}", "x-api-key": KEY, "Cookie": "a=b"}, api_keys=(KEY,))
     answer = fronted.post(f"{CHAT}?beta=true&a=%20b", FIELDS, headers={"x-request-id": "mine", "anthropic-beta": "x"})
-    (question,) = pool.asked
-    assert question.query == b"beta=true&a=%20b"
-    assert {(b"x-request-id", b"mine"), (b"anthropic-beta", b"x")} <= set(question.headers)
-    assert not [value for _, value in question.headers if KEY.encode() in value or value == b"a=b"]
-    assert not {b"host", b"content-length", b"content-type"} & {name for name, _ in question.headers}
+    (forwarded,) = pool.asked
+    assert forwarded.query == b"beta=true&a=%20b"
+    assert {(b"x-request-id", b"mine"), (b"anthropic-beta", b"x")} <= set(forwarded.headers)
+    assert not [value for _, value in forwarded.headers if KEY.encode() in value or value == b"a=b"]
+    assert not {b"host", b"content-length", b"content-type"} & {name for name, _ in forwarded.headers}
     logged = [json.loads(record.getMessage())["id"] for record in caplog.records if '"route"' in record.getMessage()]
     assert logged == [answer.headers["x-request-id"]] * 2, "the replica's line of log and the front's have one id"
 
@@ -135,7 +134,7 @@ def test_the_front_keeps_the_checks_of_the_door(front: Front) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert fronted.post(CHAT, FIELDS, headers={**headers, "Host": "elsewhere"}).status_code == 403
     assert fronted.post(CHAT, {**FIELDS, "user": "x" * 2000}, headers=headers).status_code == 413
-    assert fronted.ask("POST", CHAT, content="{}", headers={**headers, "Content-Type": "text/plain"}).status_code == 415
+    assert fronted.forward("POST", CHAT, content="{}", headers={**headers, "Content-Type": "text/plain"}).status_code == 415
     assert pool.asked == []
     answer = fronted.post(CHAT, FIELDS, headers=headers)
     assert answer.status_code == 200
@@ -197,7 +196,7 @@ def test_a_client_that_goes_away_frees_its_replica(front: Front, engine: AsyncEn
     endless = json.dumps({**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
     async def leave() -> None:
-        async with asked(fronted.app, "POST", CHAT, endless) as answer:
+        async with call_app(fronted.app, "POST", CHAT, endless) as answer:
             assert answer.status == 200
             await anext(answer.parts)
             assert fronted.app.state.service.admission.num_open == 1
@@ -224,10 +223,10 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
 def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
-    async def answers() -> tuple[list[Head | bytes], dict[str, object]]:
+    async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:
         await replica.check_health()
-        (head,) = [part async for part in replica.ask("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
-        streamed = [part async for part in replica.ask("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
+        (head,) = [part async for part in replica.forward("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
+        streamed = [part async for part in replica.forward("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
         described = await replica.described()
         await replica._engine.close()
         with pytest.raises(ConfigError):
@@ -235,8 +234,8 @@ def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
         return [head, *streamed], described
 
     (head, begin, *parts), described = asyncio.run(answers())
-    assert isinstance(head, Head)
-    assert isinstance(begin, Head)
+    assert isinstance(head, ResponseHead)
+    assert isinstance(begin, ResponseHead)
     assert (head.status, json.loads(head.body)["object"]) == (200, "chat.completion")
     assert (begin.is_stream, begin.body) == (True, b"")
     text = b"".join(part for part in parts if isinstance(part, bytes)).decode()
@@ -257,7 +256,7 @@ def test_parts_that_come_close_to_one_another_are_sent_as_one_and_none_is_lost(f
     async def read() -> list[bytes]:
         parts = []
         with pytest.raises(ValueError) if fails else contextlib.nullcontext():
-            async for part in gathered(source(), 0.02):
+            async for part in batched_parts(source(), 0.02):
                 parts.append(part)
         return parts
 

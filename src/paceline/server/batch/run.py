@@ -1,22 +1,55 @@
-"""Answering a batch file with one engine."""
+"""Answering a batch file with one engine, by calling the application of the server in this process."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.server.app import create_app
-from paceline.server.batch.answering import answer_line, batch_settings
-from paceline.server.batch.lines import BadLine, BatchLine
+from paceline.server.asgi_client import call_app
+from paceline.server.batch.input_file import BadLine, BatchLine, Plan, plan_batch
 from paceline.server.batch.output_file import OutputFile
-from paceline.server.batch.plan import Plan, plan_batch
 from paceline.server.settings import ServerSettings
+
+MAX_QUEUE = 100_000
+_A_WEEK_S = 604_800.0
+
+
+class NotAnsweredError(PacelineError):
+    """The engine takes no more requests; what is not answered can be asked again."""
+
+
+def batch_settings(settings: ServerSettings) -> ServerSettings:
+    """The same for an application that nobody reaches from elsewhere: its queue is the batch itself, and no answer is waited for alone."""
+    return replace(settings, max_queue=MAX_QUEUE, request_timeout_s=_A_WEEK_S)
+
+
+async def answer_line(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
+    """The output line of a request; a request that is refused is answered too, with the server's error.
+
+    Raises:
+        NotAnsweredError: it would be answered by another engine, or at another time.
+    """
+    async with call_app(app, "POST", line.url, line.body) as answer:
+        content = json.loads(await answer.body())
+        request_id = answer.header(b"x-request-id")
+        status = answer.status
+    if status in (429, 503):
+        raise NotAnsweredError(f"line {line.number} was not answered ({_message(content)}): run the same command again")
+    response = {"status_code": status, "request_id": request_id, "body": content}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def _message(content: Mapping[str, Any]) -> str:
+    return str(content.get("error", {}).get("message", "no reason was given"))
+
 
 SYNC_S = 1.0
 """Seconds of answers at most that a loss of power costs."""
