@@ -128,13 +128,13 @@ def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
     assert len(pool.chosen) == 1
 
 
-def test_the_front_keeps_the_checks_of_the_door(front: Front) -> None:
+def test_the_front_checks_what_one_server_checks(front: Front) -> None:
     fronted, pool = front(api_keys=(KEY,), max_body_mb=0.001)
     assert fronted.refusal(CHAT, FIELDS, 401)["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
     assert fronted.post(CHAT, FIELDS, headers={**headers, "Host": "elsewhere"}).status_code == 403
     assert fronted.post(CHAT, {**FIELDS, "user": "x" * 2000}, headers=headers).status_code == 413
-    assert fronted.forward("POST", CHAT, content="{}", headers={**headers, "Content-Type": "text/plain"}).status_code == 415
+    assert fronted.ask("POST", CHAT, content="{}", headers={**headers, "Content-Type": "text/plain"}).status_code == 415
     assert pool.asked == []
     answer = fronted.post(CHAT, FIELDS, headers=headers)
     assert answer.status_code == 200
@@ -151,7 +151,7 @@ def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_af
     answer = fronted.post(CHAT, FIELDS)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert answer.json()["error"]["code"] == "replica_lost"
-    assert "ask again" in answer.json()["error"]["message"]
+    assert "send the request again" in answer.json()["error"]["message"]
 
 
 def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> None:
@@ -227,7 +227,7 @@ def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
         await replica.check_health()
         (head,) = [part async for part in replica.forward("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
         streamed = [part async for part in replica.forward("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
-        described = await replica.described()
+        described = await replica.describe()
         await replica._engine.close()
         with pytest.raises(ConfigError):
             await replica.check_health()

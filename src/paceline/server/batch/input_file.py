@@ -22,8 +22,8 @@ class BatchLine:
 
     Attributes:
         number: of its line, from 1.
-        offset: bytes of the file in front of it.
-        num_bytes: of the line, its end included.
+        offset: of the line in the file, in bytes.
+        num_bytes: of the line, with its line end.
         url: one of `ENDPOINTS`.
         body: JSON.
     """
@@ -37,21 +37,21 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """Names the request in the output. Made of all that was asked, so that an answer can be told from one to another request."""
-        asked = json.dumps([self.custom_id, self.url]).encode() + self.body
-        return f"batch_req_{hashlib.sha256(asked).hexdigest()[:24]}"
+        """Id in the output: a hash of the whole request, so that a changed request is not taken as answered."""
+        content = json.dumps([self.custom_id, self.url]).encode() + self.body
+        return f"batch_req_{hashlib.sha256(content).hexdigest()[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request, and why."""
+    """A line that is not a request, and why."""
 
     number: int
     reason: str
 
 
 def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]:
-    """All lines of a batch file but empty ones.
+    """Yield the lines of a batch file, without empty ones.
 
     Raises:
         RequestError: the file cannot be read.
@@ -76,7 +76,7 @@ def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]
 
 
 def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
-    """What one line says."""
+    """Parse one line."""
     try:
         fields = json.loads(line)
         wrong = _wrong_in(fields)
@@ -89,7 +89,7 @@ def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
 
 
 def _wrong_in(fields: Any) -> str | None:
-    """Why the fields are no request."""
+    """Return why the fields are not a request; None = they are one."""
     if not isinstance(fields, dict):
         return "it is no JSON object: write {custom_id, method, url, body}"
     for name in _FIELDS:
@@ -122,11 +122,11 @@ _SHOWN = 5  # duplicates that an error names
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which lines of a batch file are to be answered.
+    """The lines of a batch file that have to be answered.
 
     Attributes:
-        pending: number, offset and bytes of each, one behind the other.
-        num_requests: of the file, answered ones included.
+        pending: number, offset and bytes of each, flattened.
+        num_requests: of the file, including answered ones.
     """
 
     path: Path
@@ -139,10 +139,10 @@ class Plan:
         return len(self.pending) // 3
 
     def lines(self) -> Iterator[BatchLine]:
-        """The lines to be answered, read anew.
+        """Read the lines to be answered again.
 
         Raises:
-            RequestError: the file was changed meanwhile.
+            RequestError: the file was changed in the meantime.
         """
         with self.path.open("rb") as file:
             for place in range(0, len(self.pending), 3):
@@ -155,7 +155,7 @@ class Plan:
 
 
 def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
-    """What is left of a batch file.
+    """Return what is left to answer of a batch file.
 
     Raises:
         RequestError: it cannot be read, or two lines have the same custom_id.

@@ -26,11 +26,11 @@ DEPLOYMENT = "Replica"
 ROUTER = "paceline.server.replicas.ray_router.PrefixRouter"
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 30.0
-_MORE_THAN_SAMPLES = 64  # requests that a replica's own admission refuses, and questions about its state
+_MORE_THAN_SAMPLES = 64  # for requests that the replica refuses, and requests without samples
 _STATUS_S = 1.0
 _ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # it would tell its makers that it was started
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what it will do soon; else it warns
+    "RAY_USAGE_STATS_ENABLED": "0",  # usage statistics are sent to its makers by default
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # its future default; without it Ray warns
 }
 
 _TERMINATE_AT_EOF = """
@@ -45,17 +45,17 @@ for number in map(int, sys.argv[1:]):
 
 
 def actor_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What Ray reserves for one replica."""
+    """Return the resources of one replica."""
     return {"num_cpus": arguments["threads"], "num_gpus": 1 if arguments.get("device") == "cuda" else 0}
 
 
 @contextmanager
 def ray_cluster(settings: ClusterSettings, arguments: Mapping[str, Any], *, part: str, debug: bool = False) -> Iterator[Any]:
-    """The module `ray`, connected; left at the end.
+    """Connect to Ray, or start it on this machine; yield the module `ray`.
 
     Args:
-        part: of Ray that is used, "serve" or "data".
-        debug: whether what Ray and its processes write is shown.
+        part: the library of Ray that is used, "serve" or "data".
+        debug: whether to show the output of Ray and its processes.
 
     Raises:
         BackendUnavailableError: Ray is not installed, or the cluster cannot be reached.
@@ -102,11 +102,11 @@ def _ended_with_this_process() -> Iterator[None]:
 
 
 class RayPool(ReplicaPool):
-    """Engines in processes of their own, on one machine or several.
+    """Engines in separate processes, on one machine or several.
 
     Args:
         ray: the module, connected.
-        name: of the application in the cluster; another one of this name is replaced.
+        name: of the application in the cluster; one with the same name is replaced.
         arguments: of `AsyncEngine.open`.
 
     Raises:
@@ -131,14 +131,14 @@ class RayPool(ReplicaPool):
             request_router_config={"request_router_class": ROUTER, "request_router_kwargs": {"max_lead": cluster.max_lead}},
         )
         with library_errors("the replicas could not be started: their logs, and those of Ray, say why", CapacityError):
-            serve.start(proxy_location="Disabled")  # the front is the one way in
+            serve.start(proxy_location="Disabled")  # clients connect to the front
             bound = deployment.bind(dict(arguments), replica_settings(settings))
             self._handle = serve.run(bound, name=name, route_prefix=None)
         self._num_running, self._checked_s = cluster.replicas, float("-inf")
         self._is_closed = False
 
     def describe(self) -> dict[str, Any]:
-        """What a replica says of itself."""
+        """Return facts about the model from one replica."""
         found: dict[str, Any] = self._handle.describe.remote().result()
         return found
 
@@ -182,12 +182,12 @@ class RayPool(ReplicaPool):
 def run_replicas(
     arguments: Mapping[str, Any], settings: ServerSettings, cluster: ClusterSettings, *, say: Say, quiet: bool = False, debug: bool = False
 ) -> None:
-    """Start replicas and answer with them until a signal ends the process.
+    """Start replicas and serve them until a signal ends the process.
 
     Args:
         arguments: of `AsyncEngine.open`, for each replica.
         say, quiet: as for `server.run.run`.
-        debug: whether what replicas write is shown.
+        debug: whether to show the output of replicas.
 
     Raises:
         PacelineError: the address cannot be listened on, Ray is not there, or the replicas cannot be started.
@@ -197,13 +197,13 @@ def run_replicas(
         model = settings.served_name or served_name(arguments["model"])
         pool = RayPool(ray, f"paceline-{model.replace('#', '_')}", cluster, arguments, settings)
         try:
-            describe = pool.describe()
-            for notice in describe["notices"]:
+            facts = pool.describe()
+            for notice in facts["notices"]:
                 say(notice)
             if not quiet:
-                say(f"{cluster.replicas} replicas; {describe['banner']}")
-            app = create_front(pool, settings, describe["model"], cluster.replicas * describe["max_num_seqs"])
-            with ShutdownWatchdog() as watchdog:  # what Ray takes to end is Ray's
+                say(f"{cluster.replicas} replicas; {facts['banner']}")
+            app = create_front(pool, settings, facts["model"], cluster.replicas * facts["max_num_seqs"])
+            with ShutdownWatchdog() as watchdog:  # not around the shutdown of Ray, which may take longer
                 serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
         finally:
             asyncio.run(pool.close())
