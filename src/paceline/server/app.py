@@ -1,4 +1,4 @@
-"""The application: an engine behind HTTP."""
+"""The ASGI application of an engine."""
 
 import os
 from pathlib import Path
@@ -36,16 +36,16 @@ _ROUTES = (
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """An ASGI application that answers with `engine`.
+    """Return an ASGI application that serves `engine`.
 
-    Its `state.service` is the `Service` behind it, whose admission a server drains before it ends.
+    Its `state.service` is a `Service`, whose `admission` a server drains before it ends.
 
     Args:
-        engine: stays the caller's, who closes it after the application has ended.
+        engine: the caller closes it after the application has ended.
         settings: None = those of `ServerSettings()`.
 
     Raises:
-        ConfigError: there is no format as the settings name, or an adapter has the model's name.
+        ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
     """
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
@@ -57,7 +57,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     service = Service(engine, settings, name, admission, metrics, generation, Dialogue(generation, formats))
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
-    # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
+    # the pages of the docs load code from other hosts, and a redirect would follow the Host header
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in _ROUTES:
@@ -69,5 +69,5 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 
 
 def served_name(model: str) -> str:
-    """What a model is called in requests: a path loses its folders, which are nobody else's business."""
+    """Return the name of a model in requests; of a path only its last part, as clients need not see folders."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
