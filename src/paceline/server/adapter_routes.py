@@ -10,6 +10,7 @@ from paceline.errors import CapacityError, PacelineError
 from paceline.models.adapters.read import MAX_NAME_LEN
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.service import Service
 
 MAX_PATH_LEN = 4096
@@ -35,7 +36,7 @@ class UnloadFields(Fields):
 
 def adapter_routes(service: Service) -> APIRouter:
     """The two routes; none where the settings do not switch them on."""
-    router = APIRouter(tags=["adapters"])
+    router = APIRouter(route_class=JsonRoute, tags=["adapters"])
     if not service.settings.adapter_loading:
         return router
 
@@ -53,9 +54,9 @@ def adapter_routes(service: Service) -> APIRouter:
         if name in service.engine.adapters:
             raise _is_loaded(name)
         service.engine.check_open()
-        with service.gate.admitted(0):
+        with service.admission.admitted(0):
             try:
-                await service.gate.finished(service.engine.load_adapter(name, fields.lora_path))
+                await service.engine.load_adapter(name, fields.lora_path)
             except CapacityError as error:  # the request is right: with less in memory the same one is served
                 raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from paceline.errors import CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.client_watch import EventStream, unless_gone
 from paceline.server.dialects import dialect_of
+from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.framing import as_json
 from paceline.server.http_errors import HttpError, http_error_of
 from paceline.server.token_texts import TokenTexts
@@ -32,9 +32,9 @@ class Answering(Protocol):
 async def answered(request: Request, one: Answering, *, is_streamed: bool | None) -> Response:
     """An answer, whole or streamed. Of a stream, what fails before the first event is raised; later it is an event, the last one."""
     if not is_streamed:
-        return Response(as_json(await unless_gone(request, one.whole())), media_type="application/json")
+        return Response(as_json(await cancel_on_disconnect(request, one.whole())), media_type="application/json")
     events, dialect = one.events(), dialect_of(request.url.path)
-    first = await unless_gone(request, _next(events))
+    first = await cancel_on_disconnect(request, _next(events))
 
     async def all_of_them() -> AsyncGenerator[bytes, None]:
         async with aclosing(events):
@@ -43,7 +43,7 @@ async def answered(request: Request, one: Answering, *, is_streamed: bool | None
                 async for event in events:
                     yield event
             except Exception as error:
-                yield dialect.last_words(http_error_of(error))
+                yield dialect.error_event(http_error_of(error))
 
     return EventStream(all_of_them(), dialect.media_type)
 

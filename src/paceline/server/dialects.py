@@ -37,7 +37,7 @@ class Dialect:
         """The answer that is an error."""
         return JSONResponse(self.error(error), error.status, error.headers)
 
-    def last_words(self, error: HttpError) -> bytes:
+    def error_event(self, error: HttpError) -> bytes:
         """What ends a stream that failed."""
         return self.event(self.error(error))
 

@@ -38,7 +38,7 @@ def sampling_params(
     """How the tokens of a request are chosen.
 
     Args:
-        max_tokens: None = as many as fit; see `generation.Job.takes_the_rest`.
+        max_tokens: None = as many as fit; see `generation.GenerationRequest.takes_the_rest`.
         n: None = one.
         more: what dialects say in fields of their own.
 

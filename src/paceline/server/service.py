@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
+from paceline.server.admission import AdmissionControl
 from paceline.server.dialogue.dialogue import Dialogue
-from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
@@ -28,7 +28,7 @@ class Service:
     engine: AsyncEngine
     settings: ServerSettings
     model: str
-    gate: Gate
+    admission: AdmissionControl
     metrics: Metrics
     generation: Generation
     dialogue: Dialogue

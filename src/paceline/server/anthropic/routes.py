@@ -14,6 +14,7 @@ from paceline.server.anthropic.answers import MessageAnswer
 from paceline.server.anthropic.fields import ConversationFields, MessagesFields
 from paceline.server.anthropic.messages import conversation, offered_tools, tool_use
 from paceline.server.dialogue.request import ChatRequest
+from paceline.server.json_body import JsonRoute
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.service import Service
 
@@ -28,7 +29,7 @@ _NAMES = {
 
 def message_routes(service: Service) -> APIRouter:
     """The routes of Anthropic's dialect."""
-    router = APIRouter(tags=["anthropic"])
+    router = APIRouter(route_class=JsonRoute, tags=["anthropic"])
 
     @router.post("/v1/messages")
     async def messages(fields: MessagesFields, request: Request) -> Response:
@@ -45,7 +46,7 @@ def message_routes(service: Service) -> APIRouter:
         """How many tokens a conversation has."""
         service.adapter_of(fields.model)
         fields.check_refused()
-        with named(_NAMES), service.gate.admitted(0):
+        with named(_NAMES), service.admission.admitted(0):
             return JSONResponse({"input_tokens": await asyncio.to_thread(_count, fields, service)})
 
     return router

@@ -18,7 +18,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
 from paceline.server.dialogue.tools import check_tools, schema_error
-from paceline.server.generation import Generation, Job
+from paceline.server.generation import Generation, GenerationRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_TAIL = 16  # tokens of a prompt's end that are looked at for thoughts it begins
@@ -45,7 +45,8 @@ class Dialogue:
         check_template_options(self._tokenizer, request.template_options)
         if request.offered_tools and self.formats.tool_call_parser == NONE:
             raise RequestError(
-                "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
+                "tools cannot be called: the format of this model's calls is not known; name it with --tool-call-parser",
+                parameter="tools",
             )
 
     def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
@@ -99,13 +100,13 @@ class _Turn:
     in_reasoning: bool = False
     samples: dict[int, OutputStream] = field(default_factory=dict)
 
-    def job(self) -> Job:
+    def job(self) -> GenerationRequest:
         """What the engine is to do."""
         shown = [self.tokenizer.added_token_id(token) for token in self.formats.tokens(self.request.offered_tools)]
         options = RequestOptions(**self.request.options)
         if ids := [token_id for token_id in shown if token_id is not None]:
             options["shown_token_ids"] = ids
-        return Job(
+        return GenerationRequest(
             prompt_ids=self._prompt_ids,
             params=self.request.params,
             options=options,

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
+from paceline.server.json_body import JsonRoute
 from paceline.server.ollama.answers import now
 from paceline.server.ollama.fields import ShowFields
 from paceline.server.service import LATEST, Service
@@ -15,7 +16,7 @@ API_VERSION = "0.12.11"  # the release whose dialect this is; clients look for w
 
 def ollama_model_routes(service: Service) -> APIRouter:
     """The routes of Ollama's dialect that tell of models."""
-    router = APIRouter(tags=["ollama"])
+    router = APIRouter(route_class=JsonRoute, tags=["ollama"])
     started = now()
 
     @router.get("/api/version")

@@ -15,8 +15,9 @@ from paceline.sampling.params import MAX_INT, SamplingParams
 from paceline.server.answering import answered, named
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import SamplingFields
-from paceline.server.generation import Generation, Job
+from paceline.server.generation import Generation, GenerationRequest
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.ollama.answers import OllamaAnswer, Talk, head
 from paceline.server.ollama.fields import ChatFields, GenerateFields, Options, RequestFields
@@ -42,7 +43,7 @@ _NAMES = {
 
 def ollama_routes(service: Service) -> APIRouter:
     """The routes of Ollama's dialect that write text."""
-    router = APIRouter(tags=["ollama"])
+    router = APIRouter(route_class=JsonRoute, tags=["ollama"])
     texts = TokenTexts(service.engine.opened.maker.tokenizer)
 
     @router.post("/api/chat")
@@ -95,7 +96,9 @@ def _prompt_talk(fields: GenerateFields, prompt: str, service: Service, adapter:
     params, takes_the_rest = _params(fields, service), _limit(fields) is None
     options = request_options(_sampling(fields), adapter=adapter)
     if fields.raw:
-        job = Job(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest)
+        job = GenerationRequest(
+            prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
+        )
         return _Raw(service.generation, job)
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     request = ChatRequest(
@@ -127,7 +130,7 @@ class _Raw:
     """A text that goes on, without a chat template: all that is written is text."""
 
     generation: Generation
-    job: Job
+    job: GenerationRequest
 
     async def collect(self) -> list[Answer]:
         return [Answer((Text(0, output.text),), output, output.finish_reason) for output in await self.generation.collect(self.job)]

@@ -15,6 +15,7 @@ from paceline.server.answering import answered, chunk_origins, named, speculatio
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.framing import data_event
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.messages import ChatFields, conversation, predicted_text
 from paceline.server.openai.response_format import response_grammar
@@ -28,7 +29,7 @@ _NAMES = {"prompt": "messages", "logprobs": "top_logprobs", "template_options": 
 
 def chat_routes(service: Service) -> APIRouter:
     """The route of chats."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
     texts = TokenTexts(service.engine.opened.maker.tokenizer)
 
     @router.post("/v1/chat/completions")

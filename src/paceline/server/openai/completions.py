@@ -13,8 +13,9 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import MAX_INT
 from paceline.server.answering import answered, chunk_origins, named, speculation_of
 from paceline.server.framing import data_event
-from paceline.server.generation import Job
+from paceline.server.generation import GenerationRequest
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.openai.answers import DONE, head, usage_of
 from paceline.server.openai.fields import TextFields
@@ -52,7 +53,7 @@ class CompletionFields(TextFields):
 
 def completion_routes(service: Service) -> APIRouter:
     """The route of completions."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
     texts = TokenTexts(service.engine.opened.maker.tokenizer)
 
     @router.post("/v1/completions")
@@ -67,7 +68,7 @@ def completion_routes(service: Service) -> APIRouter:
     return router
 
 
-def _job(fields: CompletionFields, service: Service, adapter: str | None) -> Job:
+def _job(fields: CompletionFields, service: Service, adapter: str | None) -> GenerationRequest:
     prompts, settings = fields.prompts, service.settings
     if not 1 <= len(prompts) <= settings.max_prompts:
         text = f"prompt holds {len(prompts)} prompts: send 1 to {settings.max_prompts}"
@@ -87,7 +88,7 @@ def _job(fields: CompletionFields, service: Service, adapter: str | None) -> Job
         logprobs=fields.logprobs,
         prompt_logprobs=of_prompt,
     )
-    return Job(
+    return GenerationRequest(
         prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
@@ -102,7 +103,7 @@ class _Completion:
     service: Service
     fields: CompletionFields
     texts: TokenTexts
-    job: Job
+    job: GenerationRequest
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""

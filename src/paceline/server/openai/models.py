@@ -12,6 +12,7 @@ from paceline.server.answering import named
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
+from paceline.server.json_body import JsonRoute
 from paceline.server.limits import check_length
 from paceline.server.openai.messages import ChatFields, Message, conversation
 from paceline.server.openai.tools import ToolFields, tools_of
@@ -39,7 +40,7 @@ class DetokenizeFields(Fields):
 
 def model_routes(service: Service) -> APIRouter:
     """The routes that say what is served, and in which tokens."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
     maker = service.engine.opened.maker
     started_s = int(time.time())
 
@@ -69,7 +70,7 @@ def model_routes(service: Service) -> APIRouter:
         """The token ids of a prompt or a conversation."""
         service.adapter_of(fields.model)
         fields.check_refused()
-        with service.gate.admitted(0):
+        with service.admission.admitted(0):
             ids = await asyncio.to_thread(_ids, fields, service)
         return JSONResponse({"count": len(ids), "max_model_len": maker.max_context, "tokens": ids})
 

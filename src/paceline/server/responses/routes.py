@@ -7,6 +7,7 @@ from starlette.responses import Response
 from paceline.sampling.grammar import Grammar
 from paceline.server.answering import answered, named
 from paceline.server.dialogue.request import ChatRequest
+from paceline.server.json_body import JsonRoute
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.responses.answers import ResponseAnswer
 from paceline.server.responses.fields import ResponsesFields
@@ -25,7 +26,7 @@ _NAMES = {
 
 def response_routes(service: Service) -> APIRouter:
     """The route of responses."""
-    router = APIRouter(tags=["openai"])
+    router = APIRouter(route_class=JsonRoute, tags=["openai"])
 
     @router.post("/v1/responses")
     async def responses(fields: ResponsesFields, request: Request) -> Response:
