@@ -8,7 +8,7 @@ from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, T
 from paceline.parsing.registry import OutputFormat
 from paceline.parsing.tools import Tool
 from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.request import ChatRequest
+from paceline.server.chat_request import ChatRequest
 
 WEATHER = {
     "type": "object",

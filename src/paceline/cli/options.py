@@ -122,6 +122,7 @@ SERVER = Panel(
         "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
         "mistral, xml, glm, hermes or llama3.",
         "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
+        "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
@@ -11,28 +12,25 @@ from paceline.errors import ConfigError
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
-from paceline.server.anthropic.routes import message_routes
-from paceline.server.dialects import tell_errors
-from paceline.server.dialogue.dialogue import Dialogue
+from paceline.server.anthropic import message_routes
+from paceline.server.chat import ChatService
+from paceline.server.dialects import handle_errors
 from paceline.server.door import Door
 from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
-from paceline.server.ollama.models import ollama_model_routes
-from paceline.server.ollama.routes import ollama_routes
-from paceline.server.openai.chat import chat_routes
-from paceline.server.openai.completions import completion_routes
-from paceline.server.openai.models import model_routes
+from paceline.server.model_routes import model_routes
+from paceline.server.ollama import ollama_routes
+from paceline.server.openai_chat import chat_routes
+from paceline.server.openai_completions import completion_routes
 from paceline.server.page.routes import page_routes
-from paceline.server.responses.routes import response_routes
+from paceline.server.responses import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
+from paceline.server.token_texts import TokenTexts
 
-_ROUTES = (
-    chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, adapter_routes,
-    state_routes,
-)  # fmt: skip
+_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, adapter_routes, state_routes)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -54,7 +52,9 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, gate, metrics)
-    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
+    service = Service(
+        engine, settings, name, gate, metrics, generation, ChatService(generation, formats), TokenTexts(engine.opened.maker.tokenizer)
+    )
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
     # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
@@ -63,9 +63,17 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     for routes in _ROUTES:
         app.include_router(routes(service))
     app.include_router(page_routes())
-    tell_errors(app)
+    _answer_head(app)
+    handle_errors(app)
     app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
     return app
+
+
+def _answer_head(app: FastAPI) -> None:
+    """Answer HEAD wherever GET is answered; the HTTP server leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def served_name(model: str) -> str:

@@ -13,9 +13,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from paceline.server.dialects import dialect_of
+from paceline.server.errors import HttpError, head_too_large
 from paceline.server.framing import as_json
-from paceline.server.http_errors import HttpError
-from paceline.server.limits import head_too_large
 from paceline.server.settings import ServerSettings
 
 _BUSY_BODY = b'{"error":{"message":"too many connections are open: ask again later","type":"rate_limit_error","param":null,"code":"busy"}}'

@@ -18,9 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.server.client_watch import within
 from paceline.server.dialects import dialect_of
-from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
+from paceline.server.errors import ClientGoneError, HttpError, head_too_large, http_error_of
 from paceline.server.in_process import REQUEST_ID
-from paceline.server.limits import head_too_large
 from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 

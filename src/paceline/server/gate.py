@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from paceline.server.client_watch import within
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 
 MAX_RETRY_S = 60
 _SMOOTHING = 0.2  # weight of the newest request in the mean of their times

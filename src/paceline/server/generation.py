@@ -14,8 +14,8 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.server.client_watch import within
+from paceline.server.errors import HttpError
 from paceline.server.gate import Gate
-from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 

@@ -48,6 +48,8 @@ class ServerSettings:
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
         tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
             they are text, else a name of the table in `parsing/registry.py`.
+        unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
+            "refuse" = 400.
         max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
         max_body_mb: megabytes of a request.
         max_messages: of one conversation.
@@ -73,6 +75,7 @@ class ServerSettings:
     adapter_loading: bool = False
     tools_format: str = "auto"
     think_format: str = "auto"
+    unknown_fields: str = "ignore"
     max_queue: int = 64
     max_body_mb: float = 8.0
     max_messages: int = 4096
@@ -81,7 +84,7 @@ class ServerSettings:
     max_n: int = 16
     max_stop: int = 16
     max_stop_chars: int = 1000
-    max_grammar_chars: int = 65_536
+    max_grammar_chars: int = 1_000_000
     max_tools: int = 256
     max_connections: int = 512
     head_timeout_s: float = 30.0
@@ -100,6 +103,8 @@ class ServerSettings:
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
         for name, high in _MOST.items():
             _check_number(name, getattr(self, name), 0, high)
+        if self.unknown_fields not in ("ignore", "refuse"):
+            raise ConfigError(f"unknown_fields is {self.unknown_fields!r}: use ignore or refuse")
         for key in self.api_keys:
             check_key(key)
         if self.adapter_loading and not self.api_keys:

@@ -16,8 +16,8 @@ from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams
+from paceline.server.chat_request import ChatRequest
 from paceline.server.dialogue.answer_grammar import answer_grammar
-from paceline.server.dialogue.request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

@@ -16,7 +16,7 @@ from paceline.parsing.argument_types import coerce_argument
 from paceline.parsing.events import ToolCallStart
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.params import SamplingParams
-from paceline.server.dialogue.request import ChatRequest
+from paceline.server.chat_request import ChatRequest
 
 
 def cut(text: str, places: tuple[int, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from paceline.parsing.registry import HARMONY, NONE, REASONING_FORMATS, TOOL_CAL
 from paceline.parsing.tool_call_grammar import ANYTHING, ToolCallGrammar
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar, GrammarKind
-from paceline.server.dialogue.request import ChatRequest
+from paceline.server.chat_request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _SPACE = "/[ \\n]{0,4}/"

@@ -8,10 +8,12 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import with_plain_texts
 from paceline.errors import RequestError
 from paceline.parsing.tools import ToolUse
-from paceline.server.dialogue.request import ChatRequest
+from paceline.server.chat_request import ChatRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # to templates, by fields of their own
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables of chat templates that requests set by fields of their own."""
+_END_MARK = "\ue000end-of-prefix\ue000"
 
 
 def check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
@@ -33,28 +35,42 @@ def check_template(request: ChatRequest, tokenizer: Tokenizer) -> None:
             _refuse("template_options", f"{name} is no option of this model's chat template: leave it out")
 
 
-def conversation_ids(request: ChatRequest, maker: RequestMaker, *, add_generation_prompt: bool = True) -> list[int]:
-    """The token ids of a conversation, with the model's turn begun.
+def conversation_ids(request: ChatRequest, maker: RequestMaker) -> list[int]:
+    """The token ids of a conversation: with the model's turn begun, or with its last message left open.
 
     Raises:
         RequestError: the chat template rejects it, or leaves out a tool.
     """
     tools = [tool.as_template() for tool in request.offered_tools]
+    messages = _with_end_mark(request.messages) if request.continue_final_message else request.messages
 
     def rendered(*, as_objects: bool) -> str:
         return maker.tokenizer.chat_text(
-            with_plain_texts(_messages(request.messages, as_objects=as_objects)),
+            with_plain_texts(_messages(messages, as_objects=as_objects)),
             tools=tools,
             options=request.template_options,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
             max_context=maker.max_context,
         )
 
     text = _with_arguments(request, rendered)
+    if request.continue_final_message:
+        text, mark, _ = text.rpartition(_END_MARK)
+        if not mark:
+            _refuse("messages", "this model's chat template leaves the last message out, so that it cannot be continued: begin a new turn")
     unknown = next((tool.name for tool in request.offered_tools if tool.name not in text), None)
     if unknown is not None:
         _refuse("tools", f"tools cannot be called: this model's chat template says nothing of {unknown!r}; send no tools")
     return maker.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _with_end_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark at the end of the last one's text: templates close a message in ways of their own."""
+    *others, last = messages
+    content = last.get("content") or ""
+    if isinstance(content, list):
+        return [*others, {**last, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_MARK}]}]
+    return [*others, {**last, "content": content + _END_MARK}]
 
 
 def _with_arguments(request: ChatRequest, rendered: Callable[..., str]) -> str:

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.server.client_watch import EventStream, unless_gone
-from paceline.server.dialects import Dialect, dialect_of, tell_errors
+from paceline.server.dialects import Dialect, dialect_of, handle_errors
 from paceline.server.door import Door
+from paceline.server.errors import http_error_of
 from paceline.server.gate import Gate
-from paceline.server.http_errors import http_error_of
 from paceline.server.in_process import REQUEST_ID
 from paceline.server.replicas.merged_metrics import merged_metrics
 from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
@@ -72,7 +72,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
-    tell_errors(app)
+    handle_errors(app)
     app.add_middleware(Door, settings=settings)
     return app
 
@@ -191,4 +191,4 @@ async def _events(parts: AsyncGenerator[Head | bytes, None], dialect: Dialect) -
                 if isinstance(part, bytes):
                     yield part
         except Exception as error:
-            yield dialect.last_words(http_error_of(error))
+            yield dialect.error_event(http_error_of(error))

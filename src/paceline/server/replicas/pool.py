@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 
 RETRY_S = 2
 

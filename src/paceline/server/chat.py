@@ -1,4 +1,4 @@
-"""From a neutral request to neutral events: the one way by which every dialect's chats are answered."""
+"""From a neutral chat request to neutral events: the one way by which every dialect's chats are answered."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -14,19 +14,19 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.parsing.registry import NONE, OutputFormat
 from paceline.parsing.text_stream import StreamParser
+from paceline.parsing.tool_call_grammar import arguments_schema
 from paceline.sampling.grammar import Grammar
+from paceline.sampling.matcher import GrammarCompiler
+from paceline.server.chat_request import ChatRequest
 from paceline.server.dialogue.answer_grammar import answer_grammar
 from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
-from paceline.server.dialogue.request import ChatRequest
-from paceline.server.dialogue.thinking import thinking_options
-from paceline.server.dialogue.tools import schema_error
 from paceline.server.generation import Generation, Job
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_PROMPT_TAIL = 16  # tokens of a prompt's end that are looked at for thoughts it begins
+_PROMPT_TAIL = 16  # tokens of a prompt's end that are searched for thoughts it begins
 
 
-class Dialogue:
+class ChatService:
     """Answers chats.
 
     Args:
@@ -38,7 +38,7 @@ class Dialogue:
         self.formats = formats
 
     def check(self, request: ChatRequest) -> None:
-        """That a request can be served by this model; `collect` and `stream` check it too.
+        """Check that this model can answer a request. `collect` and `stream` check it too.
 
         Raises:
             RequestError: it cannot.
@@ -50,9 +50,41 @@ class Dialogue:
                 "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
             )
 
+    def prompt_ids(self, request: ChatRequest) -> list[int]:
+        """The token ids of a request's prompt. Takes time: call it in a thread.
+
+        Raises:
+            RequestError: as `check`, or the chat template rejects the conversation.
+        """
+        self.check(request)
+        return conversation_ids(request, self._generation.engine.opened.maker)
+
     def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-        """What the chat template is told of thinking, as `thinking.thinking_options`."""
-        return thinking_options(self._tokenizer, thinks=thinks, effort=effort, always=self.formats.think != NONE)
+        """The chat template's variables for whether to think, and how much.
+
+        Args:
+            thinks: None = as the model does by default.
+            effort: "none" included; None = as the model does by default.
+
+        Raises:
+            RequestError: the template has no variable for it, and the model does not do so by default. `parameter` is "thinking" or
+                "reasoning_effort".
+        """
+        takes = self._tokenizer.template_takes
+        if effort is not None and takes("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        wanted = thinks if effort is None else effort != "none"
+        is_default = effort is None and wanted == (self.formats.think != NONE)
+        if wanted is None or (is_default and not takes("enable_thinking")):
+            return {}
+        if takes("enable_thinking"):
+            return {"enable_thinking": wanted}
+        name = "thinking" if effort is None else "reasoning_effort"
+        raise RequestError(
+            f"{name} is not served: this model's chat template has no variable for it; say in a message how to think",
+            parameter=name,
+            code="unsupported_parameter",
+        )
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
         """The whole answers, in order of their samples.
@@ -93,7 +125,7 @@ class Dialogue:
 
 @dataclass(slots=True)
 class _Turn:
-    """One request on its way: what its prompt has begun, and how far its samples were read."""
+    """One request while it is answered: whether its prompt begins thoughts, and a parser for each sample."""
 
     request: ChatRequest
     formats: OutputFormat
@@ -102,7 +134,7 @@ class _Turn:
     samples: dict[int, tuple[EventSink, StreamParser]] = field(default_factory=dict)
 
     def job(self) -> Job:
-        """What the engine is to do."""
+        """What the engine generates."""
         shown = [self.tokenizer.added_token_id(token) for token in self.formats.tokens(self.request.offered_tools)]
         options = RequestOptions(**self.request.options)
         if ids := [token_id for token_id in shown if token_id is not None]:
@@ -116,12 +148,12 @@ class _Turn:
         )
 
     def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
-        """What a sample's next text says, and its end if `output` is given."""
-        sink, reading = self._sample(sample)
-        reading.push(text)
+        """Events of a sample's next text, and its end if `output` is given."""
+        sink, parser = self._sample(sample)
+        parser.push(text)
         if output is None:
             return sink.take()
-        reading.finish()
+        parser.finish()
         called = sink.num_complete > 0 and output.finish_reason == "stop"
         return [*sink.take(), Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
 
@@ -145,3 +177,31 @@ class _Turn:
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCompiler) -> RequestError:
+    """The error of a request whose grammar does not compile: a schema that does not by itself, or all of them together.
+
+    Takes time, because schemas are compiled.
+    """
+    if error.code is not None:  # the schemas may be right: compiling them takes too much
+        return RequestError(str(error).replace("grammar", "tools", 1), parameter="tools", code=error.code)
+    form = request.params.grammar
+    if form is not None and (wrong := _compile_error(form, compiler)) is not None:
+        return wrong
+    for tool in request.offered_tools:
+        if (wrong := _compile_error(Grammar.json_schema(arguments_schema(tool)), compiler)) is not None:
+            reason = str(wrong).removeprefix("grammar: ")
+            return RequestError(
+                f"{tool.place} is no schema that arguments can be held to ({reason}): send another one", parameter=tool.place
+            )
+    text = "the schemas of the tools cannot be held to together: send fewer tools, simpler schemas, or tool_choice auto without strict"
+    return RequestError(f"tools: {text}", parameter="tools")
+
+
+def _compile_error(grammar: Grammar, compiler: GrammarCompiler) -> RequestError | None:
+    try:
+        compiler.matcher(grammar)
+    except RequestError as error:
+        return error
+    return None
