@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
@@ -63,17 +63,31 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     for routes in _ROUTES:
         app.include_router(routes(service))
     app.include_router(page_routes())
-    _answer_head(app)
     handle_errors(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
     return app
 
 
-def _answer_head(app: FastAPI) -> None:
-    """Answer HEAD wherever GET is answered; the HTTP server leaves the body out."""
-    for route in list(app.routes):
-        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
-            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+class HeadAsGet:
+    """Middleware: answers HEAD as GET, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        scope["method"] = "GET"
+        try:
+            await self._app(scope, receive, send_head)
+        finally:
+            scope["method"] = "HEAD"  # as it is logged
 
 
 def served_name(model: str) -> str:

@@ -170,7 +170,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
     "responses": {
         "": _REQUEST
         | _OTHER_SAMPLERS
-        | _ignored("max_tool_calls prompt_cache_key stream_id use_websocket generate")
+        | _ignored("max_tool_calls stream_options stream_id use_websocket generate")
         | _refused(_NOT_STORED, "previous_response_id conversation prompt")
         | _refused("answers are not kept for later; stream them", "background")
         | _refused("ask /v1/chat/completions for log-probabilities", "top_logprobs")
@@ -185,7 +185,6 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "tools[]": _LEFTOVERS | _ignored("output_schema output_type") | _refused("the model gets all tools at once", "defer_loading"),
         "text": _refused("the model is not told how to write; say it in instructions", "verbosity", "medium"),
         "reasoning": _ignored("summary generate_summary enabled max_tokens exclude context"),  # thoughts are sent as they are
-        "stream_options": _ignored("include_obfuscation include_usage"),
     },
     "messages": {
         "": _REQUEST
@@ -198,7 +197,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "content[]": _LEFTOVERS
         | _ignored("citations signature caller data index name status input_raw thinking_tokens is_error parsed_output title context"),
         "tools[]": _LEFTOVERS
-        | _ignored("eager_input_streaming type max_characters allowed_callers")
+        | _ignored("eager_input_streaming max_characters allowed_callers")
         | _refused("the model gets all tools at once", "defer_loading")
         | _refused("chat templates have no place for them; put them into the description", "input_examples"),
         "tool_choice": FieldRules(),
@@ -219,7 +218,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused(_TEXT_ONLY, "images"),
         "messages[].tool_calls[]": _LEFTOVERS | _ignored("index type"),
         "messages[].tool_calls[].function": _LEFTOVERS | _ignored("index description"),
-        "tools[]": _LEFTOVERS | _ignored("items type"),
+        "tools[]": _LEFTOVERS | _ignored("items"),
         "tools[].function": _LEFTOVERS | _ignored("strict return returns type title"),
         "options": _OTHER_SAMPLERS
         | _ignored(  # how a model is loaded: it is loaded already

@@ -143,12 +143,14 @@ def ignored_header(names: Collection[str]) -> dict[str, str]:
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that differs by one edit, or only by case, hyphens and underscores; None = there is none."""
-    plain = _plain(name)
+    plain, found = _plain(name), None
     for one in known:
         other = _plain(one)
-        if plain == other or (min(len(plain), len(other)) >= _MIN_TYPO and _is_one_edit(plain, other)):
+        if plain == other:
             return one
-    return None
+        if found is None and min(len(plain), len(other)) >= _MIN_TYPO and _is_one_edit(plain, other):
+            found = one
+    return found
 
 
 def _is_one_edit(first: str, second: str) -> bool:

@@ -229,7 +229,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     client = served(headers={"Authorization": f"Bearer {KEYS[0]}"}, api_keys=KEYS)
     hidden = {"messages": [{"role": "user", "content": secret}], "max_tokens": 2, "user": secret}
     client.post(CHAT, hidden)
-    client.post(CHAT, {**hidden, secret: 1})
+    client.post(CHAT, {**hidden, "metadata": {secret: secret}})  # names of fields are logged, and nothing within them
     client.post(CHAT, {**hidden, "model": secret})
     client.ask("GET", f"/{secret}?a={secret}", headers={"User-Agent": secret})
     client.get("/v1/models", headers={"Authorization": f"Bearer {secret}-{secret}"})
@@ -237,7 +237,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError(f"cannot use {secret}")
 
-    monkeypatch.setattr("paceline.server.openai.chat.conversation", fail)
+    monkeypatch.setattr("paceline.server.openai_chat.conversation", fail)
     answer = client.post(CHAT, hidden)
     assert answer.status_code == 500
     assert secret not in answer.text
@@ -295,8 +295,8 @@ def test_a_body_that_cannot_be_read_is_told_what_one_is(served: Served, body: by
     assert "JSON" in answer.json()["error"]["message"] or "nested" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_watchers_may_ask_for_heads(served: Served, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/models", "/metrics", "/props", "/", "/api/tags", "/openapi.json"])
+def test_head_of_a_path_that_takes_get_is_its_answer_without_body(served: Served, path: str) -> None:
     answer = served().ask("HEAD", path)
     assert answer.status_code == 200
     assert answer.content == b""

@@ -259,12 +259,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
     ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
-    ({"messages": [*CALLED[:2], {**CALLED[2], "tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
-    ({"messages": [CALLED[2], *CALLED[:2]]}, "messages[0].tool_call_id"),
     ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": [{"role": "function", "content": "a", "name": "b"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**CALLED[1], "role": "user"}]}, "messages[0].tool_calls"),
 ]
 
