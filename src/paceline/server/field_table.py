@@ -64,9 +64,9 @@ _NO_SAMPLER = "there is no such sampler; use temperature, top_k, top_p and min_p
 _PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OWN_TEMPLATE = "the model has its own chat template"
 
-# What SDKs, gateways and programs leave in objects, whatever the dialect.
-_LEFTOVERS = _ignored("cache_control extra_content provider_specific_fields metadata id")
-_REQUEST = _ignored(
+LEFTOVERS = _ignored("cache_control extra_content provider_specific_fields metadata id")
+"""Fields that SDKs, gateways and programs leave in the objects of a request, whatever the dialect."""
+REQUEST = _ignored(
     "user metadata user_id session_id request_id trace_id trace service_tier safety_identifier prompt_cache_key prompt_cache_retention",
     "prompt_cache_options store client_metadata extra_headers extra_query extra_body timeout api_key api_base num_retries",
     "litellm_metadata litellm_session_id litellm_call_id litellm_trace_id keep_alive betas cache_prompt id_slot slot_id n_keep n_discard",
@@ -81,7 +81,7 @@ _REQUEST = _ignored(
         "parse_tool_calls": Refusal("calls are always read; serve with --tools-format none", (None, True)),
     }
 )
-_OTHER_SAMPLERS = FieldRules(
+OTHER_SAMPLERS = FieldRules(
     refused={
         "typical_p": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
         "tfs_z": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
@@ -95,17 +95,22 @@ _OTHER_SAMPLERS = FieldRules(
     "mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma top_a adaptive_target",
     -1.0,
 )
-_OTHER_SAMPLERS |= _ignored(  # they say how one of the samplers above works
+OTHER_SAMPLERS |= _ignored(  # they say how one of the samplers above works
     "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     "adaptive_decay min_keep",
 )
-_TEXT_REQUEST = (
-    _REQUEST
-    | _OTHER_SAMPLERS
+TEXT_REQUEST = (
+    REQUEST
+    | OTHER_SAMPLERS
     | _refused("there is no beam search; ask for n samples", "use_beam_search best_of num_beams early_stopping", 1)
-    | _refused("ask for logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids allowed_token_ids")
+    | _refused("send logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids")
+    | _refused("send a regex or choices", "allowed_token_ids")
+    | _refused("send max_tokens", "max_new_tokens max_output_tokens max_length num_predict")
+    | _refused("send stop", "stop_sequences stop_words stop_strings")
+    | _refused("send seed", "random_seed random_state")
     | _refused("speculation.origins lists the token ids of an answer", "return_tokens return_token_ids return_prompt_text")
-    | _refused("a prompt is never cut; shorten it", "truncate_prompt_tokens truncation_side transforms")
+    | _refused("a prompt is never cut; shorten it", "truncate_prompt_tokens transforms")
+    | _ignored("truncation_side")
     | _refused("adapters are requested as the model", "lora lora_path")
     | _refused("send json_schema, regex or a Lark grammar", "grammar_lazy grammar_triggers preserved_tokens structural_tag ebnf")
     | _refused("whitespace of JSON is fixed", "guided_whitespace_pattern")
@@ -117,7 +122,7 @@ _TEXT_REQUEST = (
 
 TABLE: Mapping[str, Mapping[str, FieldRules]] = {
     "chat": {
-        "": _TEXT_REQUEST
+        "": TEXT_REQUEST
         | _ignored("reasoning_split enable_search")
         | _refused(_OLD_TOOLS, "functions function_call", "none")
         | _refused(_TEXT_ONLY, "audio")
@@ -126,9 +131,10 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused("the model is not told how to write; say it in a message", "verbosity", "medium")
         | _refused("a message is continued by continue_final_message", "echo")
         | _refused("the chat template adds what the prompt needs", "add_special_tokens")
-        | _refused(_OWN_TEMPLATE, "chat_template")
+        | _refused(_OWN_TEMPLATE, "chat_template safe_prompt")
+        | _refused("serve with --think-format", "reasoning_format thinking_forced_open chat_format", "auto", "deepseek")
         | _refused("chat templates have no place for them; put them into a message", "documents"),
-        "messages[]": _LEFTOVERS
+        "messages[]": LEFTOVERS
         | _ignored(
             "parsed annotations reasoning_details thinking_blocks reasoning_signature signature thought_signature thought",
             "encrypted_content status phase finish_reason stop_reason created_at timestamp created model usage index logprobs token_ids",
@@ -137,13 +143,13 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         )
         | _refused(_OLD_TOOLS, "function_call")
         | _refused(_TEXT_ONLY, "audio images"),
-        "messages[].content[]": _LEFTOVERS
+        "messages[].content[]": LEFTOVERS
         | _ignored("annotations logprobs signature index prompt_cache_breakpoint citations")
         | _refused(_TEXT_ONLY, "image_url input_audio file video_url audio_url image"),
-        "messages[].tool_calls[]": _LEFTOVERS | _ignored("parsed_arguments index thought_signature signature status result args output"),
-        "messages[].tool_calls[].function": _LEFTOVERS | _ignored("parsed_arguments index description parsed strict thought_signature"),
-        "tools[]": _LEFTOVERS | _ignored("strict"),
-        "tools[].function": _LEFTOVERS | _ignored("return returns response type title examples"),
+        "messages[].tool_calls[]": LEFTOVERS | _ignored("parsed_arguments index thought_signature signature status result args output"),
+        "messages[].tool_calls[].function": LEFTOVERS | _ignored("parsed_arguments index description parsed strict thought_signature"),
+        "tools[]": LEFTOVERS | _ignored("strict"),
+        "tools[].function": LEFTOVERS | _ignored("return returns response type title examples"),
         "response_format": _ignored("strict name description"),
         "stream_options": _ignored("include_obfuscation continuous_usage_stats"),
         "structured_outputs": FieldRules(
@@ -158,45 +164,50 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "speculation": FieldRules(),
     },
     "completions": {
-        "": _TEXT_REQUEST
+        "": TEXT_REQUEST
         | _refused("the model continues a text, it fills no gap", "suffix input_prefix input_suffix input_extra")
         | _refused("completions have no tools; send them to /v1/chat/completions", "tools tool_choice", "none")
         | FieldRules(refused={"add_special_tokens": Refusal("send token ids to leave special tokens out", (None, True))}),
     },
     "tokenize": {
-        "": _REQUEST | _refused("pieces are always the text of a token", "return_offsets") | _refused(_OWN_TEMPLATE, "chat_template"),
-        "detokenize": _REQUEST,
+        "": REQUEST | _refused("pieces are always the text of a token", "return_offsets") | _refused(_OWN_TEMPLATE, "chat_template"),
+        "detokenize": REQUEST,
     },
     "responses": {
-        "": _REQUEST
-        | _OTHER_SAMPLERS
+        "": REQUEST
+        | OTHER_SAMPLERS
         | _ignored("max_tool_calls stream_options stream_id use_websocket generate")
         | _refused(_NOT_STORED, "previous_response_id conversation prompt")
         | _refused("answers are not kept for later; stream them", "background")
         | _refused("ask /v1/chat/completions for log-probabilities", "top_logprobs")
         | _refused(_NO_REACH, "moderation")
+        | _refused("send max_output_tokens", "max_tokens max_completion_tokens")
+        | _refused("send text.format", "response_format structured_outputs guided_json")
+        | _refused("send reasoning.effort", "reasoning_effort")
         | _refused("nothing is left out of a conversation; send what the model shall see", "context_management")
         | _refused("nothing is left out of a conversation; send what the model shall see", "truncation", "disabled")
         | _refused(_TEXT_ONLY, "modalities", ["text"]),
-        "input[]": _LEFTOVERS
+        "input[]": LEFTOVERS
         | _ignored("status phase annotations created_by encrypted_content parsed parsed_arguments namespace agent internal_chat_message")
         | _ignored("end_turn provider_data caller"),
-        "input[].content[]": _LEFTOVERS | _ignored("annotations logprobs parsed prompt_cache_breakpoint detail index"),
-        "tools[]": _LEFTOVERS | _ignored("output_schema output_type") | _refused("the model gets all tools at once", "defer_loading"),
+        "input[].content[]": LEFTOVERS | _ignored("annotations logprobs parsed prompt_cache_breakpoint detail index"),
+        "tools[]": LEFTOVERS | _ignored("output_schema output_type") | _refused("the model gets all tools at once", "defer_loading"),
         "text": _refused("the model is not told how to write; say it in instructions", "verbosity", "medium"),
         "reasoning": _ignored("summary generate_summary enabled max_tokens exclude context"),  # thoughts are sent as they are
     },
     "messages": {
-        "": _REQUEST
-        | _OTHER_SAMPLERS
+        "": REQUEST
+        | OTHER_SAMPLERS
         | _ignored("cache_control anthropic_version anthropic_beta diagnostics inference_geo citations fallbacks user_profile_id")
         | _refused("this server runs nothing", "container")
+        | _refused("send max_tokens", "max_tokens_to_sample max_completion_tokens")
+        | _refused("send stop_sequences", "stop")
         | _refused(_NO_REACH, "mcp_servers")
         | _refused("there is one speed", "speed", "standard"),
-        "messages[]": _LEFTOVERS | _ignored("model type usage stop_reason stop_sequence name timestamp stop_details container"),
-        "content[]": _LEFTOVERS
+        "messages[]": LEFTOVERS | _ignored("model type usage stop_reason stop_sequence name timestamp stop_details container"),
+        "content[]": LEFTOVERS
         | _ignored("citations signature caller data index name status input_raw thinking_tokens is_error parsed_output title context"),
-        "tools[]": _LEFTOVERS
+        "tools[]": LEFTOVERS
         | _ignored("eager_input_streaming max_characters allowed_callers")
         | _refused("the model gets all tools at once", "defer_loading")
         | _refused("chat templates have no place for them; put them into the description", "input_examples"),
@@ -207,26 +218,26 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "context_management": FieldRules(),
     },
     "ollama": {
-        "": _REQUEST
+        "": REQUEST
         | _ignored("keep_alive truncate shift _debug_render_only")
         | _refused("the model continues a text, it fills no gap", "suffix")
         | _refused("the model has its own; send raw=true with a text that is rendered already", "template")
         | _refused("send the conversation to /api/chat", "context")
         | _refused(_TEXT_ONLY, "images width height steps"),
-        "messages[]": _LEFTOVERS
+        "messages[]": LEFTOVERS
         | _ignored("name done done_reason created_at model eval_count timestamp files reasoning_content reasoning status")
         | _refused(_TEXT_ONLY, "images"),
-        "messages[].tool_calls[]": _LEFTOVERS | _ignored("index type"),
-        "messages[].tool_calls[].function": _LEFTOVERS | _ignored("index description"),
-        "tools[]": _LEFTOVERS | _ignored("items"),
-        "tools[].function": _LEFTOVERS | _ignored("strict return returns type title"),
-        "options": _OTHER_SAMPLERS
+        "messages[].tool_calls[]": LEFTOVERS | _ignored("index type"),
+        "messages[].tool_calls[].function": LEFTOVERS | _ignored("index description"),
+        "tools[]": LEFTOVERS | _ignored("items"),
+        "tools[].function": LEFTOVERS | _ignored("strict return returns type title"),
+        "options": OTHER_SAMPLERS
         | _ignored(  # how a model is loaded: it is loaded already
             "num_keep num_batch num_gpu main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock embedding_only",
             "num_gqa rope_frequency_base rope_frequency_scale draft_num_predict",
         )
         | FieldRules(refused={"penalize_newline": Refusal("penalties count every token", (None, True))}),
-        "show": _REQUEST | _ignored("verbose system template options"),
+        "show": REQUEST | _ignored("verbose system template options"),
     },
     "adapters": {
         "load": _ignored("lora_int_id base_model_name is_3d_lora_weight")
