@@ -9,7 +9,7 @@ from pydantic import Field
 
 from paceline.sampling.grammar import Grammar
 from paceline.server.errors import invalid, shown, unsupported
-from paceline.server.fields import Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.settings import ServerSettings
 
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -29,7 +29,7 @@ class ResponseFormat(Fields):
     given_schema: Any = Field(default=None, alias="schema")
     pattern: str | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: FastList[str] | None = None
     grammar: str | None = None
     value: Any = None
 
@@ -63,7 +63,7 @@ class StructuredOutputs(Fields):
 
     json_form: Any = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: FastList[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -75,7 +75,7 @@ class FormFields(SamplingFields):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: FastList[str] | None = None
     guided_grammar: str | None = None
     json_schema: Any = None
     regex: str | None = None

@@ -19,7 +19,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, unsupported
-from paceline.server.fields import Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.framing import named_event
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -75,7 +75,7 @@ class ToolResultBlock(Fields):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | FastList[TextBlock] | None = None
 
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -88,7 +88,7 @@ class Message(Fields):
     at = ("messages", "messages[]")
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Annotated[Block, Field(discriminator="type")]]
+    content: str | FastList[Annotated[Block, Field(discriminator="type")]]
 
     @property
     def blocks(self) -> list[Block]:
@@ -157,9 +157,9 @@ class ConversationFields(SamplingFields):
     at = ("messages", "")
 
     model: str | None = None
-    messages: list[Message]
-    system: str | list[TextBlock] | None = None
-    tools: list[ToolFields] | None = None
+    messages: FastList[Message]
+    system: str | FastList[TextBlock] | None = None
+    tools: FastList[ToolFields] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -181,7 +181,7 @@ class MessagesFields(ConversationFields):
     """The body of `/v1/messages`."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: FastList[str] | None = None
     stream: bool | None = None
 
 

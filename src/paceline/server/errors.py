@@ -203,7 +203,10 @@ def shown(value: object) -> str:
 
 
 def _closest(errors: Sequence[Any], body: object) -> list[Any]:
-    """The errors about one place. Where a field has several forms, only those of the form that fits best: it has the fewest."""
+    """The errors about one place. Where a field has several forms, only those of the form that fits best.
+
+    It has the fewest errors; of several such forms it is the one whose list fits furthest.
+    """
     first = _place(errors[0], body)[0]
     about, forms = list[Any](), dict[str | int | None, list[Any]]()
     for error in errors:
@@ -212,7 +215,13 @@ def _closest(errors: Sequence[Any], body: object) -> list[Any]:
             about.append(error)
             if len(place) > len(first):
                 forms.setdefault(tags.get(len(first)), []).append(error)
-    return _closest(min(forms.values(), key=len), body) if forms else about
+    if not forms:
+        return about
+
+    def fit(found: Sequence[Any]) -> tuple[int, list[int]]:
+        return -len(found), [part for part in _place(found[0], body)[0] if isinstance(part, int)]
+
+    return _closest(max(forms.values(), key=fit), body)
 
 
 def _expected(error: Any) -> str:

@@ -4,9 +4,9 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
@@ -101,6 +101,9 @@ class Fields(BaseModel):
 
 
 Read = TypeVar("Read", bound=Fields)
+Item = TypeVar("Item")
+FastList = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is read up to its first wrong item: a million wrong ones would make a million errors."""
 
 
 def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tuple[Read, Collection[str]]:
@@ -243,14 +246,14 @@ class SamplingFields(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: FastList[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    bad_words: list[str] | None = None
+    bad_words: FastList[str] | None = None
     cache_salt: str | None = None
     speculation: SpeculationFields | None = None
 

@@ -12,7 +12,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.server.answering import answer_json, request_schema
 from paceline.server.chat_request import ChatRequest
 from paceline.server.errors import check_length, invalid
-from paceline.server.fields import Fields
+from paceline.server.fields import FastList, Fields
 from paceline.server.openai_chat import Message, ToolFields, conversation, tools_of
 from paceline.server.service import Service
 
@@ -24,12 +24,12 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: FastList[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[ToolFields] | None = None
+    tools: FastList[ToolFields] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     content: str | None = None
     add_special: bool | None = None
@@ -46,7 +46,7 @@ class DetokenizeFields(Fields):
     at = ("tokenize", "detokenize")
 
     model: str | None = None
-    tokens: list[int]
+    tokens: FastList[int]
 
 
 def model_routes(service: Service) -> APIRouter:

@@ -21,7 +21,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars
-from paceline.server.fields import Fields, SamplingFields, SpeculationFields
+from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
 from paceline.server.framing import line
 from paceline.server.generation import Job
 from paceline.server.parameters import request_options, sampling_params, token_limit
@@ -59,7 +59,7 @@ class Message(Fields):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[CallFields] | None = None
+    tool_calls: FastList[CallFields] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -95,7 +95,7 @@ class Options(Fields):
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | FastList[str] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -135,8 +135,8 @@ class RequestFields(Fields):
 class ChatFields(RequestFields):
     """The body of `/api/chat`."""
 
-    messages: list[Message] | None = None
-    tools: list[ToolFields] | None = None
+    messages: FastList[Message] | None = None
+    tools: FastList[ToolFields] | None = None
 
 
 class GenerateFields(RequestFields):

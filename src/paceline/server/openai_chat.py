@@ -20,7 +20,7 @@ from paceline.server.answer_form import FormFields
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
-from paceline.server.fields import Fields
+from paceline.server.fields import FastList, Fields
 from paceline.server.framing import data_event
 from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -64,13 +64,13 @@ class Message(Fields):
     at = ("chat", "messages[]")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | FastList[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[CallFields] | None = None
+    tool_calls: FastList[CallFields] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning: str | dict[str, Any] | list[Any] | None = None  # only a text is read
     prefix: bool | None = None
     partial: bool | None = None
 
@@ -146,7 +146,7 @@ class TextFields(FormFields):
     n: int | None = None
     max_tokens: int | None = None
     n_predict: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | FastList[str] | None = None
     include_stop_str_in_output: bool | None = None
     repeat_penalty: float | None = None
     prompt_logprobs: int | None = None
@@ -178,12 +178,12 @@ class ChatFields(TextFields):
 
     at = ("chat", "")
 
-    messages: list[Message]
+    messages: FastList[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prediction: Prediction | None = None
-    tools: list[ToolFields] | None = None
+    tools: FastList[ToolFields] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -271,7 +271,8 @@ def conversation(messages: Sequence[Message], settings: ServerSettings) -> list[
         if message.tool_calls:
             turn["tool_calls"] = [_call(call, f"call_{index}_{at}") for at, call in enumerate(message.tool_calls)]
             names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
-        if reasoning := message.reasoning_content or message.reasoning:
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and isinstance(reasoning, str):
             turn["reasoning_content"] = reasoning
         if message.role == "tool":
             turn["tool_call_id"] = message.tool_call_id or next(reversed(names), "")

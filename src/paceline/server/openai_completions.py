@@ -12,6 +12,7 @@ from starlette.responses import Response
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.errors import check_length, invalid
+from paceline.server.fields import FastList
 from paceline.server.framing import data_event
 from paceline.server.generation import Job
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
@@ -26,7 +27,7 @@ class CompletionFields(TextFields):
 
     at = ("completions", "")
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     echo: bool | None = None
     logprobs: int | None = None
     prediction: str | None = None

@@ -21,7 +21,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, invalid, num_chars, shown, unsupported
-from paceline.server.fields import Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.framing import named_event
 from paceline.server.openai_chat import allowed_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
@@ -50,7 +50,7 @@ class RefusalPart(Fields):
     refusal: str
 
 
-Content = str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+Content = str | FastList[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 
 
 class MessageItem(Fields):
@@ -153,12 +153,12 @@ class ResponsesFields(SamplingFields):
     at = ("responses", "")
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | FastList[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | FastList[str] | None = None
     stream: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: FastList[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextForm | None = None
