@@ -66,6 +66,7 @@ class StructuredOutputs(Fields):
     choice: FastList[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
 
 
 class FormFields(SamplingFields):
@@ -110,6 +111,7 @@ class FormFields(SamplingFields):
                 ("regex", given.regex, regex_grammar),
                 ("choice", given.choice, choice_grammar),
                 ("grammar", given.grammar, lark_grammar),
+                ("structural_tag", given.structural_tag, tags_grammar),
             )
             if value is not None
         ]
@@ -127,11 +129,7 @@ def schema_grammar(name: str, schema: object, settings: ServerSettings) -> Gramm
     Raises:
         HttpError, RequestError: it is none, or too long.
     """
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            raise invalid(name, "is no JSON: send a JSON schema") from None
+    schema = _parsed(name, schema)
     if not isinstance(schema, dict):
         raise invalid(name, "has no schema that is a JSON object: send one")
     _check_length(name, len(json.dumps(schema)), settings)
@@ -180,6 +178,59 @@ def lark_grammar(name: str, text: object, settings: ServerSettings) -> Grammar:
     return Grammar.lark(text)
 
 
+def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
+    """The grammar of free text in which a schema holds what follows each of some tags: vLLM's structural tags, in both of its forms.
+
+    A trigger is the beginning of a tag's `begin`. Text is free until a trigger is complete.
+
+    Raises:
+        HttpError, RequestError: it is none, or too long.
+    """
+    found = _parsed(name, given)
+    outer = found if isinstance(found, dict) else {}
+    inner = outer["format"] if isinstance(outer.get("format"), dict) else outer
+    triggers, tags = inner.get("triggers"), inner.get("structures", inner.get("tags"))
+    if not isinstance(triggers, list) or not isinstance(tags, list) or not tags or inner.get("type", "") not in _TAG_TYPES:
+        raise invalid(name, "is no structural tag: send triggers, and structures with begin, schema and end")
+    rules = list[str]()
+    for tag in tags:
+        begin, end, schema = _tag(name, tag)
+        trigger = next((one for one in triggers if isinstance(one, str) and one and begin.startswith(one)), None)
+        if trigger is None:
+            raise invalid(name, f"has a tag that begins with {shown(begin)}, and no trigger that this begins with: send one")
+        parts = [json.dumps(text) for text in (begin.removeprefix(trigger), end)]
+        parts = [parts[0] * (parts[0] != '""'), f"%json {json.dumps({'x-guidance': _ONE_LINE, **schema})}", parts[1] * (parts[1] != '""')]
+        index = len(rules)
+        rules.append(f"tag_{index}: trigger_{index} {' '.join(part for part in parts if part)}")
+        rules.append(f"trigger_{index}[lazy]: /(.|\\n)*/ {json.dumps(trigger)}")
+    choices = " | ".join(f"tag_{index}" for index in range(0, len(rules), 2))
+    text = "\n".join([f"start: ({choices})* /(.|\\n)*/", *rules])
+    _check_length(name, len(text), settings)
+    return Grammar.lark(text)
+
+
+def _tag(name: str, tag: object) -> tuple[str, str, Any]:
+    """Begin, end and schema of a structural tag."""
+    given = tag if isinstance(tag, dict) else {}
+    content = given["content"] if isinstance(given.get("content"), dict) else {}
+    begin, end, schema = given.get("begin"), given.get("end"), given.get("schema", content.get("json_schema"))
+    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, dict):
+        raise invalid(name, "has a tag without begin, end or JSON schema: send all three")
+    return begin, end, schema
+
+
+def _parsed(name: str, given: object) -> object:
+    """A JSON value, which may come as its text."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError):
+        raise invalid(name, "is no JSON: send a JSON object") from None
+
+
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TAG_TYPES = ("", "structural_tag", "triggered_tags")
 _TOP_LEVEL: dict[str, Callable[[str, Any, ServerSettings], Grammar]] = {
     "guided_json": schema_grammar,
     "guided_regex": regex_grammar,

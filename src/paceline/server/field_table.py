@@ -112,7 +112,7 @@ TEXT_REQUEST = (
     | _refused("a prompt is never cut; shorten it", "truncate_prompt_tokens transforms")
     | _ignored("truncation_side")
     | _refused("adapters are requested as the model", "lora lora_path")
-    | _refused("send json_schema, regex or a Lark grammar", "grammar_lazy grammar_triggers preserved_tokens structural_tag ebnf")
+    | _refused("send json_schema, regex or a Lark grammar", "grammar_lazy grammar_triggers preserved_tokens ebnf")
     | _refused("whitespace of JSON is fixed", "guided_whitespace_pattern")
     | _refused("answers end by themselves, by stop or by a limit", "repetition_detection thinking_token_budget")
     | _refused("code of a request is never run", "logits_processors custom_logit_processor logits_processor")
@@ -155,7 +155,6 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "structured_outputs": FieldRules(
             ignored=frozenset({"disable_fallback", "disable_any_whitespace", "backend"}),
             refused={
-                "structural_tag": Refusal("send tools, json or a Lark grammar"),
                 "whitespace_pattern": Refusal("whitespace of JSON is fixed"),
                 "disable_additional_properties": Refusal("say additionalProperties in the schema"),
             },

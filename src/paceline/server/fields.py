@@ -47,7 +47,7 @@ class Reading:
         """
         rules = kind.rules()
         for name in given:
-            if name in kind.served:
+            if name in kind.served or given[name] is None:
                 continue
             refusal = rules.refused.get(name)
             if refusal is not None and refusal.applies(given[name], given):

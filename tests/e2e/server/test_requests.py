@@ -196,6 +196,8 @@ def test_tools_without_description_or_parameters_are_taken(picky: HttpClient, mo
         assert answer.status_code == 200, answer.text
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+TAGS = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"functions": [FUNCTION]}, "functions"),
@@ -220,6 +222,8 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (CHAT, {"n_predict": -5, "max_tokens": None}, "max_tokens"),
     (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice.allowed_tools"),
     (CHAT, {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    (CHAT, {"structured_outputs": {"structural_tag": {**TAGS, "triggers": ["<g"]}}}, "structured_outputs.structural_tag"),
+    (CHAT, {"structured_outputs": {"structural_tag": {**TAGS, "structures": [{"begin": "<f"}]}}}, "structured_outputs.structural_tag"),
     (CHAT, {"grammar": 'root ::= "a" | "b"'}, "grammar"),
     (CHAT, {"guided_grammar": "?start: a"}, "guided_grammar"),
     (CHAT, {"guided_regex": "("}, "guided_regex"),
@@ -266,7 +270,6 @@ def test_ignored_fields_are_named_in_a_header(picky: HttpClient) -> None:
             assert answer.headers[IGNORED_HEADER] == "new_feature, keep_alive"
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 LARK = 'start: "x" "y"+'
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": SCHEMA}}, r'\{"a": ?[12]\}'),
@@ -304,6 +307,27 @@ def test_form_holds_the_answer_in_every_spelling(picky: HttpClient, path: str, f
     (choice,) = picky.json(path, {**prompt, "temperature": 0, "max_tokens": 30, "seed": 1, **form})["choices"]
     text = choice["message"]["content"] if "chat" in path else choice["text"]
     assert re.fullmatch(pattern + ".*" if choice["finish_reason"] == "length" else pattern, text, re.DOTALL), text
+
+
+FORMAT = {
+    "type": "triggered_tags",
+    "triggers": ["I"],
+    "tags": [
+        {"begin": "It ", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "."},
+        {"begin": "I ", "schema": SCHEMA, "end": ""},
+    ],
+}
+
+
+@pytest.mark.parametrize("tag", [{"type": "structural_tag", "format": FORMAT}, json.dumps({**FORMAT, "type": "structural_tag"})])
+def test_schema_holds_what_follows_a_tag(picky: HttpClient, tag: Any) -> None:
+    fields = {"messages": [USER], "temperature": 1.0, "max_tokens": 60, "structured_outputs": {"structural_tag": tag}}
+    biased = {**fields, "logit_bias": {str(picky.json("/tokenize", {"content": "I"})["tokens"][-1]): 100}}
+    for seed in range(4):
+        text = picky.json(CHAT.path, {**biased, "seed": seed})["choices"][0]["message"]["content"]
+        found = re.search(r"I(.*)", text, re.DOTALL)
+        assert found
+        assert re.match(r'( \{"a": [12]\}|t \{"a": [12]\}\.)', found[1]), text
 
 
 @pytest.mark.parametrize("text", ["It is", "It is ", "  It\n\nis"])
