@@ -164,6 +164,7 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
+    "unknown_fields": "ignore|refuse",
     "tools_format": "<str>",
     "think_format": "<str>",
     "drafter_options": "NAME=VALUE",

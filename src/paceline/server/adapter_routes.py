@@ -39,7 +39,7 @@ def adapter_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
-        """Load the adapter of a directory on the server's machine; requests ask for it by its name as their model."""
+        """Load the adapter of a directory on the server's machine; requests name it as their model."""
         fields = await read_request(request, service, LoadFields)
         name = fields.lora_name
         if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or service.is_own_name(name):

@@ -128,7 +128,7 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 def request_schema(kind: type[Fields]) -> dict[str, Any]:
-    """What /openapi.json says of a route whose body has these fields."""
+    """Describe a route whose body has these fields, for /openapi.json."""
     schema = {"$id": f"urn:paceline:{kind.__name__}", **kind.model_json_schema()}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -138,7 +138,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
     """Errors about our parameters in this block become errors about the dialect's fields.
 
     Args:
-        names: of the fields, by the parameters'; "messages[" stands for everything within a message.
+        names: of the fields, by the parameters'; "messages[" is everything within a message.
 
     Raises:
         HttpError: one was raised.

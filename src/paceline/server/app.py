@@ -1,4 +1,4 @@
-"""The application: an engine behind HTTP."""
+"""The application: an engine served over HTTP."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ _ROUTES = (chat_routes, completion_routes, model_routes, response_routes, messag
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that answers with `engine`.
 
-    Its `state.service` is the `Service` behind it, whose gate a server drains before it ends.
+    Its `state.service` is its `Service`, whose gate a server drains before it ends.
 
     Args:
         engine: stays the caller's, who closes it after the application has ended.
@@ -91,5 +91,5 @@ class HeadAsGet:
 
 
 def served_name(model: str) -> str:
-    """What a model is called in requests: a path loses its folders, which are nobody else's business."""
+    """The name of a model in requests. A path loses its folders, which clients need not know."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model

@@ -73,15 +73,15 @@ class ChatService:
         takes = self._tokenizer.template_takes
         if effort is not None and takes("reasoning_effort"):
             return {"reasoning_effort": effort}
-        wanted = thinks if effort is None else effort != "none"
-        is_default = effort is None and wanted == (self.formats.think != NONE)
-        if wanted is None or (is_default and not takes("enable_thinking")):
+        chosen = thinks if effort is None else effort != "none"
+        is_default = effort is None and chosen == (self.formats.think != NONE)
+        if chosen is None or (is_default and not takes("enable_thinking")):
             return {}
         if takes("enable_thinking"):
-            return {"enable_thinking": wanted}
+            return {"enable_thinking": chosen}
         name = "thinking" if effort is None else "reasoning_effort"
         raise RequestError(
-            f"{name} is not served: this model's chat template has no variable for it; say in a message how to think",
+            f"{name} is not served: this model's chat template has no variable for it; write in a message how to think",
             parameter=name,
             code="unsupported_parameter",
         )

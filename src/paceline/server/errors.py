@@ -80,12 +80,12 @@ def invalid(name: str, problem: str, code: str = "invalid_value") -> HttpError:
 
 
 def unsupported(name: str, reason: str) -> HttpError:
-    """An error about a field that asks for something this server does not do."""
+    """An error about a field that requests something this server does not do."""
     return HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
 
 
 def http_error_of(error: BaseException) -> HttpError:
-    """The answer to an error. Of a fault of the server's own the answer says no more than that there was one."""
+    """The answer to an error. Faults of the server itself are reported without details: their text may repeat what a request held."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestError) and error.code == BUSY:
@@ -165,7 +165,7 @@ def field_error(errors: Sequence[Any], body: object) -> HttpError:
 
     Args:
         errors: pydantic's.
-        body: the JSON value that was validated, by which names of union branches are told from names of fields.
+        body: the JSON value that was validated, by which names of fields are distinguished from names of union branches.
     """
     same = _closest(errors, body)
     first = same[0]
@@ -179,8 +179,8 @@ def field_error(errors: Sequence[Any], body: object) -> HttpError:
         return unsupported(name, f"it is {shown(first['ctx']['tag'])}; send one of {expected}")
     if first["type"] == "union_tag_not_found":
         return HttpError(400, f"{name}.type is missing: send it", parameter=f"{name}.type", code="missing_required_parameter")
-    wanted = " or ".join(dict.fromkeys(map(_expected, same)))
-    return HttpError(400, f"{name or 'the body'} is {shown(first['input'])}: send {wanted}", parameter=name, code="invalid_value")
+    expected = " or ".join(dict.fromkeys(map(_expected, same)))
+    return HttpError(400, f"{name or 'the body'} is {shown(first['input'])}: send {expected}", parameter=name, code="invalid_value")
 
 
 def field_name(place: Sequence[str | int]) -> str | None:

@@ -1,7 +1,7 @@
 """Fields of all dialects that are not served: which are ignored and which are refused, by dialect and kind of object.
 
 Served fields are those of the pydantic models, each of which names its row here. A field in neither place is unknown:
-`ServerSettings.unknown_fields` says whether it is ignored or refused. docs/server.md is generated from both.
+`ServerSettings.unknown_fields` decides whether it is ignored or refused. docs/server.md is generated from both.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
-"""Values by which a field asks for nothing."""
+"""Values by which a field requests nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Refusal:
     """Why a field is refused.
 
     Attributes:
-        harmless: values that are ignored, because they ask for what the server does anyway.
+        harmless: values that are ignored, because they request what the server does anyway.
         only_with: it is refused only where one of these fields of the same object is neither missing nor 0 nor 1.
     """
 
@@ -38,7 +38,7 @@ class FieldRules:
 
     Attributes:
         ignored: they do not change the answer.
-        refused: they ask for something that this server does not do.
+        refused: they request something that this server does not do.
     """
 
     ignored: frozenset[str] = frozenset()
@@ -95,14 +95,14 @@ OTHER_SAMPLERS = FieldRules(
     "mirostat dynatemp_range xtc_probability dry_multiplier top_n_sigma top_a adaptive_target",
     -1.0,
 )
-OTHER_SAMPLERS |= _ignored(  # they say how one of the samplers above works
+OTHER_SAMPLERS |= _ignored(  # parameters of the samplers above
     "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers",
     "adaptive_decay min_keep",
 )
 TEXT_REQUEST = (
     REQUEST
     | OTHER_SAMPLERS
-    | _refused("there is no beam search; ask for n samples", "use_beam_search best_of num_beams early_stopping", 1)
+    | _refused("there is no beam search; request n samples", "use_beam_search best_of num_beams early_stopping", 1)
     | _refused("send logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids")
     | _refused("send a regex or choices", "allowed_token_ids")
     | _refused("send max_tokens", "max_new_tokens max_output_tokens max_length num_predict")
@@ -128,7 +128,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused(_TEXT_ONLY, "audio")
         | _refused(_TEXT_ONLY, "modalities", ["text"])
         | _refused(_NO_REACH, "web_search_options moderation plugins search_parameters")
-        | _refused("the model is not told how to write; say it in a message", "verbosity", "medium")
+        | _refused("no chat template has a variable for it; write it in a message", "verbosity", "medium")
         | _refused("a message is continued by continue_final_message", "echo")
         | _refused("the chat template adds what the prompt needs", "add_special_tokens")
         | _refused(_OWN_TEMPLATE, "chat_template safe_prompt")
@@ -156,7 +156,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
             ignored=frozenset({"disable_fallback", "disable_any_whitespace", "backend"}),
             refused={
                 "whitespace_pattern": Refusal("whitespace of JSON is fixed"),
-                "disable_additional_properties": Refusal("say additionalProperties in the schema"),
+                "disable_additional_properties": Refusal("write additionalProperties in the schema"),
             },
         ),
         "prediction": FieldRules(),
@@ -178,7 +178,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _ignored("max_tool_calls stream_options stream_id use_websocket generate")
         | _refused(_NOT_STORED, "previous_response_id conversation prompt")
         | _refused("answers are not kept for later; stream them", "background")
-        | _refused("ask /v1/chat/completions for log-probabilities", "top_logprobs")
+        | _refused("send the request to /v1/chat/completions", "top_logprobs")
         | _refused(_NO_REACH, "moderation")
         | _refused("send max_output_tokens", "max_tokens max_completion_tokens")
         | _refused("send text.format", "response_format structured_outputs guided_json")
@@ -191,7 +191,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _ignored("end_turn provider_data caller"),
         "input[].content[]": LEFTOVERS | _ignored("annotations logprobs parsed prompt_cache_breakpoint detail index"),
         "tools[]": LEFTOVERS | _ignored("output_schema output_type") | _refused("the model gets all tools at once", "defer_loading"),
-        "text": _refused("the model is not told how to write; say it in instructions", "verbosity", "medium"),
+        "text": _refused("no chat template has a variable for it; write it in instructions", "verbosity", "medium"),
         "reasoning": _ignored("summary generate_summary enabled max_tokens exclude context"),  # thoughts are sent as they are
     },
     "messages": {

@@ -344,8 +344,8 @@ class _OllamaAnswer:
             answer = Answer((Text(0, output.text),), output, output.finish_reason)
         more = {"thinking": answer.reasoning} if answer.reasoning else {}
         calls = [found for call in answer.tool_calls if (found := _call(call)) is not None]
-        said = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))
-        return {**said, **self._logprobs(answer.output.logprobs or []), **self._ending(answer.output, answer.finish_reason)}
+        whole = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))
+        return {**whole, **self._logprobs(answer.output.logprobs or []), **self._ending(answer.output, answer.finish_reason)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as lines: texts piece by piece, calls once they are complete, then its end."""

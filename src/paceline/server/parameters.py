@@ -64,7 +64,7 @@ def token_limit(name: str, *limits: int | None, low: int = 1, unlimited: Sequenc
     Args:
         name: the field, for errors.
         low: the least number that is a limit.
-        unlimited: numbers that stand for what the context holds.
+        unlimited: numbers that mean what the context holds.
 
     Raises:
         HttpError: it is out of range.
