@@ -21,6 +21,7 @@ ENGINE = {
     "kv_cache",
     "sampling",
     "tokenizer",
+    "parsing.tools",
     "models",
     "outputs",
     "hub",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.engine.batch import RequestMaker
+from paceline.engine.chat_prompt import check_template_options
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
@@ -17,9 +18,8 @@ from paceline.parsing.text_stream import StreamParser
 from paceline.parsing.tool_call_grammar import arguments_schema
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
-from paceline.server.chat_request import ChatRequest
+from paceline.server.chat_request import ChatRequest, check_tools
 from paceline.server.dialogue.answer_grammar import answer_grammar
-from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
 from paceline.server.generation import Generation, Job
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -44,7 +44,9 @@ class ChatService:
             RequestError: it cannot.
         """
         check_tools(request)
-        check_template(request, self._tokenizer)
+        check_template_options(self._tokenizer, request.template_options)
+        if request.offered_tools and not self._tokenizer.template_takes("tools"):
+            raise RequestError("tools cannot be called: this model's chat template does not know them; leave them out", parameter="tools")
         if request.offered_tools and self.formats.tools == NONE:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
@@ -57,7 +59,7 @@ class ChatService:
             RequestError: as `check`, or the chat template rejects the conversation.
         """
         self.check(request)
-        return conversation_ids(request, self._generation.engine.opened.maker)
+        return request.prompt(self._generation.engine.opened.maker).token_ids
 
     def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
         """The chat template's variables for whether to think, and how much.
@@ -168,7 +170,7 @@ class _Turn:
         return self.samples[sample]
 
     def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
-        ids = maker.prompt_ids(conversation_ids(self.request, maker))
+        ids = maker.prompt_ids(self.request.prompt(maker).token_ids)
         self.in_reasoning = self.formats.has_opened_thoughts(self._text(ids[-_PROMPT_TAIL:]))
         return [ids]
 

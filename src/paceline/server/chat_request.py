@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from paceline.engine.chat_prompt import ChatPrompt, PromptLimits, chat_prompt
 from paceline.engine.inputs import Messages, RequestOptions
+from paceline.errors import RequestError
 from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.errors import check_count, invalid
@@ -30,6 +32,7 @@ class ChatRequest:
         template_options: further variables of the chat template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the prompt begins the model's turn.
         continue_final_message: whether the last message is left open, so that the answer continues its text.
+        allow_special_tokens: whether control tokens that the messages spell out are control tokens.
         takes_the_rest: whether `params.max_tokens` gives way to what the context holds after the prompt.
     """
 
@@ -41,6 +44,7 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    allow_special_tokens: bool = False
     params: SamplingParams
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
     takes_the_rest: bool = False
@@ -49,6 +53,22 @@ class ChatRequest:
     def offered_tools(self) -> Sequence[Tool]:
         """The tools that the prompt lists."""
         return () if self.tool_use is ToolUse.NONE else self.tools
+
+    def prompt(self, limits: PromptLimits) -> ChatPrompt:
+        """The conversation as the model reads it. Takes time: call it in a thread.
+
+        Raises:
+            RequestError, BackendUnavailableError: as `chat_prompt`.
+        """
+        return chat_prompt(
+            limits,
+            self.messages,
+            tools=self.offered_tools,
+            template_options=self.template_options,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            allow_special_tokens=self.allow_special_tokens,
+        )
 
 
 class Turns:
@@ -155,6 +175,24 @@ def checked_tools(
             raise invalid(f"{place}.{parameters}", text)
         found.append(replace(tool, place=f"{place}.{parameters}"))
     return tuple(found)
+
+
+def check_tools(request: ChatRequest) -> None:
+    """Check that the tools have different names and fit the tool choice.
+
+    Raises:
+        RequestError: they do not.
+    """
+    names = [tool.name for tool in request.tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RequestError(f"tools has two functions with the name {twice!r}: give each a name of its own", parameter="tools")
+    if request.tool_use is ToolUse.REQUIRED and not names:
+        text = "tool_choice requires a call, and there are no tools: send tools, or leave it out"
+        raise RequestError(text, parameter="tool_choice")
+    if request.tool_name is not None and request.tool_name not in names:
+        text = f"tool_choice names the function {request.tool_name!r}, which is not among the tools: name one of them"
+        raise RequestError(text, parameter="tool_choice")
 
 
 def allowed_tools(tools: Sequence[Tool], names: Sequence[str], parameter: str) -> tuple[Tool, ...]:

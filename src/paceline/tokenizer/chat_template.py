@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ class ChatTemplate:
             RequestError: the messages are invalid, or the template rejects them, fails, or takes more time, memory or text than it may.
             BackendUnavailableError: no process can be started.
         """
-        text = _json("messages", lambda: [_plain_message(message) for message in messages])
+        texts = [_json("messages", partial(_plain_message, message)) for message in messages]  # a single call would hold the GIL
+        text = f"[{', '.join(texts)}]"
         tools_text, options_text = _json("tools", lambda: list(tools) or None), _json("options", lambda: options or {})
         given = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
         most = most_characters(given, max_context)

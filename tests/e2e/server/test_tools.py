@@ -223,7 +223,7 @@ def test_calls_and_results_are_told_to_the_model_as_its_template_wants_them(
 ) -> None:
     ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
     text = tool_engine.opened.maker.tokenizer.decode(ids, skip_special_tokens=False)
-    assert '{"type": "function", "function": {"name": "cancel"}}\n' in text
+    assert '{"name": "cancel", "description": "", "parameters": {"type": "object", "properties": {}}}}\n' in text
     assert '<think>\nso\n</think>\n\n<tool_call>{"name": "book", "arguments": {"kind": "bus"}}</tool_call><|im_end|>' in text
     assert "<tool_response>book: done</tool_response>" in text
     answer = tooled().json(PATH, {"messages": CALLED, "tools": DESCRIBED, "temperature": 0, "max_tokens": 2})
@@ -276,7 +276,7 @@ def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], mo
 
 def test_a_model_whose_template_knows_no_tools_is_not_asked_to_call_them(client: HttpClient) -> None:
     assert client.refusal(PATH, ASKED)["param"] == "tools"
-    assert client.refusal(PATH, {"messages": CALLED})["param"] == "messages[1].tool_calls"
+    client.json(PATH, {"messages": CALLED, "max_tokens": 1})
     assert client.refusal(PATH, {"messages": [USER], "reasoning_effort": "low"})["param"] == "reasoning_effort"
 
 
