@@ -130,7 +130,7 @@ def check_parser_names(tools: str, think: str) -> None:
     Raises:
         ConfigError: there is no such format.
     """
-    for option, name, choices in (("tools_format", tools, TOOL_CALL_PARSERS), ("think_format", think, REASONING_PARSERS)):
+    for option, name, choices in (("tool_call_parser", tools, TOOL_CALL_PARSERS), ("reasoning_parser", think, REASONING_PARSERS)):
         if name not in choices:
             raise ConfigError(f"{option} is {name!r}: use one of {', '.join(choices)}")
 
@@ -162,7 +162,7 @@ class OutputFormat:
         chosen = cls(found_tools if tools == AUTO else tools, found_think if think == AUTO else think)
         if HARMONY in (chosen.tools, chosen.think) and not {chosen.tools, chosen.think} <= {HARMONY, NONE}:
             raise ConfigError(
-                f"tools_format is {chosen.tools!r} and think_format {chosen.think!r}: {HARMONY} goes with itself or {NONE} alone"
+                f"tool_call_parser is {chosen.tools!r} and reasoning_parser {chosen.think!r}: {HARMONY} goes with itself or {NONE} alone"
             )
         return chosen
 

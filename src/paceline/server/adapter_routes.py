@@ -51,9 +51,9 @@ def adapter_routes(service: Service) -> APIRouter:
         if name in service.engine.adapters:
             raise _is_loaded(name)
         service.engine.check_open()
-        with service.gate.admitted(0):
+        with service.admission.admitted(0):
             try:
-                await service.gate.finished(service.engine.load_adapter(name, fields.lora_path))
+                await service.engine.load_adapter(name, fields.lora_path)
             except CapacityError as error:  # the request is right: with less in memory the same one is served
                 raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:

@@ -10,18 +10,17 @@ from starlette.responses import Response
 
 from paceline.errors import CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.client_watch import EventStream, unless_gone
 from paceline.server.dialects import dialect_of
+from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
 from paceline.server.framing import as_json
+from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step_record import StepRecord
-
-_INLINE_BYTES = 16_384  # a larger body is read in a thread: parsing 4 MB takes 50 ms, in which no other stream would go on
 
 
 class Answering(Protocol):
@@ -79,7 +78,7 @@ async def answer_json(
         HttpError: as `answer_request`, or as `compute`.
     """
     fields, headers = await _read(request, service, kind, lambda fields: fields)
-    with named(fields.parameter_names()), service.gate.admitted(0):
+    with named(fields.parameter_names()), service.admission.admitted(0):
         found = await asyncio.to_thread(compute, fields) if is_slow else compute(fields)
     return Response(as_json(found), media_type="application/json", headers=headers)
 
@@ -98,18 +97,18 @@ async def _read(request: Request, service: Service, kind: type[Read], build: Cal
         fields, ignored = read_body(kind, content, service.settings)
         return build(fields), ignored
 
-    found, ignored = await asyncio.to_thread(read) if len(content) > _INLINE_BYTES else read()
+    found, ignored = await asyncio.to_thread(read) if len(content) > MAX_INLINE_BYTES else read()
     log_ignored(ignored, service.logged_fields)
     return found, ignored_header(ignored)
 
 
 async def _whole(request: Request, answer: Answering) -> Response:
-    return Response(as_json(await unless_gone(request, answer.whole())), media_type="application/json")
+    return Response(as_json(await cancel_on_disconnect(request, answer.whole())), media_type="application/json")
 
 
 async def _streamed(request: Request, answer: Answering) -> Response:
     events, dialect = answer.events(), dialect_of(request.url.path)
-    first = await unless_gone(request, _next(events))
+    first = await cancel_on_disconnect(request, _next(events))
 
     async def all_events() -> AsyncGenerator[bytes, None]:
         async with aclosing(events):

@@ -20,7 +20,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.server.chat_request import ChatRequest, check_tools
 from paceline.server.dialogue.answer_grammar import answer_grammar
-from paceline.server.generation import Generation, Job
+from paceline.server.generation import Generation, GenerationRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _PROMPT_TAIL = 16  # tokens of a prompt's end that are searched for thoughts it begins
@@ -49,7 +49,8 @@ class ChatService:
             raise RequestError("tools cannot be called: this model's chat template does not know them; leave them out", parameter="tools")
         if request.offered_tools and self.formats.tools == NONE:
             raise RequestError(
-                "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
+                "tools cannot be called: how this model writes calls is not known; name its format with --tool-call-parser",
+                parameter="tools",
             )
 
     def prompt_ids(self, request: ChatRequest) -> list[int]:
@@ -135,13 +136,13 @@ class _Turn:
     in_reasoning: bool = False
     samples: dict[int, tuple[EventSink, StreamParser]] = field(default_factory=dict)
 
-    def job(self) -> Job:
+    def job(self) -> GenerationRequest:
         """What the engine generates."""
         shown = [self.tokenizer.added_token_id(token) for token in self.formats.tokens(self.request.offered_tools)]
         options = RequestOptions(**self.request.options)
         if ids := [token_id for token_id in shown if token_id is not None]:
             options["shown_token_ids"] = ids
-        return Job(
+        return GenerationRequest(
             prompt_ids=self._prompt_ids,
             params=self.request.params,
             options=options,

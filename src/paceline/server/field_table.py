@@ -78,7 +78,7 @@ REQUEST = _ignored(
     refused={
         "skip_special_tokens": Refusal("special tokens are never part of an answer's text", (None, True)),
         "include_reasoning": Refusal("thoughts are always part of an answer; leave the field out", (None, True)),
-        "parse_tool_calls": Refusal("calls are always read; serve with --tools-format none", (None, True)),
+        "parse_tool_calls": Refusal("calls are always read; serve with --tool-call-parser none", (None, True)),
     }
 )
 OTHER_SAMPLERS = FieldRules(
@@ -132,7 +132,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused("a message is continued by continue_final_message", "echo")
         | _refused("the chat template adds what the prompt needs", "add_special_tokens")
         | _refused(_OWN_TEMPLATE, "chat_template safe_prompt")
-        | _refused("serve with --think-format", "reasoning_format thinking_forced_open chat_format", "auto", "deepseek")
+        | _refused("serve with --reasoning-parser", "reasoning_format thinking_forced_open chat_format", "auto", "deepseek")
         | _refused("chat templates have no place for them; put them into a message", "documents"),
         "messages[]": LEFTOVERS
         | _ignored(

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
 from paceline.server.field_table import TABLE, FieldRules
+from paceline.server.json_body import MAX_INLINE_BYTES, parse_json
 from paceline.server.settings import ServerSettings
 
 log = logging.getLogger("paceline.server")
@@ -185,7 +186,7 @@ def _parsed(content: bytes) -> Any:
     if not content.strip():
         raise HttpError(400, "the body is empty: send one JSON object", code="missing_required_parameter")
     try:
-        return json.loads(content)
+        return parse_json(content) if len(content) > MAX_INLINE_BYTES else json.loads(content)
     except json.JSONDecodeError:
         raise HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json") from None
     except (ValueError, RecursionError):

@@ -23,7 +23,7 @@ from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
 from paceline.server.framing import line
-from paceline.server.generation import Job
+from paceline.server.generation import GenerationRequest
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import LATEST, Service
 from paceline.server.settings import ServerSettings
@@ -224,7 +224,9 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     params, options = _params(fields, service), request_options(_sampling(fields), adapter=adapter)
     takes_the_rest = _limit(fields) is None
     if fields.raw:
-        job = Job(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest)
+        job = GenerationRequest(
+            prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
+        )
         return _OllamaAnswer(service, adapter or service.model, fields, job, is_chat=False)
     request = ChatRequest(
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
@@ -328,7 +330,7 @@ class _OllamaAnswer:
     service: Service
     model: str
     fields: RequestFields
-    request: ChatRequest | Job
+    request: ChatRequest | GenerationRequest
     is_chat: bool
 
     @property
@@ -356,7 +358,7 @@ class _OllamaAnswer:
                 for fields in self._lines(step, calls):
                     yield line(fields)
 
-    async def _raw_steps(self, job: Job) -> AsyncGenerator[Step, None]:
+    async def _raw_steps(self, job: GenerationRequest) -> AsyncGenerator[Step, None]:
         async with aclosing(self.service.generation.stream(job)) as stream:
             async for _, chunk in stream:
                 events: list[Event] = [Text(0, chunk.text)] if chunk.text else []

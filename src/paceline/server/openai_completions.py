@@ -14,7 +14,7 @@ from paceline.server.answering import answer_request, chunk_origins, request_sch
 from paceline.server.errors import check_length, invalid
 from paceline.server.fields import FastList
 from paceline.server.framing import data_event
-from paceline.server.generation import Job
+from paceline.server.generation import GenerationRequest
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -83,7 +83,7 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
-    job = Job(
+    job = GenerationRequest(
         prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
@@ -99,7 +99,7 @@ class _Completion:
 
     service: Service
     fields: CompletionFields
-    job: Job
+    job: GenerationRequest
     shows_output: bool
 
     @property

@@ -37,7 +37,7 @@ def sampling_params(
     """How the tokens of a request are chosen.
 
     Args:
-        max_tokens: None = as many as fit; see `generation.Job.takes_the_rest`.
+        max_tokens: None = as many as fit; see `generation.GenerationRequest.takes_the_rest`.
         n: None = one.
         stop: empty texts are left out.
         more: parameters that dialects have in fields of their own.

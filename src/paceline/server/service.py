@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
+from paceline.server.admission import AdmissionControl
 from paceline.server.chat import ChatService
 from paceline.server.errors import HttpError
-from paceline.server.gate import Gate
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
@@ -31,7 +31,7 @@ class Service:
     engine: AsyncEngine
     settings: ServerSettings
     model: str
-    gate: Gate
+    admission: AdmissionControl
     metrics: Metrics
     generation: Generation
     chat: ChatService

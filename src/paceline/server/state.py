@@ -20,7 +20,7 @@ def state_routes(service: Service) -> APIRouter:
     @router.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken; 503 while the server drains: send them elsewhere."""
-        return _state(service, is_refused=service.gate.is_draining)
+        return _state(service, is_refused=service.admission.is_draining)
 
     @router.get("/metrics")
     async def metrics() -> Response:

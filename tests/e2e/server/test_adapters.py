@@ -141,7 +141,7 @@ def test_without_the_switch_there_are_no_such_requests(client: HttpClient, secon
 
 
 def test_without_a_key_the_switch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine, and there is no key"):
+    with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine and needs a key"):
         ServerSettings(adapter_loading=True)
 
 
@@ -205,14 +205,14 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
             fields = {"lora_name": "second", "lora_path": str(second)}
             loading = asyncio.ensure_future(client.post("/v1/load_lora_adapter", json=fields))
             await asyncio.sleep(0.2)
-            draining = asyncio.ensure_future(app.state.service.gate.drain(drain_s))
+            draining = asyncio.ensure_future(app.state.service.admission.drain(drain_s))
             await asyncio.sleep(0.2)
             assert draining.done() == (status == 503)
             if status == 200:
                 goes_on.set()
             answer = await asyncio.wait_for(loading, 10)
             assert (answer.status_code, await draining) == (status, status == 200)
-            assert status == 200 or answer.json()["error"]["code"] == "draining"
+            assert status == 200 or answer.json()["error"]["code"] == "shutting_down"
 
     monkeypatch.setattr(engine, "load_adapter", load)
     asyncio.run(work())

@@ -44,7 +44,7 @@ def picky(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     directory = write_tool_model(mini_dir, tmp_path_factory.mktemp("picky") / "mini", TEMPLATE)
     engine = AsyncEngine.open(str(directory), drafter="ngram", max_num_seqs=4, threads=1)
     yield HttpClient(
-        create_app(engine, ServerSettings(served_name="mini", tools_format="hermes", think_format="none", grammar_timeout_s=60))
+        create_app(engine, ServerSettings(served_name="mini", tool_call_parser="hermes", reasoning_parser="none", grammar_timeout_s=60))
     )
     asyncio.run(engine.close())
 
@@ -450,7 +450,7 @@ def test_props_are_facts_about_the_model(picky: HttpClient) -> None:
 
 
 def test_reasoning_is_sent_by_both_names(picky: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(think_format="think", tools_format="hermes")))
+    client = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(reasoning_parser="think", tool_call_parser="hermes")))
     write_down(monkeypatch, "<think>\nHm.\n</think>\n\nYes.")
     message = client.json(CHAT.path, {"messages": [USER]})["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "Hm."

@@ -196,5 +196,5 @@ def test_a_chat_template_that_is_no_text_shows_no_format() -> None:
 def test_formats_that_do_not_exist_or_go_together_are_refused() -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: "<tool_call>")
     for tools, think in (("json", "auto"), ("auto", "thoughts"), ("harmony", "think"), ("auto", "harmony")):
-        with pytest.raises(ConfigError, match="format"):
+        with pytest.raises(ConfigError, match="_parser is"):
             OutputFormat.of(tokenizer, tools, think)

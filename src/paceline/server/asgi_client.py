@@ -1,4 +1,4 @@
-"""Asking an application in its own process: the same door, routes and answers as over a socket."""
+"""Calling an ASGI application in its own process, with a streamed response. `httpx.ASGITransport` returns nothing before the end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
@@ -9,13 +9,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 REQUEST_ID = "paceline.request_id"
-"""Where a scope holds the id that a request has already; no client can write there."""
+"""Key of a scope for the id of a forwarded request; clients cannot set it."""
 _HEADERS = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an application says to a request.
+    """A response of an application.
 
     Attributes:
         parts: the body, as it comes.
@@ -26,16 +26,16 @@ class Answer:
     parts: AsyncGenerator[bytes, None]
 
     def header(self, name: bytes) -> str:
-        """The value of a header; "" where there is none."""
+        """Return the value of a header, or ""."""
         return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name), "")
 
     async def body(self) -> bytes:
-        """The whole of it."""
+        """Return the whole body."""
         return b"".join([part async for part in self.parts])
 
 
 @asynccontextmanager
-async def asked(
+async def call_app(
     app: ASGIApp,
     method: str,
     path: str,
@@ -45,11 +45,11 @@ async def asked(
     headers: Iterable[tuple[bytes, bytes]] = (),
     request_id: str | None = None,
 ) -> AsyncIterator[Answer]:
-    """The answer to one request; left early, the request is given up as if its client had hung up.
+    """Yield the response to one request. Leaving the block early cancels the request, as a disconnect does.
 
     Args:
-        headers: besides the host and the type of the body.
-        request_id: that the answer and the log have; None = a new one.
+        headers: in addition to Host and Content-Type.
+        request_id: for the response and the log; None = a new one.
 
     Raises:
         RuntimeError: the application ended without an answer.
@@ -94,8 +94,8 @@ async def _parts(sent: "asyncio.Queue[Message | None]", running: "asyncio.Future
     await running
 
 
-async def gathered(parts: AsyncGenerator[bytes, None], window_s: float) -> AsyncGenerator[bytes, None]:
-    """The same bytes in fewer parts: the first one at once, later ones no closer to one another than `window_s`."""
+async def batched_parts(parts: AsyncGenerator[bytes, None], window_s: float) -> AsyncGenerator[bytes, None]:
+    """Join parts that arrive within `window_s`; the first one is passed on at once."""
     came = asyncio.Queue[bytes | Exception | None]()
 
     async def read() -> None:

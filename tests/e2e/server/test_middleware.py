@@ -78,7 +78,7 @@ def test_keys_are_compared_in_constant_time(served: Served, monkeypatch: pytest.
     import hmac
 
     real = hmac.compare_digest
-    monkeypatch.setattr("paceline.server.door.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
+    monkeypatch.setattr("paceline.server.middleware.hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
     client = served(api_keys=KEYS)
     for key in ("x", KEYS[0], "y" * 1000):
         client.get("/v1/models", headers={"x-api-key": key})
@@ -103,7 +103,7 @@ SPLIT = [
 )
 def test_on_loopback_a_foreign_host_is_refused(client: HttpClient, host: str) -> None:
     answer = client.post(CHAT, FIELDS, headers={"Host": host})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_host")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "mine.example"])
@@ -137,13 +137,13 @@ def test_a_body_that_is_too_long_is_not_read(engine: AsyncEngine) -> None:
     announced = visit(engine, settings, [], content_length="1001")  # not a byte of it comes
     part = {"type": "http.request", "body": b" " * 400, "more_body": True}
     counted = visit(engine, settings, [part] * 3)
-    for start, body in (announced, counted):
+    for start, body, *_ in (announced, counted):
         assert start["status"] == 413
         assert json.loads(body["body"])["error"]["code"] == "body_too_large"
 
 
 def test_a_body_that_does_not_come_is_given_up(engine: AsyncEngine) -> None:
-    start, body = visit(engine, ServerSettings(body_timeout_s=0.05), [{"type": "http.request", "body": b"{", "more_body": True}])
+    start, body, *_ = visit(engine, ServerSettings(body_timeout_s=0.05), [{"type": "http.request", "body": b"{", "more_body": True}])
     assert (start["status"], json.loads(body["body"])["error"]["code"]) == (408, "body_timeout")
 
 
@@ -174,6 +174,34 @@ def test_no_other_origin_is_allowed_anything(client: HttpClient) -> None:
     for answer in (client.ask("OPTIONS", CHAT, headers=headers), client.post(CHAT, FIELDS, headers=headers), client.get("/v1/models")):
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert client.ask("OPTIONS", CHAT, headers=headers).status_code == 405
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+def test_an_allowed_origin_is_answered_with_cors_headers(served: Served) -> None:
+    """Also if it is refused: a page must be able to read why. A preflight has no key."""
+    origin = "http://localhost:3000"
+    client = served(allow_origin=(origin,), api_keys=KEYS)
+    preflight = client.ask("OPTIONS", CHAT, headers={"Origin": origin, **PREFLIGHT})
+    assert preflight.status_code == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    for headers, status in (({}, 401), ({"x-api-key": KEYS[0]}, 200)):
+        answer = client.post(CHAT, FIELDS, headers={"Origin": origin, **headers})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin)
+    refused = client.post(CHAT, FIELDS, headers={"Origin": origin, "x-api-key": KEYS[0], "Host": "evil.example"})
+    assert refused.status_code == 403
+    other = {"Origin": "http://evil.example"}
+    assert "access-control-allow-origin" not in client.post(CHAT, FIELDS, headers={**other, "x-api-key": KEYS[0]}).headers
+    assert client.ask("OPTIONS", CHAT, headers={**other, **PREFLIGHT}).status_code == 400
+    anywhere = served(allow_origin=("*",)).post(CHAT, FIELDS, headers=other)
+    assert anywhere.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://a/b", "", "http://a b", "null"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="allow_origin is"):
+        ServerSettings(allow_origin=(origin,))
 
 
 def test_every_answer_has_its_id_and_security_headers(client: HttpClient) -> None:
@@ -295,8 +323,10 @@ def test_a_body_that_cannot_be_read_is_told_what_one_is(served: Served, body: by
     assert "JSON" in answer.json()["error"]["message"] or "nested" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/models", "/metrics", "/props", "/", "/api/tags", "/openapi.json"])
-def test_head_of_a_path_that_takes_get_is_its_answer_without_body(served: Served, path: str) -> None:
-    answer = served().ask("HEAD", path)
-    assert answer.status_code == 200
-    assert answer.content == b""
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics", "/v1/models", "/models", "/props", "/api/tags", "/", "/openapi.json", "/nowhere", CHAT]
+)
+def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
+    head, get = served().ask("HEAD", path), served().get(path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
