@@ -124,6 +124,7 @@ SERVER = Panel(
         "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), harmony, gemma4, "
         "mistral, xml, glm, hermes or llama3.",
         "reasoning_parser": "Format of its reasoning: auto, none, harmony, gemma4, mistral or think.",
+        "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",
@@ -165,6 +166,7 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
+    "unknown_fields": "ignore|refuse",
     "tool_call_parser": "<str>",
     "reasoning_parser": "<str>",
     "drafter_options": "NAME=VALUE",

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 
 MAX_RETRY_S = 60
 _SMOOTHING = 0.2  # weight of the newest request in the mean duration

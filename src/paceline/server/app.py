@@ -12,27 +12,24 @@ from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
 from paceline.server.admission import AdmissionControl
-from paceline.server.anthropic.routes import message_routes
-from paceline.server.dialects import tell_errors
-from paceline.server.dialogue.dialogue import Dialogue
+from paceline.server.anthropic import message_routes
+from paceline.server.chat import ChatService
+from paceline.server.dialects import handle_errors
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
 from paceline.server.middleware import add_middleware
-from paceline.server.ollama.models import ollama_model_routes
-from paceline.server.ollama.routes import ollama_routes
-from paceline.server.openai.chat import chat_routes
-from paceline.server.openai.completions import completion_routes
-from paceline.server.openai.models import model_routes
+from paceline.server.model_routes import model_routes
+from paceline.server.ollama import ollama_routes
+from paceline.server.openai_chat import chat_routes
+from paceline.server.openai_completions import completion_routes
 from paceline.server.page.routes import page_routes
-from paceline.server.responses.routes import response_routes
+from paceline.server.responses import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
+from paceline.server.token_texts import TokenTexts
 
-_ROUTES = (
-    chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, adapter_routes,
-    state_routes,
-)  # fmt: skip
+_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, adapter_routes, state_routes)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -54,7 +51,8 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
     generation = Generation(engine, settings, admission, metrics)
-    service = Service(engine, settings, name, admission, metrics, generation, Dialogue(generation, formats))
+    chat, texts = ChatService(generation, formats), TokenTexts(engine.opened.maker.tokenizer)
+    service = Service(engine, settings, name, admission, metrics, generation, chat, texts)
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
     # the pages of the docs load code from other hosts, and a redirect would follow the Host header
@@ -63,7 +61,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     for routes in _ROUTES:
         app.include_router(routes(service))
     app.include_router(page_routes())
-    tell_errors(app)
+    handle_errors(app)
     add_middleware(app, settings, admission, metrics.count_response)
     return app
 

@@ -13,9 +13,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from paceline.server.dialects import dialect_of
+from paceline.server.errors import HttpError, head_too_large
 from paceline.server.framing import as_json
-from paceline.server.http_errors import HttpError
-from paceline.server.limits import head_too_large
 from paceline.server.middleware import BODY_TOO_LARGE
 from paceline.server.settings import ServerSettings
 

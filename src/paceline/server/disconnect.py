@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.http_errors import ClientGoneError
+from paceline.server.errors import ClientGoneError
 
 Result = TypeVar("Result")
 

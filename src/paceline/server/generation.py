@@ -13,7 +13,7 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.server.admission import AdmissionControl, shutting_down
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 

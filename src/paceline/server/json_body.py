@@ -4,18 +4,12 @@ A C call holds Python's interpreter lock until it returns: `json.loads` of 8 MB 
 long are parsed in a worker thread by the pure-Python scanner of `json`, which other threads interrupt, and strings are decoded in pieces.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from json.decoder import JSONArray, JSONDecodeError, JSONObject, scanstring  # type: ignore[attr-defined]  # not in typeshed
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 
 MAX_INLINE_BYTES = 16_384
 """Of a body that is parsed in the event loop: at most 5 ms."""
@@ -25,67 +19,6 @@ MAX_MEMBERS = 10_000
 """Members of an object."""
 _PIECE_CHARS = 65_536
 _MAX_ESCAPE_CHARS = 12  # of a surrogate pair
-
-
-class JsonRoute(APIRoute):
-    """A route whose body is parsed and validated in a worker thread if it is large. FastAPI does both in the event loop."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            body = await request.body()
-            if not body or self.body_field is None:
-                return await handler(request)
-            service = request.app.state.service
-            max_items = max(service.settings.max_messages, service.engine.opened.maker.max_context)
-            if len(body) <= MAX_INLINE_BYTES:
-                value = self._validated(json.loads, body, max_items)
-            else:
-                value = await asyncio.to_thread(self._validated, parse_json, body, max_items)
-            return await handler(_ParsedRequest(request, body, value))
-
-        return handle
-
-    def _validated(self, parse: Callable[[bytes], Any], body: bytes, max_items: int) -> Any:
-        """Return the model of a body.
-
-        Raises:
-            RequestValidationError: it is not JSON, or a field is wrong.
-            HttpError: it cannot be parsed, or has too many items.
-        """
-        try:
-            fields = parse(body)
-        except JSONDecodeError as error:
-            found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "", "input": {}, "ctx": {"error": error.msg}}
-            raise RequestValidationError([found]) from None
-        except (ValueError, RecursionError):
-            text = "the body cannot be parsed: send UTF-8 JSON, nested less deeply, with numbers of at most 4,300 digits"
-            raise HttpError(400, text, code="invalid_value") from None
-        if isinstance(fields, dict):
-            for name, items in fields.items():  # before pydantic makes an object of each
-                if isinstance(items, list) and len(items) > max_items:
-                    text = f"{name} has {len(items)} items: send at most {max_items}"
-                    raise HttpError(400, text, parameter=name, code="invalid_value")
-        assert self.body_field is not None
-        value, errors = self.body_field.validate(fields, {}, loc=("body",))
-        if errors:
-            raise RequestValidationError(errors)
-        return value
-
-
-class _ParsedRequest(Request):
-    """A request whose body is the validated model, which FastAPI takes as it is."""
-
-    def __init__(self, request: Request, body: bytes, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._bytes, self._value = body, value
-
-    async def body(self) -> bytes:
-        return self._bytes
-
-    async def json(self) -> Any:
-        return self._value
 
 
 def parse_json(body: bytes) -> Any:

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.server.admission import AdmissionControl
 from paceline.server.asgi_client import REQUEST_ID
 from paceline.server.dialects import dialect_of
-from paceline.server.http_errors import ClientGoneError, HttpError, http_error_of
-from paceline.server.limits import head_too_large
+from paceline.server.errors import ClientGoneError, HttpError, head_too_large, http_error_of
+from paceline.server.fields import IGNORED_HEADER
 from paceline.server.page.routes import PAGE_PATHS
 from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 
@@ -58,7 +58,7 @@ def add_middleware(
             allow_origins=settings.allow_origin,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", IGNORED_HEADER),
         )
 
 

@@ -51,6 +51,8 @@ class ServerSettings:
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; needs a key.
         tool_call_parser, reasoning_parser: format of tool calls and reasoning; "auto" = from the chat template, "none" = they are text,
             otherwise a name of the table in `parsing/registry.py`.
+        unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
+            "refuse" = 400.
         max_queue: samples that may wait for the engine; more are refused with 429.
         max_body_mb: megabytes of a request's body.
         max_messages: of one conversation.
@@ -77,6 +79,7 @@ class ServerSettings:
     adapter_loading: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    unknown_fields: str = "ignore"
     max_queue: int = 64
     max_body_mb: float = 8.0
     max_messages: int = 4096
@@ -104,6 +107,8 @@ class ServerSettings:
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
         for name, high in _MOST.items():
             _check_number(name, getattr(self, name), 0, high)
+        if self.unknown_fields not in ("ignore", "refuse"):
+            raise ConfigError(f"unknown_fields is {self.unknown_fields!r}: use ignore or refuse")
         for key in self.api_keys:
             check_key(key)
         for origin in self.allow_origin:

@@ -1,4 +1,4 @@
-"""Is the server alive, does it take requests, and what did it do."""
+"""Routes for health checks and metrics."""
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -9,7 +9,7 @@ from paceline.server.service import Service
 
 
 def state_routes(service: Service) -> APIRouter:
-    """The routes that watchers ask."""
+    """The routes."""
     router = APIRouter(tags=["state"])
 
     @router.get("/health")

@@ -84,7 +84,7 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
     lines = [request(index) for index in range(12)]
-    lines.append({**request(12), "body": {"prompt": "x", "frob": 1}})
+    lines.append({**request(12), "body": {"prompt": "x", "temprature": 1}})
     result = run(lines)
     assert (result.num_requests, dict(result.num_by_status), result.bad) == (13, {200: 12, 400: 1}, [])
     found = {line["custom_id"]: line for line in answers_in(tmp_path / "out")}

@@ -102,7 +102,7 @@ def test_answers_are_those_of_one_server(front: Front, client: HttpClient) -> No
     assert fronted.get("/v1/models").json()["data"][0]["id"] == "mini"
     assert fronted.post("/tokenize", {"prompt": "x"}).json() == client.post("/tokenize", {"prompt": "x"}).json()
     assert "/v1/chat/completions" in fronted.get("/openapi.json").json()["paths"]
-    assert fronted.refusal(CHAT, {**FIELDS, "frob": 1})["code"] == "unknown_parameter"
+    assert fronted.refusal(CHAT, {**FIELDS, "temprature": 1})["code"] == "unknown_parameter"
     assert fronted.refusal("/v1/nothing", {}, 404)["code"] == "not_found"
     assert len(pool.asked) == 9
 

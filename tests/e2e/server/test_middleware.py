@@ -257,7 +257,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     client = served(headers={"Authorization": f"Bearer {KEYS[0]}"}, api_keys=KEYS)
     hidden = {"messages": [{"role": "user", "content": secret}], "max_tokens": 2, "user": secret}
     client.post(CHAT, hidden)
-    client.post(CHAT, {**hidden, secret: 1})
+    client.post(CHAT, {**hidden, "metadata": {secret: secret}})  # names of fields are logged, and nothing within them
     client.post(CHAT, {**hidden, "model": secret})
     client.ask("GET", f"/{secret}?a={secret}", headers={"User-Agent": secret})
     client.get("/v1/models", headers={"Authorization": f"Bearer {secret}-{secret}"})
@@ -265,7 +265,7 @@ def test_nothing_of_a_request_is_logged(served: Served, caplog: pytest.LogCaptur
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError(f"cannot use {secret}")
 
-    monkeypatch.setattr("paceline.server.openai.chat.conversation", fail)
+    monkeypatch.setattr("paceline.server.openai_chat.conversation", fail)
     answer = client.post(CHAT, hidden)
     assert answer.status_code == 500
     assert secret not in answer.text
@@ -323,7 +323,9 @@ def test_a_body_that_cannot_be_read_is_told_what_one_is(served: Served, body: by
     assert "JSON" in answer.json()["error"]["message"] or "nested" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/", "/openapi.json", "/nowhere", CHAT])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics", "/v1/models", "/models", "/props", "/api/tags", "/", "/openapi.json", "/nowhere", CHAT]
+)
 def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
     head, get = served().ask("HEAD", path), served().get(path)
     assert (head.status_code, head.content) == (get.status_code, b"")

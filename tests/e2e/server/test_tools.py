@@ -223,7 +223,7 @@ def test_calls_and_results_are_told_to_the_model_as_its_template_wants_them(
 ) -> None:
     ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
     text = tool_engine.opened.maker.tokenizer.decode(ids, skip_special_tokens=False)
-    assert '{"type": "function", "function": {"name": "cancel"}}\n' in text
+    assert '{"name": "cancel", "description": "", "parameters": {"type": "object", "properties": {}}}}\n' in text
     assert '<think>\nso\n</think>\n\n<tool_call>{"name": "book", "arguments": {"kind": "bus"}}</tool_call><|im_end|>' in text
     assert "<tool_response>book: done</tool_response>" in text
     answer = tooled().json(PATH, {"messages": CALLED, "tools": DESCRIBED, "temperature": 0, "max_tokens": 2})
@@ -259,12 +259,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
     ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
-    ({"messages": [*CALLED[:2], {**CALLED[2], "tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
-    ({"messages": [CALLED[2], *CALLED[:2]]}, "messages[0].tool_call_id"),
     ({"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": [{"role": "function", "content": "a", "name": "b"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     ({"messages": [{**CALLED[1], "role": "user"}]}, "messages[0].tool_calls"),
 ]
 
@@ -279,7 +276,7 @@ def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], mo
 
 def test_a_model_whose_template_knows_no_tools_is_not_asked_to_call_them(client: HttpClient) -> None:
     assert client.refusal(PATH, ASKED)["param"] == "tools"
-    assert client.refusal(PATH, {"messages": CALLED})["param"] == "messages[1].tool_calls"
+    client.json(PATH, {"messages": CALLED, "max_tokens": 1})
     assert client.refusal(PATH, {"messages": [USER], "reasoning_effort": "low"})["param"] == "reasoning_effort"
 
 

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from paceline import __version__
 from paceline.server.admission import AdmissionControl
 from paceline.server.asgi_client import REQUEST_ID
-from paceline.server.dialects import Dialect, dialect_of, tell_errors
+from paceline.server.dialects import Dialect, dialect_of, handle_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
-from paceline.server.http_errors import http_error_of
+from paceline.server.errors import http_error_of
 from paceline.server.middleware import add_middleware
 from paceline.server.replicas.replica import ForwardedRequest, ReplicaLostError, ReplicaPool, ResponseHead, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
@@ -96,7 +96,7 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
-    tell_errors(app)
+    handle_errors(app)
     add_middleware(app, settings, service.admission)
     return app
 

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
 from paceline.server.asgi_client import batched_parts, call_app
-from paceline.server.http_errors import HttpError
+from paceline.server.errors import HttpError
 from paceline.server.settings import ServerSettings
 
 RETRY_S = 2
