@@ -42,6 +42,11 @@ class ChatService:
         """
         check_tools(request)
         check_template_options(self._tokenizer, request.template_options)
+        if request.continue_final_message and request.params.grammar is not None:
+            raise RequestError(
+                "grammar: the output continues the last message, and a grammar holds for whole texts: end with a message of the user",
+                parameter="grammar",
+            )
         if request.offered_tools and self.formats.tool_call_parser == NONE:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tool-call-parser",
