@@ -7,12 +7,11 @@ closing mark or the end of the text has come.
 from collections.abc import Mapping
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat
 from paceline.parsing.markers import Markers, ParseMarkup
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 THINK = ("<think>", "</think>")
-MISTRAL = ("[THINK]", "[/THINK]")
-GEMMA4 = ("<|channel>", "<channel|>")
 
 
 class ReasoningReader:
@@ -88,7 +87,4 @@ def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
 
 
 think = reasoning_until(THINK[1], open=THINK[0])
-mistral = reasoning_until(MISTRAL[1], open=MISTRAL[0])
-THINK_MARKERS = Markers(first={THINK[0]: think})
-MISTRAL_MARKERS = Markers(anywhere={MISTRAL[0]: mistral})
-GEMMA4_MARKERS = Markers(anywhere={GEMMA4[0]: reasoning_until(GEMMA4[1], "thought")})
+THINK_FORMAT = ReasoningFormat(Markers(first={THINK[0]: think}), THINK[1:], THINK, *THINK, think)

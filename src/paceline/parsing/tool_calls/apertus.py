@@ -6,6 +6,7 @@ Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it end
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, read_short_string
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -72,3 +73,7 @@ THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: _skip})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f'{{"{tool.name}": ', tool, "}") for tool in tools]
     return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, *THINK, read_reasoning)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any, take_fence
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
@@ -73,3 +74,7 @@ def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several
 def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
     return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT_V3 = ToolCallFormat(MARKERS, (OPEN, "```json"), TOKENS, calls_grammar_v3, OPEN)
+FORMAT_V31 = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar_v31, OPEN)

@@ -5,6 +5,7 @@ import string
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -69,3 +70,7 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     calls = [grammar.call(f"{tool.name}\n", tool) for tool in tools]
     body = grammar.listed(calls, RECIPIENT, several=several)
     return f"{grammar.text(RECIPIENT)}? {body}"
+
+
+FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
+FORMAT_V32 = ToolCallFormat(MARKERS_V32, (">>>all",), (), calls_grammar_v32)

@@ -7,6 +7,7 @@ from paceline.parsing.argument_types import parameter_schema, resolve_ref
 from paceline.parsing.argument_value import value_grammar
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_values import TaggedValues, ValueTags
@@ -79,3 +80,6 @@ def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
         one = grammar.rule(f"{key} {value} {_LINE_END}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

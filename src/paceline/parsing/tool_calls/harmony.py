@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
+from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -141,3 +143,9 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     heads = [f"{CHANNEL}commentary to={_FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}" for tool in tools]
     calls = [grammar.call(head, tool) for head, tool in zip(heads, tools, strict=True)]
     return f"({reasoning})? {grammar.one_of(calls)}"
+
+
+TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+# HarmonyReader parses the whole answer, so that there are no markers
+FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(Markers(), (CHANNEL, MESSAGE), TOKENS)

@@ -11,6 +11,7 @@ from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.argument_value import value_grammar
 from paceline.parsing.closed_value import read_closed_value
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object, escape_json
 from paceline.parsing.output_parser import Markers
@@ -100,3 +101,6 @@ def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
         one = grammar.rule(f"{key} {value} {_LINE_END}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

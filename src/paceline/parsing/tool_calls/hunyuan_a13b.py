@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.answer_tags import drop_mark, think_before
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import Parse, TextStream
 
+ANSWER = ("<answer>", "</answer>")
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 TOKENS = (OPEN, CLOSE)
 ROLE = "助手："  # the chat template makes text answers begin with "assistant:"
@@ -15,9 +16,7 @@ CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), before="[", after
 JAMBA_CALLS = replace(CALLS, before="[\n    ", between=",\n    ", after="\n]" + CLOSE)
 
 
-def drop_role(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave the role out of the text."""
-    yield from ()
-
-
-MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_role})
+MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_mark})
+JAMBA_FORMAT = JAMBA_CALLS.format_of((OPEN, "<|bom|>"), TOKENS)
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, CALLS.calls_grammar, OPEN)
+REASONING_FORMAT = think_before(ANSWER)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -65,3 +66,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
         head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
         calls.append(f"{head} {attribute_xml_grammar(grammar, TAGS, tool, chr(10))} {grammar.text(chr(10) + CLOSE)}")
     return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, ("to=self", MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning)
