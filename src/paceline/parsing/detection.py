@@ -27,13 +27,13 @@ def format_of_template(formats: Mapping[str, ToolCallFormat] | Mapping[str, Reas
 
 
 def tool_call_formats_of_text(formats: Mapping[str, ToolCallFormat], text: str) -> list[str]:
-    """Return the names of the formats of which a text has an opening mark."""
-    return [name for name, one in formats.items() if any(mark in text for mark in (*one.markers.anywhere, *one.tokens[:1]))]
+    """Return the names of the formats of which a text has an opening mark or a token."""
+    return [name for name, one in formats.items() if any(mark in text for mark in (*one.markers.anywhere, *one.tokens, *one.text_signs))]
 
 
 def reasoning_format_of_text(formats: Mapping[str, ReasoningFormat], text: str) -> str | None:
-    """Return the name of the first reasoning format of which a text has a mark."""
+    """Return the name of the first reasoning format of which a text has a mark, or a token if it has no marks."""
     for name, one in formats.items():
-        if any(mark and mark in text for mark in (one.open or one.tokens[0], one.close)):
+        if any(mark in text for mark in (one.open, one.close) if mark) or (not one.open and any(token in text for token in one.tokens)):
             return name
     return None

@@ -27,6 +27,7 @@ class ToolCallFormat:
         grammar: builds a grammar of calls.
         opening: the token that begins each call, or all of them; empty if there is none.
         new_id: returns a new id of a call.
+        text_signs: texts of calls that have no opening mark.
     """
 
     markers: Markers
@@ -35,6 +36,7 @@ class ToolCallFormat:
     grammar: BuildCallGrammar
     opening: str = ""
     new_id: Callable[[], str] = call_id
+    text_signs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

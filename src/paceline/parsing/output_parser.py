@@ -61,6 +61,7 @@ class OutputParser:
 
     def _parse(self, parser: ParseMarkup, stream: TextStream, sink: EventSink) -> Parse[bool]:
         """Return whether markup was parsed; otherwise its text was emitted."""
+        begin = stream.position
         try:
             if isinstance(parser, ReasoningReader):
                 yield from parser(stream, sink, dict(self.calls.anywhere) if sink.can_call else {})
@@ -68,6 +69,7 @@ class OutputParser:
                 yield from parser(stream, sink)
             return True
         except MalformedError:
+            stream.pass_to(begin)  # a parser may go back to the mark, which is text now
             sink.text(stream.unemitted)
             return False
         finally:

@@ -55,10 +55,11 @@ class ReasoningReader:
     def _read_call(self, mark: str, stream: TextStream, sink: EventSink, calls: Mapping[str, ParseMarkup]) -> Parse[bool]:
         """Return whether a call follows its opening mark; otherwise the text that was passed is reasoning."""
         stream.at += len(mark)
-        num_calls = sink.num_calls
+        num_calls, begin = sink.num_calls, stream.position
         try:
             yield from calls[mark](stream, sink)
         except MalformedError:
+            stream.pass_to(begin)
             emit = sink.text if sink.num_calls > num_calls else sink.reasoning
             emit(stream.unemitted)
         stream.mark_emitted()

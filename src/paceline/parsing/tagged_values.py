@@ -30,6 +30,7 @@ class ValueTags:
         call_opening: what begins another call, such as one in a text about calls.
         endings: what ends the call; the first one ends what `call_opening` begins.
         border: what is written around a value and is not part of it.
+        block_opening: what begins a block of calls.
     """
 
     opening: str
@@ -37,15 +38,16 @@ class ValueTags:
     call_opening: str
     endings: tuple[str, ...]
     border: str = ""
+    block_opening: str = ""
 
     @property
     def all(self) -> tuple[str, ...]:
         """All tags, without the border."""
-        return tuple(tag for tag in (self.opening, self.closing, self.call_opening, *self.endings) if tag)
+        return tuple(tag for tag in (self.opening, self.closing, self.call_opening, self.block_opening, *self.endings) if tag)
 
 
 class TaggedValues:
-    """Reads the values of one call."""
+    """Reads the values of all calls of an answer."""
 
     def __init__(self, stream: TextStream, sink: EventSink, tags: ValueTags) -> None:
         self._stream, self._sink, self._tags = stream, sink, tags
@@ -54,23 +56,34 @@ class TaggedValues:
         self._marks = (*(tags.border + tag for tag in tags.all if tags.border), *tags.all)
         self._found: list[tuple[int, str]] = []  # tags by their position
         self._num_searched = 0
-        self._closed_at: dict[int, int | None] = {}  # of opening tags, by the position behind them
+        self._closed_at: dict[int, int | None] = {}  # of opening tags, by the position after them
         self._after_endings = (0, 0)
         self._text_until = 0
 
-    def read(self, schema: Mapping[str, Any] | None) -> Parse[None]:
-        """Pass the value after its opening tag, and its closing tag if there is one, and emit the value."""
+    @classmethod
+    def of(cls, stream: TextStream, sink: EventSink, tags: ValueTags) -> "TaggedValues":
+        """Return the reader of an answer's values, which is made for its first call."""
+        if tags not in stream.kept:
+            stream.kept[tags] = cls(stream, sink, tags)
+        found: TaggedValues = stream.kept[tags]
+        return found
+
+    def read(self, schema: Mapping[str, Any] | None, begin: int) -> Parse[None]:
+        """Pass a value, and its closing tag if there is one, and emit the value.
+
+        Args:
+            begin: position after its opening tag.
+        """
         value = ArgumentValue(self._sink, schema)
-        value.end(is_whole=(yield from self._read(value.add)))
+        value.end(is_whole=(yield from self._read(value.add, begin)))
 
-    def skip(self) -> Parse[None]:
-        """Pass a value without emitting it."""
-        yield from self._read(lambda _: None)
+    def skip(self, begin: int) -> Parse[None]:
+        """Pass a value as `read` does, without emitting it."""
+        yield from self._read(lambda _: None, begin)
 
-    def _read(self, emit: Emit) -> Parse[bool]:
+    def _read(self, emit: Emit, begin: int) -> Parse[bool]:
         """Return whether a tag ended the value."""
         stream, tags = self._stream, self._tags
-        begin = stream.position
         yield from stream.take(tags.border)
         stream.mark_emitted()
         while (mark := (yield from stream.emit_until(self._marks, emit))) is not None:
@@ -106,13 +119,14 @@ class TaggedValues:
 
     def _match_tags(self, begin: int, position: int) -> Parse[None]:
         """Find which values are closed, from the one at `begin` to the end of the call, if tags are counted as brackets."""
-        tags, open_values = self._tags, [begin]
+        tags, open_values, num_calls = self._tags, [begin], 0
         self._closed_at[begin] = None
         while open_values and (found := (yield from self._next_tag(position))) is not None:
             position, tag = found[0] + len(found[1]), found[1]
             if tag == tags.closing:
                 while open_values and open_values[-1] < 0:
                     open_values.pop()
+                    num_calls -= 1
                 if open_values:
                     self._closed_at[open_values.pop()] = found[0]
             elif tag == tags.opening:
@@ -120,10 +134,12 @@ class TaggedValues:
                 self._closed_at[position] = None
             elif tag == tags.call_opening:
                 open_values.append(-1)
-            elif tag == tags.endings[0] and -1 in open_values:
+                num_calls += 1
+            elif tag == tags.endings[0] and num_calls:
                 while open_values.pop() >= 0:
                     pass
-            elif not (yield from self._is_text_ending(position)):
+                num_calls -= 1
+            elif tag in tags.endings and not (yield from self._is_text_ending(position)):
                 return
 
     def _is_text_ending(self, position: int) -> Parse[bool]:

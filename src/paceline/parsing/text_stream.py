@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 Parse = Generator[None, None, Result]
@@ -34,6 +34,7 @@ class TextStream:
         at: index of the next character to parse.
         num_dropped: number of characters that were dropped from the beginning of the text.
         has_ended: whether no more text comes.
+        kept: what parsers keep from one call to the next, so that no text is searched twice.
     """
 
     text: str = ""
@@ -41,6 +42,7 @@ class TextStream:
     at: int = 0
     num_dropped: int = 0
     has_ended: bool = False
+    kept: dict[object, Any] = field(default_factory=dict)
 
     def add(self, text: str) -> None:
         """Append text that has arrived."""
@@ -61,6 +63,10 @@ class TextStream:
     def position(self) -> int:
         """The number of characters passed since the beginning; unlike `at` it stays valid when more text arrives."""
         return self.num_dropped + self.at
+
+    def pass_to(self, position: int) -> None:
+        """Pass the text up to a position, unless it was passed."""
+        self.at = max(self.at, position - self.num_dropped)
 
     def mark_emitted(self) -> None:
         """Mark all passed text as emitted or as markup."""

@@ -21,7 +21,7 @@ VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 TOKENS = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 _NAME = re.compile(r"[\w.\-]")
 _KEY = re.compile(r"[^<]")
-_TAGS = ValueTags(KEY, VALUE_END, "", (CLOSE,))
+_TAGS = ValueTags(KEY, VALUE_END, "", (CLOSE,), block_opening=OPEN)
 _LINE_END = '"\\n"?'
 
 
@@ -38,16 +38,15 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     stream.mark_emitted()
     with sink.call(name):
         sink.arguments("{")
-        values, before = TaggedValues(stream, sink, _TAGS), ""
+        values, before = TaggedValues.of(stream, sink, _TAGS), ""
         while (yield from stream.take(KEY)):
-            key = yield from _read_key(stream)
+            begin, key = stream.position, (yield from _read_key(stream))
             sink.arguments(f'{before}"{escape_json(key)}": ')
-            yield from values.read(parameter_schema(sink.schema_of(name), key))
+            yield from values.read(parameter_schema(sink.schema_of(name), key), begin)
             before = ", "
             yield from stream.skip()
             while (yield from stream.take(VALUE_END)):
                 yield from stream.skip()
-        sink.arguments("}")
         stream.mark_emitted()
     yield from pass_end_mark(stream, CLOSE)
 

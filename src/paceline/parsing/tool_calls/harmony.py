@@ -18,6 +18,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
 _TO_FUNCTION = f"to={_FUNCTIONS}"
+TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
 _NAME = re.compile(r"[\w.\-]")
 _TYPES = (CONSTRAIN, "json", "code", CHANNEL, "commentary", MESSAGE)
@@ -147,5 +148,5 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
 
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 # HarmonyReader parses the whole answer, so that there are no markers
-FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar)
+FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
 REASONING_FORMAT = ReasoningFormat(Markers(), (CHANNEL, MESSAGE), TOKENS)

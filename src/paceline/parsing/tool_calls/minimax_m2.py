@@ -12,7 +12,7 @@ from paceline.parsing.tool_calls.qwen3_coder import Tags, parameters_grammar, re
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-TAGS = Tags('<invoke name="', '<parameter name="', '">', "", "</parameter>", "</invoke>", CLOSE)
+TAGS = Tags('<invoke name="', '<parameter name="', '">', "", "</parameter>", "</invoke>", CLOSE, OPEN)
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:

@@ -32,7 +32,7 @@ class Tags:
         name_end: what ends a name.
         border: what is written around a value, within its tags.
         parameter_end, function_end: what ends either.
-        calls_end: what ends a call or a block of calls.
+        calls_begin, calls_end: what begins and ends a block of calls.
     """
 
     function: str
@@ -42,11 +42,13 @@ class Tags:
     parameter_end: str
     function_end: str
     calls_end: str = CLOSE
+    calls_begin: str = OPEN
 
     @property
     def of_values(self) -> ValueTags:
         """The tags that a value may end with."""
-        return ValueTags(self.parameter, self.parameter_end, self.function, (self.function_end, self.calls_end), self.border)
+        ends = (self.function_end, self.calls_end)
+        return ValueTags(self.parameter, self.parameter_end, self.function, ends, self.border, self.calls_begin)
 
 
 TAGS = Tags(FUNCTION, PARAMETER, ">", "\n", PARAMETER_END, FUNCTION_END)
@@ -90,20 +92,19 @@ def read_function(stream: TextStream, sink: EventSink, tags: Tags) -> Parse[None
     stream.mark_emitted()
     with sink.call(name):
         sink.arguments("{")
-        values, before = TaggedValues(stream, sink, tags.of_values), ""
+        values, before = TaggedValues.of(stream, sink, tags.of_values), ""
         while True:
             yield from stream.skip()
             if (yield from stream.take(tags.parameter)):
-                key = yield from _read_name(stream)
+                begin, key = stream.position, (yield from _read_name(stream))
                 if not (yield from _pass_name_end(stream, tags)):
-                    yield from values.skip()
+                    yield from values.skip(begin)
                     continue
                 sink.arguments(f'{before}"{escape_json(key)}": ')
-                yield from values.read(parameter_schema(sink.schema_of(name), key))
+                yield from values.read(parameter_schema(sink.schema_of(name), key), begin)
                 before = ", "
             elif not (yield from stream.take(tags.parameter_end)):
                 break
-        sink.arguments("}")
         stream.mark_emitted()
     yield from stream.take_or_end(tags.function_end)
     stream.mark_emitted()

@@ -1,0 +1,92 @@
+"""`parse_output` reads content, reasoning and calls out of a text, with the parsers that are named or that the text shows."""
+
+import pytest
+
+from harness.fault_cases import FAULT_CASES, TOOLS, FaultCase
+from harness.markup_cases import CASES
+from paceline import ParsedOutput, ParsedToolCall, parse_output
+from paceline.errors import ConfigError, RequestError
+from paceline.parsing.registry import REASONING_SYNONYMS, TOOL_CALL_SYNONYMS, OutputFormat
+from paceline.parsing.tool_calls.generic import generic_tool_prompt
+
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 3}}</tool_call>'
+F = {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+
+
+def test_content_reasoning_and_calls_are_apart() -> None:
+    found = parse_output(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}", tools=[{"type": "function", "function": F}])
+    assert (found.content, found.reasoning) == ("I look.", "Hm.")
+    assert [(call.name, call.arguments) for call in found.tool_calls] == [("f", {"n": 3})]
+    assert found.tool_calls[0].id.startswith("call_")
+
+
+def test_a_plain_text_is_content() -> None:
+    assert parse_output("Hello.") == ParsedOutput("Hello.", None, ())
+    assert parse_output("") == ParsedOutput("", None, ())
+
+
+def test_both_forms_of_tools_give_values_their_types() -> None:
+    text = "<tool_call><function=f><parameter=n>3</parameter></function></tool_call>"
+    for tools in ([F], [{"type": "function", "function": F}]):
+        assert parse_output(text, tools=tools).tool_calls[0].arguments == {"n": 3}
+    assert parse_output(text).tool_calls[0].arguments == {"n": "3"}
+
+
+def test_named_parsers_are_used() -> None:
+    assert parse_output(CALL, tool_call_parser="none").content == CALL
+    assert parse_output(f"<think>a</think>{CALL}", reasoning_parser="none").content == "<think>a</think>"
+    assert parse_output(CALL, tool_call_parser="mistral").tool_calls == ()
+
+
+def test_a_template_shows_the_parsers() -> None:
+    found = parse_output(f"a</think>{CALL}", template="<tool_call> </think>")
+    assert (found.reasoning, len(found.tool_calls)) == ("a", 1)
+    assert parse_output(CALL, template="[TOOL_CALLS]").tool_calls == ()
+
+
+def test_reasoning_that_the_prompt_began_is_found_by_its_end() -> None:
+    assert parse_output("Hm.</think>Yes.", reasoning_parser="qwen3") == ParsedOutput("Yes.", "Hm.", ())
+    assert parse_output("Hm.", reasoning_parser="qwen3", in_reasoning=True) == ParsedOutput("", "Hm.", ())
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in FAULT_CASES if case.calls and not case.in_reasoning], ids=lambda case: f"{case.parsers[0]}: {case.title}"
+)
+def test_a_text_shows_the_parsers_of_its_calls(case: FaultCase) -> None:
+    found = parse_output(case.output, tools=TOOLS)
+    assert [call.name for call in found.tool_calls] == [name for name, _ in case.calls]
+
+
+def test_every_parser_reads_its_own_case_without_tools() -> None:
+    for case in CASES:
+        if case.name in ("a call", "a function", "a section", "invocations", "names", "a list after a token", "keys and values"):
+            assert parse_output(case.output, tool_call_parser=case.formats[0]).tool_calls
+
+
+def test_a_tool_without_a_name_is_refused() -> None:
+    with pytest.raises(RequestError, match="name"):
+        parse_output("a", tools=[{"type": "function"}])
+    with pytest.raises(RequestError, match="schema"):
+        parse_output("a", tools=[{"name": "f", "parameters": []}])
+
+
+def test_an_unknown_parser_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tool_call_parser is 'json': use one of auto"):
+        parse_output("a", tool_call_parser="json")
+    with pytest.raises(ConfigError, match="reasoning_parser"):
+        parse_output("a", reasoning_parser="thoughts")
+
+
+def test_synonyms_mean_the_parsers_of_the_tables() -> None:
+    for name, meant in TOOL_CALL_SYNONYMS.items():
+        assert OutputFormat(name, "none").tool_call_parser == meant
+    for name, meant in REASONING_SYNONYMS.items():
+        assert OutputFormat("none", name).reasoning_parser == meant
+
+
+def test_the_generic_prompt_describes_tools_and_the_form_that_is_read() -> None:
+    prompt = generic_tool_prompt(TOOLS)
+    assert '"name": "f"' in prompt
+    form = next(line for line in prompt.splitlines() if line.startswith('{"tool_call"'))
+    found = parse_output(form, tool_call_parser="generic").tool_calls
+    assert found == (ParsedToolCall("the function's name", {"a parameter": "its value"}, found[0].id),)
