@@ -11,7 +11,7 @@
 # make test-clients
 #               tests beside foreign programs, each in an environment of its own that is built the first time; record:
 #               docs/dev/test-clients.txt. llama.cpp takes ten minutes, a C++ compiler and OpenBLAS with its headers (Debian: g++
-#               libopenblas-dev pkg-config), speculators Python 3.11 or later; the page's tests take Debian's chromium
+#               libopenblas-dev pkg-config); the page's tests take Debian's chromium
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -36,10 +36,15 @@ CONTAINERS := $(CLIENTS)/containers/.installed
 PEFT := $(CLIENTS)/peft/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
+SCHEMA_SUITE := $(CLIENTS)/json-schema-suite/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
 # the record keeps what was counted, what failed or was skipped, and the times; not a line for every test
 RECORDED := '^([a-z -]+: [0-9,]+$$|FAILED|ERROR|SKIPPED|=+ slowest|[0-9.]+s (call|setup)|[0-9]+ (passed|failed)|sanitizers: )'
+
+# the oldest Python that pyproject.toml allows; the check runs in older ones too
+MIN_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"$$/\1/p' pyproject.toml)
+CHECK_PYTHON := import sys; sys.exit("paceline needs Python $(MIN_PYTHON) or later, this is %d.%d: make PYTHON=python$(MIN_PYTHON)" % sys.version_info[:2] if "%d.%02d" % sys.version_info[:2] < "$(MIN_PYTHON)" else 0)
 
 SANITIZE := $(BIN)/python tools/sanitize_kernels.py $(if $(filter command environment,$(firstword $(origin CC))),--compiler $(CC))
 
@@ -51,7 +56,7 @@ all: $(STAMP)
 # torch comes first and alone: its CPU build is a tenth of the size of the CUDA one, but pip only takes it when asked by its full
 # version, and only some sources offer it. Once any torch >= 2.6 is there, the second install is satisfied by it.
 $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/kernels/*)
-	@$(PYTHON) -c 'import sys; sys.exit(f"paceline needs Python 3.10 or later, this is {sys.version.split()[0]}: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@echo "setting up $(VENV): torch and other packages, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null \
@@ -93,7 +98,6 @@ $(LLAMA_CPP):
 
 # Only what its classes import, beside torch's CPU build: by itself it brings the CUDA one and what it serves models with.
 $(SPECULATORS):
-	@$(PYTHON) -c 'import sys; sys.exit("speculators needs Python 3.11 or later: make test-clients PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
 	$(@D)/bin/python -m pip install --quiet transformers==5.19.0 "datasets<=5.1.0" openai pydantic pydantic-settings loguru
@@ -130,8 +134,15 @@ $(SERVERS):
 	  "lm-eval[api]==0.4.13" transformers==5.23.0 schemathesis==4.32.5 playwright==1.65.2
 	touch $@
 
+# The official test suite of JSON Schema, which the source distribution of jsonschema contains.
+$(SCHEMA_SUITE): | $(STAMP)
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest $(@D) jsonschema==4.26.0
+	tar -xzf $(@D)/jsonschema-4.26.0.tar.gz -C $(@D) --strip-components=2 jsonschema-4.26.0/json/tests
+	touch $@
+
 # The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.
-test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY)
+test-clients: $(STAMP) $(LLAMA_CPP) $(SPECULATORS) $(CONTAINERS) $(PEFT) $(SERVERS) $(RAY) $(SCHEMA_SUITE)
 	@mkdir -p $(dir $(CLIENTS_RECORD))
 	@{ echo "commit $(COMMIT)"; echo "date   $$(date -u +%Y-%m-%dT%H:%M:%SZ)"; echo; } | tee $(CLIENTS_RECORD)
 	$(PYTEST) --color=no -s tests/clients --clients $(CLIENTS) -o faulthandler_timeout=3600 $(ARGS) 2>&1 | tee -a $(CLIENTS_RECORD)

@@ -5,14 +5,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, overload
-
-from typing_extensions import Unpack
+from typing import Unpack, cast, overload
 
 from paceline.config import Quant
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine, EngineStats
-from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_prompts, one_of, params_of_each
+from paceline.engine.inputs import (
+    ChatOptions,
+    Messages,
+    Params,
+    Prompt,
+    RequestOptions,
+    as_prompts,
+    one_of,
+    params_of_each,
+    split_chat_options,
+)
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
@@ -217,12 +225,12 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> RequestOutput: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Messages], params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Sequence[Messages], params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> list[RequestOutput]: ...
 
     @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
@@ -232,14 +240,15 @@ class LLM:
         params: Params = None,
         *,
         sampling_params: Params = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a conversation, or several.
 
         Args:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a text or a list of
                 parts {"type": "text", "text": text}, which are joined by line ends.
-            params, sampling_params, options: as for `generate`.
+            params, sampling_params: as for `generate`.
+            options: see `ChatOptions`.
 
         Returns:
             one output for one conversation, a list for a list.
@@ -257,7 +266,8 @@ class LLM:
         each = params_of_each(one_of(params, sampling_params), len(conversations))
         if is_one and each[0].n > 1:
             raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
-        outputs = self._run([self._maker.chat_ids(conversation) for conversation in conversations], each, options)
+        prompt, request = split_chat_options(options)
+        outputs = self._run([self._maker.chat_ids(conversation, **prompt) for conversation in conversations], each, request)
         return outputs[0] if is_one else outputs
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
@@ -272,10 +282,11 @@ class LLM:
 
     @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> Iterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds."""
-        return self._stream(self._maker.chat_ids(messages), one_of(params, sampling_params), options)
+        prompt, request = split_chat_options(options)
+        return self._stream(self._maker.chat_ids(messages, **prompt), one_of(params, sampling_params), request)
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -84,8 +84,6 @@ NEEDLESS = {
     "best_of": "n makes several outputs",
     "tensor_parallel_size": "a model runs on one machine's processors, or on one GPU",
     "trust_remote_code": "code that a checkpoint brings is never run",
-    "chat_template_kwargs": "a chat template gets the messages alone",
-    "add_generation_prompt": "the answer is always asked for",
     "tokenizer": "the model's own is used",
 }
 """Other libraries' arguments that we do not have, and why."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline import isolated
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
 from paceline.tokenizer import chat_template
 from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, most_characters
@@ -126,8 +127,8 @@ def test_a_process_that_is_killed_while_it_renders_fails_one_conversation() -> N
 
 
 def pid_of(template: ChatTemplate) -> int:
-    assert template._running is not None
-    return template._running.process.pid
+    assert template.isolated.pid is not None
+    return template.isolated.pid
 
 
 def is_alive(pid: int) -> bool:
@@ -154,7 +155,7 @@ import os, sys
 from paceline.tokenizer.chat_template import ChatTemplate
 template = ChatTemplate({PLAIN!r}, {{"bos_token": ""}})
 template.check()
-print(template._running.process.pid, flush=True)
+print(template.isolated.pid, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), 9)
 """
@@ -200,7 +201,7 @@ def test_a_forked_process_renders_with_one_of_its_own() -> None:
             answers.put(template.render([{"role": "user", "content": "in the child"}], add_generation_prompt=False))
         answers.put(str(pid_of(template)))
 
-    with template._lock:  # as a thread would that renders at this moment
+    with template.isolated._lock:  # as a thread would that renders at this moment
         process = context.Process(target=child)
         process.start()
     for _ in range(20):
@@ -241,11 +242,11 @@ def test_rendering_takes_less_than_a_millisecond_and_starting_little() -> None:
 
 def test_without_a_python_to_start_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("/no/such/python", "", "/bin/true"):
-        monkeypatch.setattr(chat_template.sys, "executable", program)
+        monkeypatch.setattr(isolated.sys, "executable", program)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
             ChatTemplate(PLAIN, {}).render(HELLO, add_generation_prompt=False)
     monkeypatch.undo()
-    monkeypatch.setattr(chat_template.sys, "frozen", True, raising=False)
+    monkeypatch.setattr(isolated.sys, "frozen", True, raising=False)
     with pytest.raises(BackendUnavailableError, match="it is one program with paceline"):
         ChatTemplate(PLAIN, {}).render(HELLO, add_generation_prompt=False)
 

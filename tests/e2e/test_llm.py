@@ -116,6 +116,23 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert [chunk.output for chunk in llm.stream_chat(one, GREEDY)][-1].token_ids == answer.token_ids
 
 
+def test_a_chat_continues_the_last_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a dog"}]
+    answer = llm.chat(messages, GREEDY, continue_final_message=True)
+    assert llm.tokenizer.decode(answer.prompt_token_ids).endswith("a dog")
+    (streamed,) = [chunk.output for chunk in llm.stream_chat(messages, GREEDY, continue_final_message=True) if chunk.output]
+    assert streamed.token_ids == answer.token_ids
+
+
+def test_control_tokens_of_a_chat_are_text_unless_allowed(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the<|im_end|>"}]
+    ends = {option: llm.chat(messages, GREEDY, allow_special_tokens=option).prompt_token_ids for option in (False, True)}
+    assert ends[True] == llm.tokenizer.apply_chat_template(messages)
+    special = llm.tokenizer.special_token_ids
+    assert len(special.intersection(ends[False])) <= len(special.intersection(ends[True]))
+    assert sum(one in special for one in ends[False]) == sum(one in special for one in ends[True]) - 1
+
+
 STREAMED = {
     "greedy": GREEDY,
     "sampled": SAMPLED,

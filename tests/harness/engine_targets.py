@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from typing_extensions import Unpack
+from typing import Unpack
 
 from paceline import LLM, SamplingParams
 from paceline.engine.inputs import RequestOptions

@@ -48,7 +48,7 @@ def transformers_output(directory: Path, token_ids: list[int], dtype: str = "flo
     import torch
     from transformers import AutoModelForCausalLM
 
-    # transformers 5.20, the last for Python 3.10, lets gemma2 take an attention that does not cap its scores
+    # transformers 5.20 lets gemma2 take an attention that does not cap its scores
     config = read_config(directory)
     plain = {} if config.attention.soft_cap is None and not config.attention.has_sinks else {"attn_implementation": "eager"}
     if any(isinstance(layer.mlp, ExpertMLP) for layer in config.layers):

@@ -12,10 +12,13 @@ import pytest
 from harness.checkpoints import write_byte_level_tokenizer
 from harness.markup_cases import TOOLS, Case, events_of, parsed
 from harness.tool_model import TEMPLATE
+from paceline.engine.batch import RequestMaker
+from paceline.engine.chat_messages import has_calls
+from paceline.engine.chat_prompt import chat_prompt
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.tokenizer.chat_template import ChatTemplate
-from paceline.tokenizer.template_process import BROKEN
+from paceline.tokenizer.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,7 +135,6 @@ TEMPLATES = {
 {%+ if true %}  kept {% endif +%}
    {% endif %}
 end   """,
-    "lists and texts": """{% set items = [] %}{% set _ = items.append(1) %}{{ items }}""",  # the sandbox refuses
     "a namespace of lists": """{% set ns = namespace(parts=[], self='me') %}
 {% for m in messages %}{% set ns.parts = ns.parts + [m.role[:1]] %}{% endfor %}{{ ns.parts }}{{ ns.self }}""",
     "a refused namespace": """{% set ns = namespace(_private=1) %}""",
@@ -214,7 +216,7 @@ def compare(pretrained: Any, source: str) -> int:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_devices_of_published_templates_make_the_same_texts(pretrained: Any, name: str) -> None:
     num_texts = compare(pretrained, TEMPLATES[name])
-    assert (num_texts == 0) == (name in ("lists and texts", "a refused namespace", "a missing value"))
+    assert (num_texts == 0) == (name in ("a refused namespace", "a missing value"))
 
 
 def test_the_templates_of_checkpoints_at_hand_make_the_same_texts(pretrained: Any, mini_dir: Path) -> None:
@@ -254,12 +256,93 @@ def test_what_templates_write_for_a_call_is_read_as_that_call(pretrained: Any, m
     assert num_read >= 1
 
 
+def test_a_template_may_change_its_own_lists_unlike_in_transformers() -> None:
+    source = "{% set found = [] %}{% for m in messages %}{% set _ = found.append(m.role) %}{% endfor %}{{ found | map('upper') | tojson }}"
+    for _ in range(2):
+        assert ChatTemplate(source, {}).render(CONVERSATIONS[1], add_generation_prompt=False) == '["SYSTEM", "USER"]'
+
+
 def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }}"
     assert ChatTemplate(source, pretrained.special_tokens_map).render(CONVERSATIONS[0], add_generation_prompt=False) == "<s></s><unk><pad>"
 
 
-def test_both_programs_mean_the_same_by_an_exit_code() -> None:
-    from paceline.tokenizer import chat_template
+CONTROL_TEXTS = ("{}", "a{}b", "{}\n{}", "<{}>")
+PROMPT_TEMPLATES = (TEMPLATE, TEMPLATES["ChatML"], TEMPLATES["namespaces and thoughts"], TEMPLATES["turns that alternate"])
+PROMPTS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "hello  world\n\n12345 <b>x</b>"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " hi é你😀 "}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}, {"role": "user", "content": ">c<"}],
+    [*CALL, {"role": "tool", "tool_call_id": "a1B2c3D4e", "name": "weather", "content": '{"sky": "<clear>"}'}],
+]  # fmt: skip
 
-    assert chat_template._BROKEN == BROKEN
+
+def tokenizers_at_hand(mini: Path) -> Iterator[Path]:
+    """Folders and files with a tokenizer that transformers or paceline opens."""
+    shared = mini.parents[5].parent / "shared" / "data"
+    yield from (path.parent for folder in (mini.parent, shared) for path in sorted(folder.rglob("tokenizer.json")))
+    yield from (path.parent for path in sorted(shared.rglob("merges.txt")))
+    yield from sorted(shared.rglob("*.gguf"))
+
+
+def opened_both(path: Path) -> tuple[Any, Any]:
+    """Our tokenizer, and transformers' with the same backend."""
+    ours: Any = Tokenizer.open(path)
+    other: Any = Tokenizer.open(path)  # transformers changes its backend's settings with every call
+    pretrained = other._pretrained
+    if path.suffix == ".gguf":
+        pretrained = transformers.PreTrainedTokenizerFast(tokenizer_object=pretrained.backend_tokenizer, **pretrained.special_tokens_map)
+        special = [ours.piece(token_id) for token_id in sorted(ours.special_token_ids)]
+        pretrained.add_special_tokens({"additional_special_tokens": special})
+    return ours, pretrained
+
+
+def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    ours._pretrained.chat_template = source
+    maker = RequestMaker(ours, vocab_size=ours.vocab_size, max_context=1 << 16, eos_token_ids=())
+    return chat_prompt(maker, messages, **options).token_ids
+
+
+def test_prompts_have_the_ids_of_transformers_with_every_tokenizer_at_hand(mini_dir: Path) -> None:
+    paths = list(tokenizers_at_hand(mini_dir))
+    if len(paths) < 5:
+        pytest.skip(f"only {len(paths)} tokenizers are at hand, of shared/data none")
+    num_compared = 0
+    for path in paths:
+        ours, pretrained = opened_both(path)
+        for source in PROMPT_TEMPLATES:
+            for messages in PROMPTS:
+                _, refusal = theirs(pretrained, source, messages, prompt=True)
+                shows_calls = "tools" in source or not has_calls(messages)  # else calls are written as text
+                if refusal is None and shows_calls:
+                    with_ids = pretrained.apply_chat_template(messages, chat_template=source, add_generation_prompt=True, return_dict=False)
+                    assert prompt_ids(ours, source, messages) == with_ids, (path.name, messages)
+                    num_compared += 1
+    assert num_compared > 4 * len(paths)
+
+
+def test_spelled_out_control_tokens_have_the_ids_that_transformers_gives_text(mini_dir: Path) -> None:
+    num_compared = 0
+    for path in tokenizers_at_hand(mini_dir):
+        ours, pretrained = opened_both(path)
+        for token_id in sorted(ours.special_token_ids)[:4]:
+            control = ours.piece(token_id)
+            if ours.encode(f"{control}the", add_special_tokens=False)[1:] != ours.encode("the", add_special_tokens=False):
+                continue  # the beginning of a text gets a space
+            source = "{% for message in messages %}" + control + "{{ message.content }}{% endfor %}"
+            for text in (text.replace("{}", control) for text in CONTROL_TEXTS):
+                plain = pretrained(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                found = prompt_ids(ours, source, [{"role": "user", "content": text}, {"role": "assistant", "content": text}])
+                assert found == [token_id, *plain, token_id, *plain], (path.name, text)
+                num_compared += 1
+    assert num_compared >= 8
+
+
+@pytest.mark.parametrize("name", ["ChatML", "turns that alternate", "namespaces and thoughts", "other role names"])
+@pytest.mark.parametrize("text", ["It is", "It is ", "<think>\nhm", "  It\n\n"])
+def test_a_continued_message_is_rendered_as_transformers_does(pretrained: Any, name: str, text: str) -> None:
+    messages = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": text}]
+    expected = pretrained.apply_chat_template(
+        messages, chat_template=TEMPLATES[name], continue_final_message=True, return_dict=False, add_generation_prompt=False
+    )
+    assert prompt_ids(Tokenizer(pretrained), TEMPLATES[name], messages, continue_final_message=True) == expected

@@ -9,7 +9,7 @@ from draw_imports import REPOSITORY, Import, drawn, graph, imports, modules
 
 # Who may import whom. A target is a file or a folder with all its files; `x.__init__` is only what the folder x itself exports.
 # Everyone may import `errors`, a folder its own files.
-LEAVES = {"config", "installation", "model_directory", "small_files", "spelling"}
+LEAVES = {"config", "installation", "isolated", "model_directory", "small_files", "spelling"}
 SPECULATION = {*LEAVES, "runtimes.base", "runtimes.pass_costs", "sampling", "kv_cache", "tokenizer"}
 DRAFTERS = {*LEAVES, "speculation", "runtimes", "models", "sampling", "kv_cache", "hub", "tokenizer"}
 ENGINE = {
@@ -21,11 +21,12 @@ ENGINE = {
     "kv_cache",
     "sampling",
     "tokenizer",
+    "parsing",
     "models",
     "outputs",
     "hub",
 }
-LLM = {*ENGINE, "engine", "parsing"}
+LLM = {*ENGINE, "engine"}
 ABOVE_LLM = {*LLM, "llm"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -34,6 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "small_files": set(),
     "model_directory": {"small_files"},
     "installation": set(),
+    "isolated": set(),
     "spelling": set(),
     "hub": LEAVES,
     "tokenizer": {*LEAVES, "models.gguf.file"},

@@ -2,10 +2,9 @@
 
 import asyncio
 import inspect
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import pytest
-from typing_extensions import Unpack
 
 from paceline.errors import ConfigError, RequestError
 from paceline.spelling import suggest_arguments, unknown_argument

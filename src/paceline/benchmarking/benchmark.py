@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
     Raises:
         PacelineError: something that was asked for does not exist or cannot work; nothing was measured.
     """
-    started_s, date, load_before = time.monotonic(), datetime.now(timezone.utc), load_average()
+    started_s, date, load_before = time.monotonic(), datetime.now(UTC), load_average()
     workloads = chosen_workloads(plan)
     target = resolve(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
     config, tokenizer = read_model_config(target), Tokenizer.open(target)

@@ -10,12 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
-
-from typing_extensions import Unpack
+from typing import Any, TypeVar, Unpack
 
 from paceline.engine.engine import EngineStats
-from paceline.engine.inputs import Messages, Params, Prompt, RequestOptions, as_prompts, one_of
+from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, one_of, split_chat_options
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
 from paceline.engine.worker import Command, Listener, Update, Worker, call_soon
 from paceline.errors import ConfigError
@@ -87,10 +85,11 @@ class AsyncEngine:
 
     @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
     async def chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> list[RequestOutput]:
         """Answer one conversation, with `params.n` outputs; the rest as for `generate`."""
-        return await self._collect(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), options)
+        prompt, request = split_chat_options(options)
+        return await self._collect(lambda: [self.opened.maker.chat_ids(messages, **prompt)], one_of(params, sampling_params), request)
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(
@@ -104,10 +103,11 @@ class AsyncEngine:
 
     @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
     def stream_chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
+        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> AsyncIterator[StreamChunk]:
         """Answer one conversation, yielding what every step adds; the rest as for `stream`."""
-        return self._stream(lambda: [self.opened.maker.chat_ids(messages)], one_of(params, sampling_params), options)
+        prompt, request = split_chat_options(options)
+        return self._stream(lambda: [self.opened.maker.chat_ids(messages, **prompt)], one_of(params, sampling_params), request)
 
     @suggest_arguments("stream_batch", of_sampling=SAMPLING_NAMES)
     async def stream_batch(

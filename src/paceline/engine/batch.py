@@ -1,11 +1,14 @@
 """From what a user asked to a request, and from a finished request to what the user gets."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
-from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids, with_plain_texts
+from paceline.engine.chat_prompt import chat_prompt_ids
+from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
@@ -17,6 +20,8 @@ from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
 from paceline.speculation.stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class RequestMaker:
         suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
         num_threads: that share the walks of a step.
+        notices: those that were logged.
         walks: draws whole walks; None where there are no kernels.
     """
 
@@ -62,6 +68,7 @@ class RequestMaker:
     suppressed_token_ids: Sequence[int] = ()
     num_threads: int = 1
     cache_tokens: int | None = None
+    notices: set[str] = field(default_factory=set)
     compiler: GrammarCompiler = field(init=False)
     walks: CompiledWalks | None = field(init=False)
 
@@ -76,6 +83,8 @@ class RequestMaker:
             RequestError: it is empty, holds an id that does not exist, or does not fit the context.
         """
         given = text_or_ids(prompt)
+        if isinstance(given, str):
+            self.check_num_chars(len(given))
         ids = self.tokenizer.encode(given) if isinstance(given, str) else given
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
@@ -84,13 +93,41 @@ class RequestMaker:
             raise self._too_long(len(ids))
         return ids
 
-    def chat_ids(self, messages: Messages) -> list[int]:
-        """The token ids of a conversation, as `prompt_ids`.
+    def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
+        """The token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
 
         Raises:
-            RequestError: as `prompt_ids`, or the model has no form for these messages.
+            RequestError: as `prompt_ids` and `chat_prompt`.
+            BackendUnavailableError: as `chat_prompt`.
         """
-        return self.prompt_ids(self.tokenizer.apply_chat_template(with_plain_texts(messages), max_context=self.max_context))
+        return self.prompt_ids(chat_prompt_ids(self, messages, **options))
+
+    def check_num_chars(self, num_chars: int) -> None:
+        """Check, without encoding it, that a text may fit the context.
+
+        Raises:
+            RequestError: it has more characters than so many tokens can have.
+        """
+        limit = self.max_context * self.tokenizer.longest_piece
+        if num_chars > limit:
+            raise self._over_limit(
+                f"the prompt has {num_chars} characters, the context holds {self.max_context} tokens, {limit} characters"
+            )
+
+    def check_num_messages(self, num_messages: int) -> None:
+        """Check that a conversation may fit the context: each message has a token at least.
+
+        Raises:
+            RequestError: there are more than the context has tokens.
+        """
+        if num_messages > self.max_context:
+            raise self._over_limit(f"the conversation has {num_messages} messages, the context holds {self.max_context} tokens")
+
+    def notify(self, notice: str) -> None:
+        """Log a notice, once."""
+        if notice not in self.notices:
+            self.notices.add(notice)
+            log.warning(notice)
 
     def controls(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
         """What goes with each of `num_prompts` prompts.
@@ -280,6 +317,9 @@ class RequestMaker:
 
     def _too_long(self, num_tokens: int) -> RequestError:
         text = f"the prompt has {num_tokens} tokens, the context holds {self.max_context} and at least one must be left for the output"
+        return self._over_limit(text)
+
+    def _over_limit(self, text: str) -> RequestError:
         return RequestError(f"{text}: {self.way_out}", parameter="prompt", code="context_length_exceeded")
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:

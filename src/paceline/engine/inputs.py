@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
 from paceline.errors import RequestError
+from paceline.parsing.tools import Tool
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.request import RequestSpeculation
 
@@ -34,6 +35,41 @@ class RequestOptions(TypedDict, total=False):
     speculation: RequestSpeculation | Mapping[str, object] | None
     cache_salt: str | bytes | None
     shown_token_ids: Sequence[int]
+
+
+class ChatOptions(RequestOptions, total=False):
+    """What may go with a conversation, as keyword arguments.
+
+    Attributes:
+        tools: functions that may be called: {"type": "function", "function": {"name", "description", "parameters"}}.
+        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
+        add_generation_prompt: whether the assistant's turn is begun; True by default.
+        continue_final_message: whether the output continues the text of the last message, an assistant's. No turn is begun then.
+        allow_special_tokens: whether control tokens that the messages spell out, such as "<|im_end|>", are control tokens. By default
+            they are ordinary text.
+    """
+
+    tools: Sequence[Tool | Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    allow_special_tokens: bool
+
+
+_CHAT_OPTION_NAMES = {
+    "tools": "tools",
+    "chat_template_kwargs": "template_options",
+    "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message",
+    "allow_special_tokens": "allow_special_tokens",
+}
+
+
+def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
+    """The arguments of `chat_prompt.chat_prompt` in these options, and the options of the request."""
+    prompt = {_CHAT_OPTION_NAMES[name]: value for name, value in options.items() if name in _CHAT_OPTION_NAMES and value is not None}
+    request = {name: value for name, value in options.items() if name not in _CHAT_OPTION_NAMES}
+    return prompt, cast(RequestOptions, request)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.parsing.tools import Tool
+from paceline.sampling.json_schema import servable_schema
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -65,7 +66,7 @@ class ToolCallGrammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON on one line."""
-        return self.rule(f"%json {json.dumps({'x-guidance': _ONE_LINE, **schema})}")
+        return self.rule(f"%json {json.dumps({'x-guidance': _ONE_LINE, **servable_schema(schema)})}")
 
     def json_text(self, schema: str) -> str:
         """The same of a schema's text."""

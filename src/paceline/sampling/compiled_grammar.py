@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, RequestError, library_errors
 from paceline.installation import install_extra
 from paceline.sampling.grammar import Grammar, GrammarKind
+from paceline.sampling.json_schema import servable_schema
+from paceline.sampling.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -37,6 +40,7 @@ class GrammarVocabulary:
             raise BackendUnavailableError(f"grammars need llguidance: {install_extra('grammar')}") from error
         self.llguidance: Any = llguidance
         self.size = tokenizer.vocab_size
+        self._tokens_with: dict[bytes, NDArray[np.bool_]] = {}
         self.eos_ids = np.array(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size}), np.int64)
         self.eos_set = frozenset(self.eos_ids.tolist())
         text = tokenizer.to_json()
@@ -47,6 +51,15 @@ class GrammarVocabulary:
         with library_errors("grammar: the tokenizer of this model cannot be held to one; generate without it", _refused):
             self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
         self.num_words = (self.ids.vocab_size + 31) // 32
+
+    def tokens_with(self, wanted: bytes) -> NDArray[np.bool_]:
+        """[size] bool: which tokens hold any of the bytes; all of them if there are none."""
+        if not wanted:
+            return np.ones(self.size, np.bool_)
+        if wanted not in self._tokens_with:
+            found = [not set(wanted).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
+            self._tokens_with[wanted] = np.array(found, np.bool_)
+        return self._tokens_with[wanted]
 
     def bytes_of(self, token_id: int) -> bytes:
         """The text of a token; empty for ids that do not exist."""
@@ -77,10 +90,18 @@ class CompiledGrammar:
             self._first.compute_bitmask()  # for some grammars only this shows that no text matches
         if self._first.is_error():
             raise RequestError(f"grammar: {reason_of(self._first)}", parameter="grammar")
+        self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
+        if self._unique_items is not None:
+            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # now, as it takes longer than a step
+                vocabulary.tokens_with(ending_bytes)
 
     def matcher(self) -> Any:
         """A fresh matcher; all of them share the grammar's automaton, which grows with use."""
         return self._first.deep_copy()
+
+    def unique_items_state(self) -> UniqueItemsState | None:
+        """What an output must be followed with besides the matcher; None = nothing."""
+        return None if self._unique_items is None else UniqueItemsState(self._unique_items)
 
     def renew(self) -> Any:
         """A fresh matcher with a new automaton, which matchers of later requests share."""
@@ -96,6 +117,8 @@ def reason_of(matcher: Any) -> str:
     text: str = matcher.get_error()
     if text.startswith("NoExtension"):
         return "no text matches it"
+    if text.startswith("oneOf constraints are not supported"):
+        return "`oneOf` cannot be enforced where several cases may hold: use `anyOf`, or give each case a property with its own `const`"
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON]
 
 
@@ -120,7 +143,7 @@ def _text_of(grammar: Grammar, matcher: Any) -> str:
         # Lark's strings are JSON's
         text = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
     else:
-        text = matcher.grammar_from_json_schema(grammar.text, defaults=_ONE_LINE)
+        text = matcher.grammar_from_json_schema(json.dumps(servable_schema(json.loads(grammar.text))), defaults=_ONE_LINE)
     return str(text)
 
 

@@ -1,6 +1,7 @@
 """What an output must match: a grammar by its text. Checked for form here, compiled for a model by `sampling/matcher.py`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from paceline.errors import RequestError
 
 MAX_TEXT = 1_000_000  # characters
 MAX_MARKER = 100  # characters of a `reasoning_end`
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _ANY_OBJECT = '{"type": "object"}'
 _ANY_WHITESPACE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 
@@ -58,6 +60,8 @@ class Grammar:
             _parsed_schema(self.text)
         elif self.kind is GrammarKind.CHOICE:
             self.choices()
+        elif self.kind is GrammarKind.LARK and _GBNF_RULE.search(self.text):
+            _refuse("it is written in GBNF (`root ::= ...`): write it in Lark, with rules `start: ...` and regular expressions `/[a-z]+/`")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":

@@ -130,6 +130,7 @@ class GrammarMatcher:
         self._vocabulary = compiled.vocabulary
         self._matcher = compiled.matcher()
         self._reasoning = reasoning
+        self._unique_items = compiled.unique_items_state()
         self._has_ended = False
         self._committed: list[int] = []  # what the matcher consumed for good
         self._ahead: list[int] = []  # and what it consumed on its way down a path
@@ -158,6 +159,8 @@ class GrammarMatcher:
             scores.fill(-np.inf)
         else:
             allowed = self._allowed(len(scores))
+            if self._unique_items is not None:
+                self._forbid_duplicates(allowed, inside)
             if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # which way is cheaper
                 _keep(scores, allowed.nonzero()[0])
             else:
@@ -175,6 +178,10 @@ class GrammarMatcher:
         if self._ahead[:1] != [token_id] and self._go_to((token_id,)) == 0:
             text = self._vocabulary.bytes_of(token_id)
             raise RequestError(f"grammar: the output goes on with {text!r}, which it does not allow", parameter="grammar")
+        if self._unique_items is not None:
+            self._unique_items.feed(self._vocabulary.bytes_of(token_id))
+            if self._unique_items.has_duplicate:
+                raise RequestError("grammar: the output repeats an item of an array with `uniqueItems`", parameter="grammar")
         self._committed.append(self._ahead.pop(0))
 
     def num_allowed(self, path: Sequence[int]) -> int:
@@ -254,6 +261,27 @@ class GrammarMatcher:
         for eos_id in self._vocabulary.eos_ids.tolist():
             allowed[eos_id : eos_id + 1] = may_end
         return allowed
+
+    def _forbid_duplicates(self, allowed: NDArray[np.bool_], path: Sequence[int]) -> None:
+        """Clear the tokens after `path` that repeat an item of an array with `uniqueItems`, in place."""
+        assert self._unique_items is not None
+        state = self._unique_items.copy()
+        for token_id in path:
+            state.feed(self._vocabulary.bytes_of(token_id))
+        ending_bytes = state.ending_bytes
+        if ending_bytes is None:
+            return
+        may_repeat = self._vocabulary.tokens_with(ending_bytes)[: len(allowed)]
+        for token_id in np.flatnonzero(allowed[: len(may_repeat)] & may_repeat).tolist():
+            after = state.copy()
+            after.feed(self._vocabulary.bytes_of(token_id))
+            allowed[token_id] = not after.has_duplicate
+        if not allowed.any():
+            raise RequestError(
+                "grammar: every item that may come next repeats an earlier one of an array with `uniqueItems`: allow more items, or bound "
+                "their number with `maxItems`",
+                parameter="grammar",
+            )
 
     def _start_again(self) -> None:
         """Replace a broken matcher with a freshly compiled one."""

@@ -62,7 +62,7 @@ async def within(timeout_s: float, work: Awaitable[Result]) -> Result:
     except asyncio.CancelledError:
         if not is_late or _is_cancelled_besides(task):
             raise
-        raise asyncio.TimeoutError from None
+        raise TimeoutError from None
     finally:
         timer.cancel()
 

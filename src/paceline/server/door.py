@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
@@ -180,7 +180,7 @@ class _Visit:
                 body += part
                 if len(body) > limit:
                     raise too_long
-        except asyncio.TimeoutError:
+        except TimeoutError:
             text = f"the body did not come within {self._settings.body_timeout_s:g} s: send it faster"
             raise HttpError(408, text, kind="timeout_error", code="body_timeout") from None
         self._is_body_due = False
@@ -215,7 +215,7 @@ class _Visit:
         """One line of JSON. Nothing in it was chosen by the client: no path, no header, no text."""
         method = self._scope["method"]
         fields: dict[str, Any] = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": self._id,
             "method": method if method in _METHODS else "other",
             "route": self.route,

@@ -104,7 +104,7 @@ class Gate:
             return True
         try:
             await within(timeout_s, self._idle.wait())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             while self._works:
                 self._works.pop().cancel()
             return False

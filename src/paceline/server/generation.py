@@ -66,7 +66,7 @@ class Generation:
             generating = self.engine.generate(prompts, self._params(job, prompts), **job.options)
             try:
                 outputs = await within(self._remaining_s(started_s), generating)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise self._timed_out() from None
             for output in outputs:
                 self._finish(output, started_s, job)
@@ -82,7 +82,7 @@ class Generation:
                         index, chunk = await within(self._remaining_s(started_s), anext(chunks))
                     except StopAsyncIteration:
                         return
-                    except asyncio.TimeoutError:
+                    except TimeoutError:
                         raise self._timed_out() from None
                     if chunk.output is not None:
                         self._finish(chunk.output, started_s, job)

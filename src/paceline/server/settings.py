@@ -81,7 +81,7 @@ class ServerSettings:
     max_n: int = 16
     max_stop: int = 16
     max_stop_chars: int = 1000
-    max_grammar_chars: int = 65_536
+    max_grammar_chars: int = 1_000_000
     max_tools: int = 256
     max_connections: int = 512
     head_timeout_s: float = 30.0

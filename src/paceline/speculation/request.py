@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from paceline.config import MAX_DRAFT_TOKENS
@@ -28,7 +28,7 @@ class FinishReason(Enum):
     ABORT = "abort"  # its caller went away, or it failed: `Request.error` says which
 
 
-class TokenOrigin(str, Enum):
+class TokenOrigin(StrEnum):
     """Where an output token came from; a string, so that a list of them is JSON."""
 
     PLAIN = "plain"  # a step without drafts

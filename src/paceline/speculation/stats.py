@@ -6,11 +6,11 @@ emitted = accepted + bonus. mean_acceptance_length = emitted / steps (plain deco
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class PlainReason(str, Enum):
+class PlainReason(StrEnum):
     """Why a step ran without drafts; a string, so that counts by reason are JSON."""
 
     OFF = "speculation is off"

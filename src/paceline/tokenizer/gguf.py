@@ -25,6 +25,7 @@ _MAX_MERGING_WORK = 1 << 28  # squares of all pieces' lengths: what looking for 
 # names of tokens that end answers; conversions do not always mark them as such
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
+_TOOL_USE = "tool_use"
 _TWICE = "\U0010fffd"  # tells ids of one text apart, and is not decoded
 
 
@@ -49,14 +50,14 @@ class GgufTokenizer:
         backend: encodes and decodes; adds the BOS and EOS ids the file asks for.
         named_tokens: the file's `bos_token`, `eos_token`, `unk_token` and `pad_token`, those it has.
         end_token_ids: ids that end an answer, ascending.
-        chat_template: Jinja source, where the file has one.
+        chat_templates: Jinja sources by name, "default" that of `tokenizer.chat_template`; empty where the file has none.
         notice: one line a user should see, or None.
     """
 
     backend: Backend
     named_tokens: Mapping[str, str]
     end_token_ids: tuple[int, ...]
-    chat_template: str | None
+    chat_templates: Mapping[str, str]
     notice: str | None
 
 
@@ -80,7 +81,16 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
         backend.post_processor = _frame(fields, vocabulary, add_bos=add_bos)
-    return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), fields.text("chat_template", "") or None, notice)
+    return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), _chat_templates(fields), notice)
+
+
+def _chat_templates(fields: TokenizerFields) -> dict[str, str]:
+    """The default template, and those that `tokenizer.chat_templates` names, such as "tool_use" for conversations with tools."""
+    found = {"default": fields.text("chat_template", "")}
+    for name in fields.texts("chat_templates") if fields.get("chat_templates") is not None else ():
+        found[name] = fields.text(f"chat_template.{name}", "")
+    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it
+    return {name: source for name, source in found.items() if source}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,19 @@ WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFields:
-    """The metadata of one file; names without a dot are those behind `tokenizer.ggml.`."""
+    """The metadata of one file.
+
+    Names without a dot are those of `tokenizer.ggml.`, except that chat templates are directly in `tokenizer.`.
+    """
 
     values: Mapping[str, Any]
     source: object
 
     @staticmethod
     def full_key(name: str) -> str:
-        return "tokenizer.chat_template" if name == "chat_template" else name if "." in name else f"tokenizer.ggml.{name}"
+        if name.startswith("chat_template"):
+            return f"tokenizer.{name}"
+        return name if "." in name else f"tokenizer.ggml.{name}"
 
     def error(self, name: str, value: object, wrong: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {wrong}; {WAY_OUT}")

@@ -1,31 +1,20 @@
-"""The program that renders a chat template, in a process of its own; `chat_template.py` starts it and asks.
+"""Renders a chat template: an untrusted program, which `tokenizer/chat_template.py` runs in a process of its own.
 
-A template is an untrusted program, and a single operation of it can take a minute or all memory, which nothing in the same process could
-stop. So the system limits this process's address space and its time for each answer.
-
-It imports nothing of paceline, and of other packages only jinja2. Its arguments are the limits. Questions and answers are lines of JSON:
-{} once it is ready; {} to {"template"}; then {"text"} to {"messages", "tools", "options", "add_generation_prompt", "names", "most"}; or
-{"error", "message"}.
+It imports nothing of paceline, and of other packages only jinja2.
 """
 
-import faulthandler
 import json
-import os
-import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace
-
-BROKEN = 3
-"""Exit code of a process that could not even say what went wrong; of one that was too late it is 1."""
 
 
 class GenerationBlock(Extension):
@@ -67,12 +56,22 @@ class DictMaker:
         return dict.fromkeys(*arguments)
 
 
+def renderer(source: str) -> Callable[[dict[str, Any]], str]:
+    """The function that renders a template.
+
+    Raises:
+        TemplateError: it cannot be compiled.
+    """
+    return partial(rendered, compiled(source))
+
+
 def compiled(source: str) -> Template:
     """A template in the environment that transformers gives to chat templates; a test compares their texts.
 
-    Source: transformers, `apply_chat_template`.
+    Source: transformers, `apply_chat_template`. Deviations: templates may change their lists (Kimi K2's does; the values are this process's
+    own), and `tojson` takes generators, as llama.cpp's does.
     """
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=DictMaker(), namespace=PublicNamespace)
     return environment.from_string(source)
@@ -89,19 +88,25 @@ def strftime_now(layout: str) -> str:
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
     """JSON that is not escaped for HTML; options by position are those of `json.dumps` that transformers takes, in its order."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(value, **{"ensure_ascii": False, **dict(zip(names, arguments, strict=False)), **options})
+    return json.dumps(value, **{"ensure_ascii": False, "default": _listed, **dict(zip(names, arguments, strict=False)), **options})
 
 
-def rendered(template: Template, question: dict[str, Any]) -> str:
-    """The text of a conversation.
+def _listed(value: object) -> object:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def rendered(template: Template, conversation: dict[str, Any]) -> str:
+    """The text of a conversation: its messages, tools, options, add_generation_prompt, names and the most characters that it may have.
 
     Raises:
-        TemplateError: it has more characters than are wanted.
+        TemplateError: it has more characters.
     """
-    most, length = question["most"], 0
+    most, length = conversation["most"], 0
     parts: list[str] = []
-    given = {name: question[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
-    for part in template.generate(**{**question["names"], **question["options"], **given}):
+    given = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
+    for part in template.generate(**{**conversation["names"], **conversation["options"], **given}):
         parts.append(part)
         length += len(part)
         if length > most:
@@ -109,59 +114,6 @@ def rendered(template: Template, question: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def serve(memory_bytes: int, cpu_seconds: int, wait_seconds: int) -> None:
-    """Answer the questions of standard input until it ends."""
-    compiled("")  # imports what it needs before the limits hold
-    _limit_memory(memory_bytes)
-    _answer({})
-    template: Template | None = None
-    for line in sys.stdin.buffer:
-        faulthandler.dump_traceback_later(wait_seconds, exit=True)  # its watchdog thread does not need the GIL
-        _limit_processor(cpu_seconds)
-        try:
-            question = json.loads(line)
-            if template is None:
-                template, found = compiled(question["template"]), {}
-            else:
-                found = {"text": rendered(template, question)}
-        except Exception as error:
-            found = {"error": type(error).__name__, "message": str(error)[:2000]}
-        _answer(found)
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _answer(found: dict[str, str]) -> None:
-    sys.stdout.buffer.write(json.dumps(found).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
 def _check_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace cannot hold {name!r}: the name begins with an underscore")
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Limit memory, where the system can, and forbid writing files."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-
-def _limit_processor(seconds: int) -> None:
-    """Allow `seconds` more, where the system can."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used = int(usage.ru_utime + usage.ru_stime)
-        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-if __name__ == "__main__":
-    try:
-        serve(*map(int, sys.argv[1:4]))
-    except BaseException:  # out of memory while reporting that
-        os._exit(BROKEN)

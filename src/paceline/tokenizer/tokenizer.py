@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from paceline.errors import CheckpointError, RequestError, library_errors, memor
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
 from paceline.tokenizer.chat_template import ChatTemplate
+from paceline.tokenizer.control_text import ControlTexts
 from paceline.tokenizer.files import open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
@@ -31,6 +33,7 @@ class Tokenizer:
         self.vocab_size = max(self._backend.vocabulary.values()) + 1
         self.special_token_ids = self._backend.special_token_ids
         self._templates: dict[str, ChatTemplate] = {}
+        self._shown: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     @classmethod
     @memory_errors("the tokenizer")
@@ -71,6 +74,16 @@ class Tokenizer:
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Characters of the longest piece. A text has no fewer tokens than its characters divided by this."""
+        return max(map(len, self._backend.vocabulary))
+
+    @cached_property
+    def control_texts(self) -> ControlTexts:
+        """Finds control tokens in texts, and encodes texts in which these are no control tokens."""
+        return ControlTexts(self._pretrained.backend_tokenizer, self._backend.vocabulary)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids the tokenizer does not know stand for nothing.
@@ -153,6 +166,19 @@ class Tokenizer:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
         return template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
 
+    def template_shows(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
+        """Whether the chat template shows all texts of a conversation; it is rendered once for the same texts.
+
+        Also true where it rejects the messages without these texts, so that nothing is known.
+        """
+        template = self._chat_template(has_tools=has_tools)
+        if template is None:
+            return True
+        key = (self.template_source(has_tools=has_tools), tuple(texts))
+        if key not in self._shown:
+            self._shown[key] = _is_shown(template, texts, messages)
+        return self._shown[key]
+
     def check_chat_template(self) -> None:
         """Check that the chat template, if there is one, compiles.
 
@@ -203,16 +229,30 @@ class Tokenizer:
         return IncrementalDetokenizer(self, shown_token_ids)
 
 
+def _is_shown(template: ChatTemplate, texts: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
+    try:
+        rendered = template.render(messages, add_generation_prompt=True)
+        return all(text in rendered for text in texts)
+    except RequestError:
+        pass
+    try:
+        template.render([message for message in messages if message.get("content") not in texts], add_generation_prompt=True)
+    except RequestError:
+        return True
+    return False
+
+
 class _FromGguf:
     """What `Tokenizer` needs of a pretrained tokenizer."""
 
     def __init__(self, parts: GgufTokenizer) -> None:
         self.backend_tokenizer = parts.backend
-        self.chat_template = parts.chat_template
+        self.chat_template = parts.chat_templates
         self.special_tokens_map = parts.named_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # unlike `encode`, this releases the GIL
+        ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 

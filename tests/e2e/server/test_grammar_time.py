@@ -85,7 +85,7 @@ def test_nobody_waits_for_a_compilation_once_the_engine_ends() -> None:
     waiting = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in waiting:
         thread.start()
-    while trial._process is None:
+    while trial.isolated.pid is None:
         time.sleep(0.01)
     trial.close()
     for thread in waiting:

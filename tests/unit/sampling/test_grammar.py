@@ -36,6 +36,13 @@ def test_what_is_no_grammar_is_refused(name: str) -> None:
     assert str(refusal.value).startswith("grammar: ")
 
 
+@pytest.mark.parametrize("text", ['root ::= "a"', "# a list\nroot ::= item+\nitem ::= [a-z]", 'item  ::= "x"\r\nroot ::= item'])
+def test_a_grammar_in_gbnf_is_refused_with_the_way_out(text: str) -> None:
+    with pytest.raises(RequestError, match="written in GBNF"):
+        Grammar.lark(text)
+    assert Grammar.lark(f"start: {json.dumps(text)}")
+
+
 def test_a_kind_may_be_given_by_name() -> None:
     assert Grammar("regex", "a+") == Grammar.regex("a+")  # type: ignore[arg-type]
     assert {Grammar.regex("a+"): 1}[Grammar.regex("a+")] == 1

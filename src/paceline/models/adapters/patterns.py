@@ -5,13 +5,12 @@ A short expression can take for ever. Those that could are matched in a process 
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
+from paceline.isolated import Failure, IsolatedError, Limits, run
 
 ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
@@ -20,16 +19,7 @@ _LAYER = re.compile(r".*?\.[^.]*\.(\d{1,9})\.")
 _MAX_CHARS = 200_000
 _TIMEOUT_S = 10.0
 _MEMORY_BYTES = 1 << 30
-_MATCHER = f"""
-import json, re, sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY_BYTES}, {_MEMORY_BYTES}))
-except (ImportError, OSError, ValueError):
-    pass
-patterns, names = json.load(sys.stdin)
-json.dump([[re.fullmatch(pattern, name) is not None for name in names] for pattern in map(re.compile, patterns)], sys.stdout)
-"""
+_MATCH = "paceline.models.adapters.patterns:match_all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +117,18 @@ def _match(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[li
     if sum(map(len, patterns)) > _MAX_CHARS:
         raise CheckpointError(f"{path} holds regular expressions of more than {_MAX_CHARS} characters: name the modules one by one")
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-W", "ignore", "-c", _MATCHER],
-            input=json.dumps([patterns, names]).encode(), capture_output=True, timeout=_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise CheckpointError(
-            f"{path}: matching {shown} with the modules' names takes longer than {_TIMEOUT_S:g} s: name the modules one by one"
-        ) from None
-    if done.returncode != 0:
-        reason = next(iter(reversed(done.stderr.decode("utf-8", "replace").splitlines())), "the process ended")
-        raise CheckpointError(f"{path}: {shown} cannot be used as regular expressions ({reason[:300]}): name the modules one by one")
-    rows: list[list[bool]] = json.loads(done.stdout)
+        rows: list[list[bool]] = run(_MATCH, json.dumps([patterns, names]), Limits(_TIMEOUT_S, _MEMORY_BYTES))
+    except IsolatedError as error:
+        if error.failure is Failure.TIME:
+            raise CheckpointError(
+                f"{path}: matching {shown} with the modules' names takes longer than {_TIMEOUT_S:g} s: name the modules one by one"
+            ) from None
+        text = f"{path}: {shown} cannot be used as regular expressions ({str(error)[:300]}): name the modules one by one"
+        raise CheckpointError(text) from None
     return rows
+
+
+def match_all(patterns_and_names: tuple[Sequence[str], Sequence[str]]) -> list[list[bool]]:
+    """Whether each pattern matches each name. Runs in a process of its own."""
+    patterns, names = patterns_and_names
+    return [[expression.fullmatch(name) is not None for name in names] for expression in map(re.compile, patterns)]

@@ -3,18 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """What a difference is; a string, so that it is JSON."""
 
     BUG = "bug"
     NEAR_TIE = "near-tie"
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Where a difference was seen first."""
 
     TOKENS = "tokens"

@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def provenance(
     kernels = kernels_path()
     settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _without_token(command),
         "model": engine.model,
         "files": {path.name: path.stat().st_size for path in weight_files(directory)},

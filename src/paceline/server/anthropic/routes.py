@@ -13,7 +13,6 @@ from paceline.server.answering import answered, named
 from paceline.server.anthropic.answers import MessageAnswer
 from paceline.server.anthropic.fields import ConversationFields, MessagesFields
 from paceline.server.anthropic.messages import conversation, offered_tools, tool_use
-from paceline.server.dialogue.conversation import conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.parameters import request_options, sampling_params, schema_grammar
 from paceline.server.service import Service
@@ -86,4 +85,4 @@ def _count(fields: ConversationFields, service: Service) -> int:
     """Also of a conversation that is too long to be answered."""
     request = _chat_request(fields, service, SamplingParams())
     service.dialogue.check(request)
-    return len(conversation_ids(request, service.engine.opened.maker))
+    return len(request.prompt(service.engine.opened.maker).token_ids)

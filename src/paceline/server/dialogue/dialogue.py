@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.engine.batch import RequestMaker
+from paceline.engine.chat_prompt import check_template_options
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
@@ -14,10 +15,9 @@ from paceline.parsing.answer_grammar import answer_grammar
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.sampling.grammar import Grammar
-from paceline.server.dialogue.conversation import check_template, check_tools, conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.dialogue.thinking import thinking_options
-from paceline.server.dialogue.tools import schema_error
+from paceline.server.dialogue.tools import check_tools, schema_error
 from paceline.server.generation import Generation, Job
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -42,7 +42,7 @@ class Dialogue:
             RequestError: it cannot.
         """
         check_tools(request)
-        check_template(request, self._tokenizer)
+        check_template_options(self._tokenizer, request.template_options)
         if request.offered_tools and self.formats.tool_call_parser == NONE:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tools-format", parameter="tools"
@@ -134,7 +134,7 @@ class _Turn:
         return self.samples[sample]
 
     def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
-        ids = maker.prompt_ids(conversation_ids(self.request, maker))
+        ids = maker.prompt_ids(self.request.prompt(maker).token_ids)
         self.in_reasoning = self.formats.has_opened_reasoning(self._text(ids[-_PROMPT_TAIL:]))
         return [ids]
 

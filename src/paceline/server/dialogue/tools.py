@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from paceline.errors import RequestError
 from paceline.parsing.tool_call_grammar import arguments_schema
-from paceline.parsing.tools import Tool
+from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.server.dialogue.request import ChatRequest
@@ -54,6 +54,22 @@ def checked_tools(
     return tuple(replace(tool, place=f"{place}.{parameters}") for place, tool in found)
 
 
+def check_tools(request: ChatRequest) -> None:
+    """Check that the tools have different names and fit the tool choice.
+
+    Raises:
+        RequestError: they do not.
+    """
+    names = [tool.name for tool in request.tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        _refuse("tools", f"tools has two functions with the name {twice!r}: give each a name of its own")
+    if request.tool_use is ToolUse.REQUIRED and not names:
+        _refuse("tool_choice", "tool_choice requires a call, and there are no tools: send tools, or leave it out")
+    if request.tool_name is not None and request.tool_name not in names:
+        _refuse("tool_choice", f"tool_choice names the function {request.tool_name!r}, which is not among the tools: name one of them")
+
+
 def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCompiler) -> RequestError:
     """What is wrong with a request whose grammar does not compile: a schema that does not by itself, or all of them together.
 
@@ -84,3 +100,7 @@ def _refusal(grammar: Grammar, compiler: GrammarCompiler) -> RequestError | None
 
 def _wrong(name: str, text: str) -> NoReturn:
     raise HttpError(400, text, parameter=name, code="invalid_value")
+
+
+def _refuse(parameter: str, text: str) -> NoReturn:
+    raise RequestError(text, parameter=parameter)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from paceline.outputs import RequestOutput
@@ -134,7 +134,7 @@ def head(model: str) -> dict[str, Any]:
 
 def now() -> str:
     """The time as Ollama writes it."""
-    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _call(call: ToolCall) -> dict[str, Any] | None:

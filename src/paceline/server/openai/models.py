@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.sampling.params import SamplingParams
 from paceline.server.answering import named
-from paceline.server.dialogue.conversation import conversation_ids
 from paceline.server.dialogue.request import ChatRequest
 from paceline.server.fields import Fields
 from paceline.server.http_errors import HttpError
@@ -100,8 +99,9 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         messages=conversation(ChatFields(messages=fields.messages or []), settings),
         tools=tools_of(fields.tools, settings),
         template_options=fields.chat_template_kwargs or {},
+        add_generation_prompt=fields.add_generation_prompt is not False,
         params=SamplingParams(),
     )
     with named({"template_options": "chat_template_kwargs"}):
         service.dialogue.check(request)
-        return conversation_ids(request, maker, add_generation_prompt=fields.add_generation_prompt is not False)
+        return request.prompt(maker).token_ids

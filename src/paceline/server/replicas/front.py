@@ -113,7 +113,7 @@ async def _metrics_of(pool: ReplicaPool, name: str) -> str | None:
 
     try:
         return (await asyncio.wait_for(whole(), METRICS_S)).decode()
-    except (asyncio.TimeoutError, ReplicaLostError):
+    except (TimeoutError, ReplicaLostError):
         return None
 
 

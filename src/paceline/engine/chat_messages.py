@@ -1,0 +1,282 @@
+"""The messages and tools of a conversation as chat templates read them, and the changes that make a template accept them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import RequestError
+from paceline.parsing.tools import Tool
+
+Message = dict[str, Any]
+Adaptation = Callable[[Sequence[Message]], list[Message]]
+
+_CALL_ID_LENGTH = 9
+
+
+def as_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Tools from what callers pass: a `Tool`, or a mapping as OpenAI describes functions, with or without {"type": "function"}.
+
+    Raises:
+        RequestError: one is no such description, or two have the same name.
+    """
+    tools = tuple(_as_tool(index, one) for index, one in enumerate(given))
+    names = [tool.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RequestError(f"tools has two functions with the name {twice!r}: give each a name of its own", parameter="tools")
+    return tools
+
+
+def template_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as templates read it. They loop over the properties and add to the description, so both are always there."""
+    parameters = dict(tool.parameters or {})
+    for name, value in (("type", "object"), ("properties", {})):
+        parameters.setdefault(name, value)
+    function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def typed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for templates that read type and description of every property and argument."""
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": _typed(function["parameters"], is_root=True)}}
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]], *, knows_developer: bool) -> list[Message]:
+    """Messages with everything that templates read.
+
+    An assistant's content is a text even where it only calls tools, calls have a type and their arguments as objects, results have the
+    name of their tool, and a developer is a system message unless the template knows that role.
+
+    Raises:
+        RequestError: a call is no call of a function.
+    """
+    names: dict[str, str] = {}
+    found: list[Message] = []
+    for index, given in enumerate(messages):
+        message = dict(given)
+        role = message.get("role")
+        if role == "developer" and not knows_developer:
+            message["role"] = "system"
+        if role in ("assistant", "tool") and message.get("content") is None:
+            message["content"] = ""
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [_template_call(f"messages[{index}].tool_calls", call) for call in calls]
+            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if call.get("id")}
+        elif role == "tool" and not message.get("name") and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+        found.append(message)
+    return found
+
+
+def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Arguments of calls as JSON texts, for templates that write down what they are given."""
+    return [_with_calls(message, _call_as_text) for message in messages]
+
+
+def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """Call ids of nine letters and digits, which Mistral's templates demand; the same id stays the same in a longer conversation."""
+    ids: dict[str, str] = {}
+
+    def short(given: Any) -> Any:
+        if not isinstance(given, str) or (len(given) == _CALL_ID_LENGTH and given.isalnum()):
+            return given
+        return ids.setdefault(given, f"call{len(ids):05d}")
+
+    found = [_with_calls(message, lambda call: {**call, "id": short(call.get("id", ""))}) for message in messages]
+    return [{**one, "tool_call_id": short(one["tool_call_id"])} if one.get("tool_call_id") else one for one in found]
+
+
+def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
+    """Several calls of one message as messages with one call each, followed by its result, for templates that allow no more."""
+    found: list[Message] = []
+    used: set[int] = set()
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if index in used:
+            continue
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        results = []
+        for later in range(index + 1, len(messages)):
+            if messages[later].get("role") != "tool":
+                break
+            results.append(later)
+        for number, call in enumerate(calls):
+            found.append({**(message if number == 0 else {"role": message["role"], "content": ""}), "tool_calls": [call]})
+            own = [one for one in results if one not in used and messages[one].get("tool_call_id") == call.get("id")]
+            used.update(own)
+            found += [messages[one] for one in own]
+    return found
+
+
+def with_texts_in_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """The text of a message with reasoning and calls as a part of the reasoning, for templates that allow one of the two."""
+    return [
+        {**message, "reasoning_content": _joined(message["reasoning_content"], message["content"]), "content": ""}
+        if message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
+        else message
+        for message in messages
+    ]
+
+
+def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
+    """Neighbouring messages of a system, a user or an assistant as one, for templates whose roles must alternate."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last is None or last.get("role") != message.get("role") or message.get("role") not in ("system", "user", "assistant"):
+            found.append(message)
+            continue
+        merged = {**last, **message, "content": _joined(last.get("content"), message.get("content"))}
+        if last.get("tool_calls") and message.get("tool_calls"):
+            merged["tool_calls"] = [*last["tool_calls"], *message["tool_calls"]]
+        found[-1] = merged
+    return found
+
+
+def with_folded_system(messages: Sequence[Message]) -> list[Message]:
+    """System texts at the beginning of the next user message, for templates without a system role."""
+    return _folded(messages, 0)
+
+
+def with_folded_later_system(messages: Sequence[Message]) -> list[Message]:
+    """The same for all system messages but those that begin the conversation."""
+    first = next((index for index, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    return _folded(messages, first)
+
+
+def with_generic_tools(messages: Sequence[Message], description: str) -> list[Message]:
+    """A conversation for templates without tools: calls are JSON texts of the assistant, results are texts of the user.
+
+    Args:
+        description: text that explains the tools, for the system message; empty = there are none.
+    """
+    found: list[Message] = []
+    is_after_result = False
+    for given in messages:
+        message = dict(given)
+        calls = message.pop("tool_calls", None)
+        if calls:
+            message["content"] = _joined(message.get("content"), "\n".join(map(_call_json, calls)), "\n")
+        elif message.get("role") == "tool":
+            name = message.get("name")
+            title = f"Result of {name}:\n" if name else "Result:\n"
+            message = {"role": "user", "content": f"{title}{message.get('content', '')}"}
+            if is_after_result:
+                found[-1]["content"] += f"\n\n{message['content']}"
+                continue
+        is_after_result = given.get("role") == "tool"
+        found.append(message)
+    if not description:
+        return found
+    if found and found[0].get("role") == "system":
+        return [{**found[0], "content": _joined(found[0].get("content"), description)}, *found[1:]]
+    return [{"role": "system", "content": description}, *found]
+
+
+def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a tool was called, or has a result."""
+    return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+
+
+def _as_tool(index: int, given: object) -> Tool:
+    if isinstance(given, Tool):
+        return given
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        way_out = "give {'type': 'function', 'function': {'name', 'description', 'parameters'}}"
+        raise RequestError(f"tools[{index}] is no function with a name: {way_out}", parameter="tools")
+    description, parameters = function.get("description"), function.get("parameters")
+    if not isinstance(description, str | None) or not isinstance(parameters, Mapping | None):
+        raise RequestError(
+            f"tools[{index}] has the description {description!r} and the parameters {parameters!r}: give a text and a JSON schema",
+            parameter="tools",
+        )
+    return Tool(name=name, description=description, parameters=parameters, strict=function.get("strict") is True)
+
+
+def _typed(schema: Any, *, is_root: bool = False) -> Any:
+    """A schema in which each property has one type and a description."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    if isinstance(found.get("properties"), Mapping):
+        found["properties"] = {name: _typed(one) for name, one in found["properties"].items()}
+    if "items" in found:
+        found["items"] = _typed(found["items"])
+    found["type"] = _type_of(schema)
+    if not is_root:
+        found.setdefault("description", "")
+    return found
+
+
+def _type_of(schema: Mapping[str, Any]) -> str:
+    given = schema.get("type")
+    if isinstance(given, str):
+        return given
+    options = [one for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list) for one in schema[name] if isinstance(one, Mapping)]
+    names = [*(given if isinstance(given, list) else ()), *(one.get("type") for one in options)]
+    return next((name for name in names if isinstance(name, str) and name != "null"), "object" if "$ref" in schema else "string")
+
+
+def _template_call(place: str, call: object) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"{place} holds {call!r}, which is no call: give {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}",
+            parameter="messages",
+        )
+    others = {name: value for name, value in call.items() if name not in ("type", "function", "name", "arguments")}
+    return {**others, "type": "function", "function": {**function, "arguments": _parsed(function.get("arguments"))}}
+
+
+def _parsed(arguments: Any) -> Any:
+    """An object where the text is one; else the text, which a broken call may be."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [change(call) for call in calls]} if calls else message
+
+
+def _call_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _call_json(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return json.dumps({"tool_call": {"name": function["name"], "arguments": function["arguments"]}}, ensure_ascii=False)
+
+
+def _folded(messages: Sequence[Message], first: int) -> list[Message]:
+    found: list[Message] = list(messages[:first])
+    pending = ""
+    for message in messages[first:]:
+        if message.get("role") == "system":
+            pending = _joined(pending, message.get("content"))
+            continue
+        if pending and message.get("role") != "user":
+            if message.get("role") == "tool":  # a result belongs directly after its call
+                found.append(message)
+                continue
+            found.append({"role": "user", "content": pending})
+            pending = ""
+        found.append({**message, "content": _joined(pending, message.get("content"))} if pending else message)
+        pending = ""
+    return [*found, {"role": "user", "content": pending}] if pending else found
+
+
+def _joined(first: Any, second: Any, separator: str = "\n\n") -> str:
+    return separator.join(str(text) for text in (first, second) if text)

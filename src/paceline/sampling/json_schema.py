@@ -1,0 +1,348 @@
+"""Rewrites a JSON schema into one that llguidance enforces, or names the keyword that nothing enforces.
+
+Every text of the new schema satisfies the old one; some rewrites allow less than the old schema. An unknown `format` is an annotation. The
+one keyword that no rewrite can express and that is still enforced is `uniqueItems` (`sampling/unique_items.py`).
+
+Source: JSON Schema drafts 4 to 2020-12.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+from paceline.errors import RequestError
+from paceline.sampling.schema_document import Schema, SchemaDocument, escaped, is_equal
+
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Values of `format` that are enforced."""
+
+_MAX_INTEGER = 2**63 - 1
+_MAX_BOUND = 10**18
+_MAX_EXCLUSIVE = 8  # cases of a `oneOf` that is rewritten: the new schema grows with their square
+_TYPES = ("string", "number", "boolean", "null", "array", "object")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_IN_PLACE = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+_NAME_FORMATS = {
+    "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
+    "date": "^[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))$",
+}
+_WAYS_OUT = {
+    "contains": "give all items one schema with `items`",
+    "if": "write its cases as `anyOf`",
+    "not": "describe what is allowed instead",
+    "propertyNames": "use `patternProperties` with `additionalProperties: false`",
+    "unevaluatedItems": "use `items` in the schema that lists the items",
+    "unevaluatedProperties": "use `additionalProperties: false` in the schema that lists the properties",
+    "$ref": "put the schema that it leads to into `$defs`",
+    "$dynamicRef": "use `$ref`",
+    "uniqueItems": "leave `$id` out of the schemas inside",
+    "dependencies": "write its cases as `anyOf`",
+}
+
+
+def servable_schema(schema: Mapping[str, Any]) -> Schema:
+    """The schema as llguidance can enforce it, without `uniqueItems`.
+
+    Raises:
+        RequestError: a keyword cannot be enforced; the text names it and its place.
+    """
+    try:
+        root: Schema = json.loads(json.dumps(schema))
+        _rewrite(root)
+        json.dumps(root)
+    except RecursionError as error:
+        raise RequestError("grammar: the schema is nested too deeply: send a flatter one", parameter="grammar") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        text = f"grammar: a keyword of the schema has a value of a type that it does not take ({error}): send a valid JSON schema"
+        raise RequestError(text, parameter="grammar") from error
+    return root
+
+
+def _rewrite(root: Schema) -> None:
+    """Rewrite every schema that the root leads to, in place; others are never compiled."""
+    document = SchemaDocument(root)
+    pending: list[tuple[str, Any]] = [("#", root)]
+    seen = set[int]()
+    while pending:
+        pointer, node = pending.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for rule in _RULES:
+            rule(node, pointer, document)
+        for name in ("$dynamicAnchor", "$recursiveAnchor"):
+            node.pop(name, None)
+        pending += _subschemas(node, pointer)
+        for name in ("$defs", "definitions") if document.has_parts else ():
+            if isinstance(node.get(name), dict):
+                pending += [(f"{pointer}/{name}/{escaped(key)}", one) for key, one in node[name].items()]
+        if "$ref" in node:
+            pending.append((str(node["$ref"]), document.target(node["$ref"])))
+
+
+def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Schemas that apply to the same value or to parts of it, with their pointers."""
+    for name in ("additionalProperties", "additionalItems", "items"):
+        if isinstance(node.get(name), dict):
+            yield f"{pointer}/{name}", node[name]
+    for name in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+        if isinstance(node.get(name), list):
+            yield from ((f"{pointer}/{name}/{index}", one) for index, one in enumerate(node[name]))
+    for name in ("properties", "patternProperties"):
+        if isinstance(node.get(name), dict):
+            yield from ((f"{pointer}/{name}/{escaped(key)}", one) for key, one in node[name].items())
+
+
+def refusal(keyword: str, pointer: str) -> RequestError:
+    """The error about a keyword that is not enforced."""
+    text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_WAYS_OUT[keyword]}, or leave it out"
+    return RequestError(text, parameter="grammar")
+
+
+# A rule rewrites one schema in place; it gets its pointer and the document.
+
+
+def _format(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    if "format" in node and (not isinstance(node["format"], str) or node["format"] not in FORMATS):
+        del node["format"]
+
+
+def _unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
+        literals = document.literals(node.get("items"))
+        if literals is not None:  # so that an array ends when its values are used up
+            node["maxItems"] = min(len(literals), node.get("maxItems", len(literals)))
+
+
+def _references(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    if node.pop("$recursiveRef", None) is not None:
+        _conjoin(node, {"$ref": "#"})
+    if "$ref" in node and not document.has_parts:
+        target = document.pointer(node["$ref"])
+        if target is None:
+            raise refusal("$ref", pointer)
+        if not str(node["$ref"]).startswith("#/"):
+            node["$ref"] = quote(target, safe="/#~")
+    if "$dynamicRef" in node:
+        target = document.pointer(node.pop("$dynamicRef"))
+        if target is None:
+            raise refusal("$dynamicRef", pointer)
+        _conjoin(node, {"$ref": target})
+
+
+def _condition(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    has_condition = "if" in node
+    condition, then, otherwise = (node.pop(name, True) for name in ("if", "then", "else"))
+    if not has_condition or (then in (True, {}) and otherwise in (True, {})):
+        return
+    if condition in (True, {}):
+        _conjoin(node, then)
+    elif condition is False:
+        _conjoin(node, otherwise)
+    else:
+        negated = _negated(condition, node, document)
+        if negated is None:
+            raise refusal("if", pointer)
+        _conjoin(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
+
+
+def _negation(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    if "not" in node:
+        negated = _negated(node.pop("not"), node, document)
+        if negated is None:
+            raise refusal("not", pointer)
+        _conjoin(node, negated)
+
+
+def _dependencies(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        given = node.pop(keyword, {})
+        if not isinstance(given, dict):
+            raise refusal("dependencies", f"{pointer}/{keyword}")
+        for name, needed in given.items():
+            absent, present = {"properties": {name: False}}, {"required": [name]}
+            then = {"required": needed} if isinstance(needed, list) else needed
+            if then not in (True, {}, {"required": []}):
+                _conjoin(node, {"anyOf": [absent, {"allOf": [present, then]}]})
+
+
+def _contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    fewest, most = node.pop("minContains", 1), node.pop("maxContains", None)
+    if "contains" in node and (fewest != 0 or most is not None):
+        raise refusal("contains", pointer)
+    node.pop("contains", None)
+
+
+def _property_names(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    names = node.pop("propertyNames", True)
+    if isinstance(names, dict) and "$ref" in names:
+        names = document.target(names["$ref"])
+    if names in (True, {}) or _is_only_annotation(names):
+        return
+    values, literals = node.get("additionalProperties", True), document.literals(names)
+    properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    if literals is not None and not patterns:
+        allowed = {name: properties.get(name, values) for name in literals if isinstance(name, str)}
+        node["properties"] = {**{name: False for name in properties if name not in allowed}, **allowed}
+        node["additionalProperties"] = False
+        return
+    pattern = _name_pattern(names)
+    if pattern is None or properties or patterns:
+        raise refusal("propertyNames", pointer)
+    node["patternProperties"], node["additionalProperties"] = {pattern: values}, False
+
+
+def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        rest = node.pop(keyword, True)
+        if rest in (True, {}):
+            continue
+        if plain == "additionalProperties" and rest is False:
+            names, known = _evaluated_names(node, document), node.get("properties", {})
+            if names is not None:
+                node["properties"] = {**known, **{name: True for name in names if name not in known}}
+                node.setdefault(plain, False)
+                continue
+        if any(name in node for name in _IN_PLACE) or "contains" in node:
+            raise refusal(keyword, pointer)
+        if plain == "items" and isinstance(node.get("items"), list):
+            plain = "additionalItems"
+        node.setdefault(plain, rest)
+
+
+def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
+    """Names of the properties that a schema describes by itself, by `$ref` and by `allOf`; None where they depend on the value."""
+    if schema in (True, {}):
+        return set()
+    if not isinstance(schema, dict) or depth == 0 or any(name in schema for name in ("patternProperties", *_IN_PLACE[2:])):
+        return None
+    if depth < 8 and "additionalProperties" in schema:
+        return None
+    parts = [*schema.get("allOf", []), *([document.target(schema["$ref"])] if "$ref" in schema else [])]
+    inner = [_evaluated_names(part, document, depth - 1) for part in parts]
+    names = set[str]().union(*(one for one in inner if one is not None))
+    return None if None in inner else names | set(schema.get("properties", {}))
+
+
+def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Alternatives that may hold together, but for a few that can be negated: each of them without the others."""
+    cases = node.get("oneOf")
+    if not isinstance(cases, list) or len(cases) > _MAX_EXCLUSIVE:
+        return
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance tells types apart itself
+        return
+    negated = [_negated(case, node, document) for case in cases]
+    if None not in negated:
+        del node["oneOf"]
+        others = [[other for place, other in enumerate(negated) if place != index] for index in range(len(cases))]
+        _conjoin(node, {"anyOf": [{"allOf": [case, *rest]} for case, rest in zip(cases, others, strict=True)]})
+
+
+def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Bounds of the number of properties, which llguidance enforces only where all properties are required."""
+    names = list(node["properties"]) if isinstance(node.get("properties"), dict) else []
+    required = node["required"] if isinstance(node.get("required"), list) else []
+    if not names or set(names) <= set(required):
+        return
+    fewest = node.get("minProperties", 0)
+    if fewest <= max(1, len(required)):
+        node.pop("minProperties", None)
+    if len(required) < fewest == 1:
+        _conjoin(node, {"anyOf": [{"required": [name]} for name in names]})
+    is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
+    if "maxProperties" in node and is_closed and node["maxProperties"] >= len(names):
+        del node["maxProperties"]
+    elif node.get("maxProperties") == 1 and is_closed:
+        del node["maxProperties"]
+        _conjoin(node, {"anyOf": [{"properties": {other: False for other in names if other != name}} for name in names]})
+
+
+def _bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Bounds that are too far from zero for llguidance become nearer ones; counts become integers."""
+    for name in _COUNTS:
+        if isinstance(node.get(name), float) and node[name].is_integer():
+            node[name] = int(node[name])
+    limit = _MAX_INTEGER if node.get("type") == "integer" else _MAX_BOUND
+    for name, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        value = node.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value * sign > limit:
+            node[name] = _MAX_BOUND * sign
+
+
+_Rule = Callable[[Schema, str, SchemaDocument], None]
+_RULES: tuple[_Rule, ...] = (
+    _bounds, _unevaluated, _format, _unique_items, _references, _condition, _negation, _dependencies, _contains, _property_names,
+    _num_properties, _one_of,
+)  # fmt: skip
+
+
+def _conjoin(node: Schema, other: object) -> None:
+    """Let a schema hold in addition."""
+    if other not in (True, {}):
+        parts = node.get("allOf")
+        node["allOf"] = [*(parts if isinstance(parts, list) else []), other]
+
+
+def _is_only_annotation(schema: object) -> bool:
+    return isinstance(schema, dict) and all(
+        name in ("type", "title", "description") or (name == "format" and value not in FORMATS) for name, value in schema.items()
+    )
+
+
+def _name_pattern(names: object) -> str | None:
+    """A regular expression of the names that a schema allows; None where there is none."""
+    if not isinstance(names, dict):
+        return None
+    rest = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
+    if set(rest) == {"pattern"}:
+        return str(rest["pattern"])
+    if set(rest) == {"format"}:
+        return _NAME_FORMATS.get(rest["format"])
+    if rest and set(rest) <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{rest.get('minLength', 0)},{rest.get('maxLength', '')}}}$"
+    return None
+
+
+def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
+    """A schema of the values that `schema` refuses; None where it cannot be written.
+
+    Args:
+        context: a schema that holds as well, whose listed values can be counted off.
+    """
+    if schema in (True, {}) or schema is False:
+        return schema is False
+    if not isinstance(schema, dict):
+        return None
+    keywords = {name for name in schema if name not in ("title", "description", "$comment")}
+    if keywords == {"not"}:
+        return schema["not"]
+    for keyword, dual in (("anyOf", "allOf"), ("allOf", "anyOf")):
+        if keywords == {keyword} and isinstance(schema[keyword], list):
+            parts = [_negated(part, context, document) for part in schema[keyword]]
+            return None if None in parts else {dual: parts}
+    if keywords == {"type"}:
+        return _other_types(schema["type"])
+    if keywords in ({"const"}, {"enum"}):
+        known, refused = document.literals(context), schema["enum"] if "enum" in schema else [schema["const"]]
+        return None if known is None else {"enum": [value for value in known if not any(is_equal(value, one) for one in refused)]}
+    if not keywords <= {"type", "properties", "required"} or schema.get("type", "object") != "object":
+        return None
+    cases: list[Any] = [{"properties": {name: False}} for name in schema.get("required", [])]
+    properties = context.get("properties", {}) if isinstance(context, dict) else {}
+    for name, one in schema.get("properties", {}).items():
+        other = _negated(one, properties.get(name), document)
+        if other is None:
+            return None
+        cases.append({"properties": {name: other}, "required": [name]})
+    if "type" in schema:
+        cases.append(_other_types("object"))
+        return {"anyOf": cases}
+    return {"type": "object", "anyOf": cases} if cases else None
+
+
+def _other_types(given: object) -> Any:
+    types = [given] if isinstance(given, str) else given
+    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # numbers that are no integers have no name
+        return None
+    return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False

@@ -1,0 +1,117 @@
+"""A JSON schema as a document: following its references, and listing the values that a part of it allows."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+Schema = dict[str, Any]
+
+MAX_LITERALS = 256
+"""Values that a schema may have at most to be treated as a list of values."""
+
+
+class SchemaDocument:
+    """A schema whose references can be followed.
+
+    Attributes:
+        root: its parsed JSON.
+        has_parts: whether it contains schemas with an `$id` of their own, from which pointers are counted: then none is followed.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self.root = root
+        self._base = next((root[name] for name in ("$id", "id") if isinstance(root.get(name), str)), "")
+        self._anchors: dict[str, list[str]] = {}
+        self.has_parts = False
+        for pointer, node in objects(root):
+            for name in ("$anchor", "$dynamicAnchor"):
+                if isinstance(node.get(name), str):
+                    self._anchors.setdefault(f"#{node[name]}", []).append(pointer)
+            identifier = node.get("$id", node.get("id")) if pointer != "#" else None
+            if isinstance(identifier, str) and identifier.startswith("#"):  # an anchor of drafts 4 to 7
+                self._anchors.setdefault(identifier, []).append(pointer)
+            self.has_parts |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
+
+    def pointer(self, reference: object) -> str | None:
+        """The JSON pointer that a reference leads to; None where it is not in this schema, or ambiguous."""
+        if not isinstance(reference, str) or self.has_parts:
+            return None
+        url, fragment = urldefrag(urljoin(self._base, reference))
+        if url != urldefrag(self._base)[0]:
+            return None
+        if not fragment or fragment.startswith("/"):
+            return f"#{unquote(fragment)}"
+        found = self._anchors.get(f"#{fragment}", [])
+        return found[0] if len(found) == 1 else None
+
+    def target(self, reference: object) -> Any:
+        """The schema that a reference leads to; None where it is not in this schema."""
+        pointer = self.pointer(reference)
+        node: Any = None if pointer is None else self.root
+        for part in () if pointer is None else pointer.split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and name.isascii() and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
+            elif isinstance(node, dict) and name in node:
+                node = node[name]
+            else:
+                return None
+        return node
+
+    def literals(self, schema: object, depth: int = 8) -> list[Any] | None:
+        """All values that a schema may allow, where they are listed or few; None where they are not."""
+        if not isinstance(schema, dict) or depth == 0:
+            return [] if schema is False else None
+        if isinstance(schema.get("enum"), list):
+            return list(schema["enum"]) if len(schema["enum"]) <= MAX_LITERALS else None
+        if "const" in schema:
+            return [schema["const"]]
+        if schema.get("type") in ("boolean", "null"):
+            return [False, True] if schema["type"] == "boolean" else [None]
+        low, high = schema.get("minimum"), schema.get("maximum")
+        if schema.get("type") == "integer" and isinstance(low, int) and isinstance(high, int) and high - low < MAX_LITERALS:
+            return list(range(low, high + 1))
+        if "$ref" in schema:
+            return self.literals(self.target(schema["$ref"]), depth - 1)
+        for name in ("anyOf", "oneOf"):
+            if isinstance(schema.get(name), list):
+                parts = [self.literals(one, depth - 1) for one in schema[name]]
+                values = [value for part in parts if part is not None for value in part]
+                return values if None not in parts and len(values) <= MAX_LITERALS else None
+        return None
+
+
+def objects(root: Schema) -> Iterator[tuple[str, Schema]]:
+    """All JSON objects of a schema, with their pointers."""
+    pending: list[tuple[str, Any]] = [("#", root)]
+    while pending:
+        pointer, node = pending.pop()
+        if isinstance(node, dict):
+            yield pointer, node
+            pending += [(f"{pointer}/{escaped(key)}", one) for key, one in node.items() if isinstance(one, dict | list)]
+        elif isinstance(node, list):
+            pending += [(f"{pointer}/{index}", one) for index, one in enumerate(node) if isinstance(one, dict | list)]
+
+
+def escaped(key: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def is_equal(one: object, other: object) -> bool:
+    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    return canonical(one) == canonical(other)
+
+
+def canonical(value: object) -> str:
+    """A text that equal JSON values share."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return {name: _whole(one) for name, one in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,262 @@
+"""Finds what would repeat an item of a JSON array with `uniqueItems`, while the array is being written.
+
+A grammar cannot express that two items differ, so that the text is followed byte by byte. An array is held to `uniqueItems` where any
+schema that may apply to it has the keyword: under `anyOf` this can refuse a repetition that another branch allows.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from paceline.sampling.json_schema import refusal
+from paceline.sampling.schema_document import Schema, SchemaDocument, canonical
+
+ENDS_STRING = b'"'
+ENDS_ITEM = b'",]} \t\n\r'
+"""Bytes one of which a token holds that completes an item."""
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_SCALAR_ENDS = frozenset(b",]} \t\n\r")
+_SPACES = frozenset(b" \t\n\r")
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
+
+Schemas = tuple[Schema, ...]
+
+
+class _Mode(Enum):
+    VALUE = 1  # a value may begin
+    KEY = 2  # a name of a property may begin
+    IN_STRING = 3
+    IN_ESCAPE = 4
+    IN_SCALAR = 5  # a number or a word
+    AFTER = 6  # after a value or a name
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """An array or object that is open. `items`: canonical texts of an array's items if they must differ; None otherwise."""
+
+    schemas: Schemas
+    is_array: bool
+    index: int = 0
+    key: str | None = None
+    item_start: int = 0
+    items: frozenset[str] | None = None
+    literals: tuple[str, ...] = ()  # JSON of all items that there can be; empty = not listed
+
+
+class UniqueItemsSchema:
+    """The arrays of a schema whose items must differ.
+
+    Raises:
+        RequestError: a reference cannot be followed, also while a text is written.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._document = SchemaDocument(schema)
+        self.root = self._closure([schema])
+        self._children: dict[tuple[tuple[int, ...], str | int], Schemas] = {}
+
+    def child(self, schemas: Schemas, place: str | int) -> Schemas:
+        """Schemas of a property or an item, of values that `schemas` may apply to."""
+        key = (tuple(map(id, schemas)), place)
+        if key not in self._children:
+            parts = [part for schema in schemas for part in _parts(schema, place)]
+            self._children[key] = self._closure(parts)
+        return self._children[key]
+
+    def literals(self, schemas: Schemas) -> tuple[str, ...]:
+        """JSON of all values that any of `schemas` lists; empty where none does."""
+        found = next((values for schema in schemas if (values := self._document.literals(schema)) is not None), [])
+        return tuple(json.dumps(value, ensure_ascii=False) for value in found)
+
+    def _closure(self, schemas: Iterable[Any]) -> Schemas:
+        """With the schemas that apply to the same value."""
+        pending, found = list(schemas), dict[int, Schema]()
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, dict) or id(schema) in found:
+                continue
+            found[id(schema)] = schema
+            for name in _REFERENCES:
+                if name in schema:
+                    target = self._document.target(schema[name])
+                    if target is None:
+                        raise refusal("uniqueItems", f"a schema with {name!r}")
+                    pending.append(target)
+            for name in ("allOf", "anyOf", "oneOf"):
+                pending += schema[name] if isinstance(schema.get(name), list) else []
+            for name in ("dependentSchemas", "dependencies"):
+                pending += schema[name].values() if isinstance(schema.get(name), dict) else []
+            pending += [schema.get("then"), schema.get("else")]
+        return tuple(found.values())
+
+
+def unique_items(schema: Schema) -> UniqueItemsSchema | None:
+    """What must be followed to hold texts to `uniqueItems`; None where the schema does not use it."""
+    pending: list[Any] = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            if node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1):
+                return UniqueItemsSchema(schema)
+            pending += node.values()
+        elif isinstance(node, list):
+            pending += node
+    return None
+
+
+class UniqueItemsState:
+    """A text of JSON so far, whose grammar is checked elsewhere.
+
+    Attributes:
+        has_duplicate: whether an item of an array that `uniqueItems` applies to repeats an earlier one, or cannot but do so.
+    """
+
+    def __init__(self, schema: UniqueItemsSchema) -> None:
+        self._schema = schema
+        self._text = b""
+        self._open: tuple[_Container, ...] = ()
+        self._mode = _Mode.VALUE
+        self._string_start = 0
+        self._is_key = False
+        self.has_duplicate = False
+
+    @property
+    def ending_bytes(self) -> bytes | None:
+        """Bytes one of which is in every token that could repeat an item; empty = any token could, None = no token could."""
+        if not any(container.items is not None for container in self._open):
+            return None
+        if self._open[-1].literals:
+            return b""
+        return ENDS_STRING if self._mode in (_Mode.IN_STRING, _Mode.IN_ESCAPE) else ENDS_ITEM
+
+    def copy(self) -> "UniqueItemsState":
+        other = UniqueItemsState.__new__(UniqueItemsState)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def feed(self, text: bytes) -> None:
+        """Append to the text."""
+        start = len(self._text)
+        self._text += text
+        for position, byte in enumerate(text, start):
+            self._step(position, byte)
+        if self._open and not self.has_duplicate:
+            self.has_duplicate = self._is_dead_end()
+
+    def _step(self, position: int, byte: int) -> None:
+        if self._mode is _Mode.IN_ESCAPE:
+            self._mode = _Mode.IN_STRING
+        elif self._mode is _Mode.IN_STRING:
+            if byte == _BACKSLASH:
+                self._mode = _Mode.IN_ESCAPE
+            elif byte == _QUOTE:
+                self._end_string(position + 1)
+        else:
+            if self._mode is _Mode.IN_SCALAR:
+                if byte not in _SCALAR_ENDS:
+                    return
+                self._end_value(position)
+            if byte not in _SPACES:
+                self._begin(position, byte)
+
+    def _begin(self, position: int, byte: int) -> None:
+        """Take a byte that is outside of strings, numbers and words."""
+        if byte == _COMMA:
+            self._next_place()
+        elif byte == _COLON:
+            self._mode = _Mode.VALUE
+        elif byte in (_CLOSE_LIST, _CLOSE_OBJECT):
+            self._open = self._open[:-1]
+            self._end_value(position + 1)
+        elif self._mode is _Mode.KEY:
+            self._string_start, self._is_key, self._mode = position, True, _Mode.IN_STRING
+        else:
+            self._begin_value(position, byte)
+
+    def _begin_value(self, position: int, byte: int) -> None:
+        if self._open and self._open[-1].is_array:
+            self._replace_top(item_start=position)
+        if byte in (_OPEN_LIST, _OPEN_OBJECT):
+            schemas = self._inner_schemas()
+            self._open = (*self._open, self._container(schemas, is_array=byte == _OPEN_LIST))
+            self._mode = _Mode.VALUE if byte == _OPEN_LIST else _Mode.KEY
+        elif byte == _QUOTE:
+            self._string_start, self._is_key, self._mode = position, False, _Mode.IN_STRING
+        else:
+            self._mode = _Mode.IN_SCALAR
+
+    def _inner_schemas(self) -> Schemas:
+        """Schemas of the value that begins."""
+        if not self._open:
+            return self._schema.root
+        top = self._open[-1]
+        place = top.index if top.is_array else top.key
+        return () if place is None else self._schema.child(top.schemas, place)
+
+    def _container(self, schemas: Schemas, *, is_array: bool) -> _Container:
+        if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
+            return _Container(schemas, is_array)
+        literals = self._schema.literals(self._schema.child(schemas, 0))
+        return _Container(schemas, is_array, items=frozenset(), literals=literals)
+
+    def _end_string(self, end: int) -> None:
+        if self._is_key:
+            self._replace_top(key=str(json.loads(self._text[self._string_start : end])))
+            self._mode = _Mode.AFTER
+        else:
+            self._end_value(end)
+
+    def _end_value(self, end: int) -> None:
+        self._mode = _Mode.AFTER
+        top = self._open[-1] if self._open else None
+        if top is None or top.items is None:
+            return
+        item = canonical(json.loads(self._text[top.item_start : end]))
+        self.has_duplicate |= item in top.items
+        self._replace_top(items=top.items | {item})
+
+    def _next_place(self) -> None:
+        if self._open[-1].is_array:
+            self._replace_top(index=self._open[-1].index + 1)
+            self._mode = _Mode.VALUE
+        else:
+            self._mode = _Mode.KEY
+
+    def _replace_top(self, **changes: Any) -> None:
+        self._open = (*self._open[:-1], replace(self._open[-1], **changes))
+
+    def _is_dead_end(self) -> bool:
+        """Whether every listed value that the unfinished item can become is an earlier item."""
+        top = self._open[-1]
+        if not top.literals or top.items is None or self._mode is _Mode.AFTER or (self._mode is _Mode.VALUE and not top.items):
+            return False
+        begun = b"" if self._mode is _Mode.VALUE else self._text[top.item_start :]
+        return not any(one.encode().startswith(begun) and canonical(json.loads(one)) not in top.items for one in top.literals)
+
+
+def _parts(schema: Schema, place: str | int) -> list[Any]:
+    return _property_schemas(schema, place) if isinstance(place, str) else _item_schemas(schema, place)
+
+
+def _property_schemas(schema: Schema, name: str) -> list[Any]:
+    """Those that may apply to a property. Patterns are not matched with the name: they are the client's."""
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        parts = [properties[name]]
+    else:
+        parts = [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
+    patterns = schema.get("patternProperties")
+    return [*parts, *(patterns.values() if isinstance(patterns, dict) else ())]
+
+
+def _item_schemas(schema: Schema, index: int) -> list[Any]:
+    for name in ("prefixItems", "items"):
+        listed = schema.get(name)
+        if isinstance(listed, list) and index < len(listed):
+            return [listed[index]]
+    return [schema.get("items"), schema.get("additionalItems"), schema.get("unevaluatedItems")]

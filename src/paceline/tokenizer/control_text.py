@@ -1,0 +1,266 @@
+"""Keep control tokens that a conversation spells out as ordinary text.
+
+A chat template writes the texts of a conversation next to control tokens, and the rendered text does not show which is which. So one
+character of every control token in the conversation is replaced by a placeholder before rendering. In the rendered text, every control
+token is then the template's own. These are replaced by marks, placeholders by their characters, and the result is encoded once more by a
+tokenizer that has no control tokens but the marks.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from paceline.errors import RequestError, library_errors
+
+_PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit, so that JSON escapes it as one \uXXXX
+_PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
+_MAX_PATTERN_CHARS = 64
+_WINDOW = 1 << 16  # characters that one regular expression call searches: it holds the GIL
+_MAX_CUTS = 8
+
+
+class ControlTexts:
+    """Finds the texts of a tokenizer's control tokens.
+
+    Args:
+        library: the tokenizer.
+        vocabulary: its pieces, whose characters are never placeholders.
+    """
+
+    def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
+        self._library = library
+        added = library.get_added_tokens_decoder()
+        self._tokens: dict[int, AddedToken] = {token_id: token for token_id, token in added.items() if token.special}
+        self._ordinary = [token for token in added.values() if not token.special]
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
+        self._taken = set(_PRIVATE_USE_PATTERN.findall("".join(chain(vocabulary, self._added_ids))))
+        texts = [token.content for token in self._tokens.values() if token.content.strip()]
+        self._pattern = re.compile(f"(?=({_trie_pattern(text[:_MAX_PATTERN_CHARS] for text in texts)}))") if texts else None
+        self._longest = max(map(len, texts), default=0)
+        self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}
+        self._suffixes = {text[start:] for text in texts for start in range(1, len(text))}
+        normalizer = library.normalizer
+        is_normalized = normalizer is not None and any(token.normalized for token in self._tokens.values())
+        self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
+
+    def escaped(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
+        """A copy of `value` with placeholders in the texts of control tokens.
+
+        Args:
+            value: lists, mappings and plain values; the characters of keys are replaced as well.
+            others: texts that may hold no placeholder either, such as the template.
+            except_in: by index of the outermost list, texts of control tokens that stay there.
+        """
+        placeholders = _Placeholders(self._taken, [value, *others])
+        if self._pattern is None:
+            return Escaped(value, placeholders, is_needed=False)
+        parts = [self._copy(one, placeholders, tuple((except_in or {}).get(index, ()))) for index, one in enumerate(value)]
+        return Escaped(parts, placeholders, is_needed=bool(placeholders.by_character) or self._has_lookalikes(value))
+
+    def encode(self, escaped: "Escaped", text: str) -> list[int]:
+        """Token ids of a rendered text in which only the control tokens of the template are control tokens.
+
+        Raises:
+            RequestError: the tokenizer fails at it.
+        """
+        with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
+            encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
+            marks = escaped.placeholders.unused(2)
+            parts: list[str] = []
+            marked_ids: list[int | None] = []
+            end = 0
+            for index, token_id in enumerate(encoding.ids):  # all offsets at once would hold the GIL
+                token = self._tokens.get(token_id)
+                if token is None:
+                    continue
+                start, stop = encoding.token_to_chars(index) or (0, 0)
+                if text[start:stop].strip() == token.content.strip():
+                    parts += [escaped.restored(text[end:start]), marks[token.normalized]]
+                    marked_ids.append(token_id)
+                    end = stop
+            return self._encode_marked([*parts, escaped.restored(text[end:])], marked_ids, marks)
+
+    def _encode_marked(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
+        """Token ids of texts and marks; `marked_ids` are those of the marks in order, None = none."""
+        twin = self._without_control_tokens(marks)
+        mark_ids = {twin.token_to_id(mark) for mark in marks}
+        original_ids = {twin.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
+        controls = self._tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
+        for _ in range(_MAX_CUTS):
+            encoding = twin.encode_batch(["".join(parts)], add_special_tokens=False)[0]
+            ids: list[int] = encoding.ids
+            cuts = [encoding.token_to_chars(index) or (0, 0) for index, token_id in enumerate(ids) if token_id in controls]
+            if not any(stop - start > 1 for start, stop in cuts):
+                break
+            parts, marked_ids = _cut("".join(parts), marked_ids, [start + 1 for start, _ in cuts], marks)
+        found: list[int] = []
+        next_marked = iter(marked_ids)
+        for token_id in ids:
+            if token_id not in mark_ids:
+                if token_id not in controls:
+                    found.append(original_ids.get(token_id, token_id))
+            elif (marked := next(next_marked)) is not None:
+                found.append(marked)
+        return found
+
+    def _without_control_tokens(self, marks: str) -> Backend:
+        """The same tokenizer with the marks in place of all control tokens. The models are shared, so this takes no memory."""
+        twin = Backend(self._library.model)
+        if self._library.normalizer is not None:
+            twin.normalizer = self._library.normalizer
+        if self._library.pre_tokenizer is not None:
+            twin.pre_tokenizer = self._library.pre_tokenizer
+        twin.add_tokens([*self._ordinary, *(AddedToken(mark, normalized=bool(index)) for index, mark in enumerate(marks))])
+        return twin
+
+    def _unknown_ids(self) -> set[int | None]:
+        """The id that the model gives to unknown characters: it is no control token there."""
+        model = self._library.model
+        piece = getattr(model, "unk_token", None)
+        return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
+
+    def _copy(self, value: Any, placeholders: "_Placeholders", kept: Sequence[str]) -> Any:
+        if isinstance(value, str):
+            return self._escaped_text(value, placeholders, kept)
+        if isinstance(value, Mapping):
+            return {self._copy(key, placeholders, kept): self._copy(one, placeholders, kept) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._copy(one, placeholders, kept) for one in value]
+        return value
+
+    def _escaped_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
+        positions = sorted({*self._starts(text, kept), *self._edges(text)})
+        if not positions:
+            return text
+        characters = list(text)
+        for position in positions:
+            characters[position] = placeholders.of(characters[position])
+        return "".join(characters)
+
+    def _starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
+        """The first character of each control token that is no space: templates strip spaces."""
+        assert self._pattern is not None
+        for window in range(0, len(text), _WINDOW):
+            for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
+                if found.start() < window + _WINDOW and found[1] not in kept:
+                    yield found.start() + len(found[1]) - len(found[1].lstrip())
+
+    def _edges(self, text: str) -> Iterator[int]:
+        """Where a control token could begin before `text` or end after it, which is joined to other texts."""
+        for length in range(1, min(self._longest, len(text) + 1)):
+            if text[-length:] in self._prefixes and not text[-length].isspace():
+                yield len(text) - length
+            if text[:length] in self._suffixes and not text[0].isspace():
+                yield 0
+
+    def _has_lookalikes(self, value: Any) -> bool:
+        """Whether some text becomes that of a control token by normalization, as full-width letters may."""
+        if self._normalize is None or self._pattern is None:
+            return False
+        return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())
+
+
+class Escaped:
+    """A value with placeholders.
+
+    Attributes:
+        value: the copy.
+        is_needed: whether a text rendered from it must be encoded by `ControlTexts.encode`.
+    """
+
+    def __init__(self, value: Any, placeholders: "_Placeholders", *, is_needed: bool) -> None:
+        self.value = value
+        self.placeholders = placeholders
+        self.is_needed = is_needed
+
+    def normalized(self, text: str) -> str:
+        """A rendered text whose placeholders are not escaped, as JSON in ASCII and Python's repr do."""
+        for placeholder in self.placeholders.by_character.values():
+            text = re.sub(rf"\\u{ord(placeholder):04x}", placeholder, text, flags=re.IGNORECASE)
+        return text
+
+    def restored(self, text: str) -> str:
+        """The text with the characters in place of placeholders."""
+        return text.translate({ord(placeholder): character for character, placeholder in self.placeholders.by_character.items()})
+
+
+class _Placeholders:
+    """Characters that occur neither in a vocabulary nor in the texts at hand."""
+
+    def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
+        self._taken, self._values = taken, values
+        self._free: Iterator[str] | None = None
+        self.by_character: dict[str, str] = {}
+
+    def of(self, character: str) -> str:
+        if character not in self.by_character:
+            self.by_character[character] = self.unused(1)
+        return self.by_character[character]
+
+    def unused(self, count: int) -> str:
+        """Further characters that are used nowhere.
+
+        Raises:
+            RequestError: there are none left.
+        """
+        if self._free is None:
+            found = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
+            taken = self._taken | found
+            self._free = iter([chr(code) for code in _PRIVATE_USE if chr(code) not in taken])
+        characters = "".join(one for _, one in zip(range(count), self._free, strict=False))
+        if len(characters) < count:
+            raise RequestError("the messages hold every private-use character from U+E000 to U+F8FF: leave some out", parameter="messages")
+        return characters
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every text in lists and mappings, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from strings_in(key)
+            yield from strings_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from strings_in(one)
+
+
+def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
+    """The same text with marks of no token at some positions."""
+    parts: list[str] = []
+    ids: list[int | None] = []
+    given = iter(marked_ids)
+    start = 0
+    for position in (*positions, len(text)):
+        piece = text[start:position]
+        ids += [next(given) for character in piece if character in marks]
+        parts.append(piece)
+        start = position
+        if position < len(text):
+            parts.append(marks[0])
+            ids.append(None)
+    return parts, ids
+
+
+def _trie_pattern(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of `texts`. It tries each character once, however many texts there are."""
+    root: dict[str, Any] = {}
+    for text in texts:
+        node = root
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _node_pattern(root)
+
+
+def _node_pattern(node: dict[str, Any]) -> str:
+    options = [re.escape(character) + _node_pattern(child) for character, child in node.items() if character]
+    if not options:
+        return ""
+    pattern = options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+    return f"(?:{pattern})?" if "" in node else pattern
