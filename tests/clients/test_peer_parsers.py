@@ -6,6 +6,7 @@ if its sources are in the folder `ollama` of the environment. Known differences 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def parsed(formats: OutputFormat, case: SuiteCase, *, in_reasoning: bool) -> Par
 def difference(case: SuiteCase, found: ParsedOutput) -> str | None:
     """What differs from the other project's reading, apart from white space at the borders; None = nothing."""
     calls = [(call.name, call.arguments) for call in found.tool_calls]
-    if calls != [(name, arguments) for name, arguments in case.calls]:
+    if case.calls is not None and calls != case.calls:
         return f"calls {calls} != {case.calls}"
     if case.content is not None and found.content.strip() != case.content.strip():
         return f"content {found.content!r} != {case.content!r}"
@@ -72,6 +73,12 @@ def llama_cpp_differences(folder: Path, suite: Suite) -> Iterator[tuple[SuiteCas
             formats = OutputFormat.of_template(template)
             known[key] = formats, in_reasoning_after(template, formats, thinks=case.thinks)
         formats, in_reasoning = known[key]
+        opening = formats.reasoning_format.open.strip() if formats.reasoning_format else ""
+        if (
+            case.reasoning is None and opening and (in_reasoning or opening in (case.content or ""))
+        ):  # the test leaves reasoning in the text
+            content = (case.content or "").removeprefix(opening if in_reasoning else "")
+            case, formats, in_reasoning = replace(case, content=content), replace(formats, reasoning_parser="none"), False
         yield case, difference(case, parsed(formats, case, in_reasoning=in_reasoning))
 
 

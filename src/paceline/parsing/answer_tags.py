@@ -3,15 +3,10 @@
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import THINK, think
+from paceline.parsing.reasoning import THINK, drop_mark, think
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 RESPONSE = ("<response>", "</response>")
-
-
-def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave a mark out of the text."""
-    yield from ()
 
 
 def drop_open(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -30,7 +25,7 @@ def drop_close(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def think_before(answer: tuple[str, str]) -> ReasoningFormat:
     """Return the format of reasoning between <think> and </think>, and of an answer between `answer`."""
-    markers = Markers(anywhere={answer[0]: drop_open, answer[1]: drop_close}, first={THINK[0]: think})
+    markers = Markers(anywhere={answer[0]: drop_open, answer[1]: drop_close}, first={THINK[0]: think, THINK[1]: drop_mark})
     return ReasoningFormat(markers, (THINK[1], answer[0]), (*THINK, *answer), *THINK, think)
 
 

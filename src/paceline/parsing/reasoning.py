@@ -87,5 +87,10 @@ def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
     return ReasoningReader(close, label, open)
 
 
+def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Leave a mark out of the text."""
+    yield from ()
+
+
 think = reasoning_until(THINK[1], open=THINK[0])
-THINK_FORMAT = ReasoningFormat(Markers(first={THINK[0]: think}), THINK[1:], THINK, *THINK, think)
+THINK_FORMAT = ReasoningFormat(Markers(first={THINK[0]: think, THINK[1]: drop_mark}), THINK[1:], THINK, *THINK, think)

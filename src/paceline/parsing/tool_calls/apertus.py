@@ -9,6 +9,7 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, read_short_string
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -61,13 +62,8 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
         stream.at += len(THINK[1])
 
 
-def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Ignore the end of reasoning that a call ended."""
-    yield from ()
-
-
 MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: _skip})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -5,11 +5,10 @@ Command R and R+ write the objects without an id, in a code block after "Action:
 
 from collections.abc import Sequence
 
-from paceline.parsing.answer_tags import drop_mark
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import reasoning_until
+from paceline.parsing.reasoning import drop_mark, reasoning_until
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 

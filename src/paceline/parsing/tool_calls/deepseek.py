@@ -7,6 +7,7 @@ from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any, take_fence
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -15,6 +16,8 @@ OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
 TYPE = "function"
+# marks of the results of tools, which the model at times writes itself; what is between them is text
+_OUTPUTS = tuple(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "output▁begin", "output▁end", "outputs▁end"))
 _OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
 
 
@@ -62,7 +65,7 @@ def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from read_calls(stream, sink)
 
 
-MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call})
+MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call, **dict.fromkeys(_OUTPUTS, drop_mark)})
 
 
 def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -12,15 +12,17 @@ from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
 from paceline.parsing.markers import Markers
-from paceline.parsing.reasoning import reasoning_until
+from paceline.parsing.reasoning import drop_mark, reasoning_until
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
 
 THINK = ("<|channel>", "<channel|>")
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_CALL = "call:"
+_CALL, _LABEL = "call:", "thought"
+_RESPONSE = "<|tool_response>"  # the result of a call, whose mark the model at times writes itself
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
+_READER = reasoning_until(THINK[1])
 _NAME = re.compile(r"[\w.\-]")
 _PLAIN = ("integer", "number", "boolean", "null")
 _MAX_DEPTH = 8  # schemas that contain themselves are followed so far
@@ -53,8 +55,18 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from skip_closers(stream)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: reasoning_until(THINK[1], "thought")})
+MARKERS = Markers(anywhere={OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_mark)})
+
+
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse reasoning after one or more opening marks. Its label may be missing."""
+    yield from skip_repeated_mark(stream, THINK[0])
+    if (yield from stream.one_of((f"{_LABEL}\n", _LABEL + THINK[1]))) is not None:
+        stream.at += len(_LABEL)
+    yield from _READER(stream, sink)
+
+
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -53,11 +53,13 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def _read_key(stream: TextStream) -> Parse[str]:
     """Pass a key up to its value; the key's closing tag and the value's opening tag may be missing."""
-    key = (yield from stream.matching(_KEY)).strip()
+    key = yield from stream.matching(_KEY)
+    while (yield from stream.one_of((KEY_END, VALUE, VALUE_END, KEY, CLOSE))) is None and (yield from stream.take("<")):
+        key += "<" + (yield from stream.matching(_KEY))
     yield from stream.take(KEY_END)
     yield from stream.skip()
     yield from stream.take(VALUE)
-    return key
+    return key.strip()
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})

@@ -17,6 +17,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
+_NO_TOOLS = ("assistant", "user")  # recipients of messages that are no calls
 _TO_FUNCTION = f"to={_FUNCTIONS}"
 TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
@@ -56,18 +57,23 @@ class HarmonyReader:
 
     def _read_message(self, opening: str, stream: TextStream, sink: EventSink) -> Parse[None]:
         header = opening + (yield from self._read_header(stream))
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
+        if recipient is not None and recipient[1] in _NO_TOOLS:
+            recipient = None
         name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
         is_function = recipient is not None and (name != recipient[1] or name in sink.tool_names)
         if is_function and self.has_calls and sink.can_call:
             yield from _read_call(stream, sink, name)
-        elif recipient is None and channel is not None and channel[1] in ("analysis", "commentary", "final"):
+        elif recipient is None and channels and channels[-1] in ("analysis", "commentary", "final"):
             stream.mark_emitted()
-            if self.has_reasoning and channel[1] == "analysis":
+            if self.has_reasoning and channels[-1] == "analysis":
                 yield from _emit_to_end(stream, sink.reasoning)
             else:
                 yield from self._emit_text((*ENDS, START), stream, sink)
-        else:  # to an unknown recipient
+        elif recipient is not None and not is_function:  # to a tool that gpt-oss was trained with, such as python
+            stream.mark_emitted()
+            yield from _emit_to_end(stream, sink.reasoning if self.has_reasoning else sink.text)
+        else:
             yield from _emit_to_end(stream, sink.text)
 
     def _read_header(self, stream: TextStream) -> Parse[str]:

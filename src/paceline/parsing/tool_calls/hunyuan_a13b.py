@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from paceline.parsing.answer_tags import drop_mark, think_before
+from paceline.parsing.answer_tags import think_before
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 
 ANSWER = ("<answer>", "</answer>")
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
