@@ -74,9 +74,7 @@ def llama_cpp_differences(folder: Path, suite: Suite) -> Iterator[tuple[SuiteCas
             known[key] = formats, in_reasoning_after(template, formats, thinks=case.thinks)
         formats, in_reasoning = known[key]
         opening = formats.reasoning_format.open.strip() if formats.reasoning_format else ""
-        if (
-            case.reasoning is None and opening and (in_reasoning or opening in (case.content or ""))
-        ):  # the test leaves reasoning in the text
+        if case.reasoning is None and opening and (in_reasoning or opening in (case.content or "")):
             content = (case.content or "").removeprefix(opening if in_reasoning else "")
             case, formats, in_reasoning = replace(case, content=content), replace(formats, reasoning_parser="none"), False
         yield case, difference(case, parsed(formats, case, in_reasoning=in_reasoning))

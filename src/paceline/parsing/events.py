@@ -1,4 +1,4 @@
-"""What an answer consists of, whatever dialect asked for it: events in the order they were written, and the whole made of them."""
+"""The parts of an answer: events in the order written, and the whole answer made of them."""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 from paceline.outputs import RequestOutput, StreamChunk
 
 TOOL_CALLS = "tool_calls"
-"""The finish reason of an answer that ends because it calls tools; the others are the engine's."""
+"""The finish reason of an answer that ends because it calls tools; the other reasons are the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Newly final text of what the model thought before it answered."""
+    """Newly final text of the reasoning before the answer."""
 
     sample: int
     text: str
@@ -33,7 +33,7 @@ class ToolCallStart:
 
     Attributes:
         call: which of the sample's calls this is, from 0.
-        id: made for this call; whoever sends the tool's result names it.
+        id: made for this call; the message with the tool's result has it too.
     """
 
     sample: int
@@ -44,7 +44,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next characters of a call's arguments; all of them together are the text of a JSON object, unless the answer broke off."""
+    """The next characters of a call's arguments; all of them together are the text of a JSON object."""
 
     sample: int
     call: int
@@ -56,7 +56,7 @@ class Finished:
     """The last event of a sample.
 
     Attributes:
-        output: everything the engine says of it; its `text` is what was read, markup included.
+        output: the result of the engine; its `text` is all text, markup included.
         finish_reason: "stop", "length", "abort" or "tool_calls".
     """
 
@@ -73,7 +73,7 @@ class Step:
     """What one step of the engine added to one sample.
 
     Attributes:
-        chunk: the engine's own words: tokens, origins and log-probabilities. Its text is that of `events`, markup included.
+        chunk: the engine's tokens, origins and log-probabilities. Its text is that of `events`, markup included.
         events: none while a character, a stop string or a piece of markup is incomplete.
     """
 
@@ -87,7 +87,7 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        arguments: the text of a JSON object; where the answer broke off within it, the beginning of one.
+        arguments: the text of a JSON object.
     """
 
     id: str
@@ -95,7 +95,7 @@ class ToolCall:
     arguments: str = ""
 
     def parsed(self) -> dict[str, Any] | None:
-        """The arguments as an object; None where they are none."""
+        """Return the arguments as an object; None if they are none."""
         try:
             found = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """All text of what was thought before."""
+        """All text of the reasoning."""
         return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     @property
@@ -133,7 +133,7 @@ class Answer:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Answer":
-        """The answer that all events of one sample tell."""
+        """Return the answer that all events of one sample amount to."""
         parts: list[Text | Reasoning | ToolCall] = []
         for event in merged(events):
             if isinstance(event, Finished):
@@ -150,7 +150,7 @@ class Answer:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """The same events, where neighbours that continue one another are one."""
+    """Return the events, with neighbours of one kind merged into one."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None

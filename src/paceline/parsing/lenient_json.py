@@ -63,11 +63,11 @@ def json_word(word: str) -> str | None:
     return f"{found[1].replace('+', '')}{found[2] or '0'}{fraction}{found[4] or ''}"
 
 
-def emit_json_object(stream: TextStream, say: Emit, *, raw: RawQuotes | None = None) -> Parse[None]:
+def emit_json_object(stream: TextStream, add: Emit, *, raw: RawQuotes | None = None) -> Parse[None]:
     """Pass a JSON object and emit it piece by piece.
 
     Args:
-        say: takes JSON whose end may be missing, as `EventSink.arguments` does.
+        add: takes JSON whose end may be missing, as `EventSink.arguments` does.
         raw: further quotation marks, within which nothing is escaped; separators are then written as Python's json does.
 
     Raises:
@@ -77,7 +77,7 @@ def emit_json_object(stream: TextStream, say: Emit, *, raw: RawQuotes | None = N
         raise MalformedError
 
     def emit(part: str) -> None:
-        say(part)
+        add(part)
         stream.mark_emitted()
 
     yield from _Reader(stream, emit, raw).read_value()

@@ -29,7 +29,7 @@ class ValueTags:
         closing: what ends a value.
         call_opening: what begins another call, such as one in a text about calls.
         endings: what ends the call; the first one ends what `call_opening` begins.
-        border: what is written around a value and is not part of it.
+        border: a line end, where one is written around a value and is not part of it. Before other tags it never is.
         block_opening: what begins a block of calls.
     """
 
@@ -53,7 +53,7 @@ class TaggedValues:
         self._stream, self._sink, self._tags = stream, sink, tags
         self._pattern = re.compile("|".join(map(re.escape, tags.all)))
         self._longest = max(map(len, tags.all))
-        self._marks = (*(tags.border + tag for tag in tags.all if tags.border), *tags.all)
+        self._marks = (*tags.all, *("\n" + tag for tag in tags.all if tags.border or tag != tags.closing))
         self._found: list[tuple[int, str]] = []  # tags by their position
         self._num_searched = 0
         self._closed_at: dict[int, int | None] = {}  # of opening tags, by the position after them
@@ -87,7 +87,7 @@ class TaggedValues:
         yield from stream.take(tags.border)
         stream.mark_emitted()
         while (mark := (yield from stream.emit_until(self._marks, emit))) is not None:
-            tag = mark if mark in tags.all else mark.removeprefix(tags.border)
+            tag = mark if mark in tags.all else mark.removeprefix("\n")
             if (yield from self._ends_value(tag, stream.position + len(mark) - len(tag), begin)):
                 stream.at += len(mark) if tag == tags.closing else len(mark) - len(tag)
                 break

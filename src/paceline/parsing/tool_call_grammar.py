@@ -1,4 +1,4 @@
-"""A grammar for answers that call tools, put together in llguidance's dialect of Lark.
+"""Builds a grammar for answers that call tools, in llguidance's dialect of Lark.
 
 Tokens that a tokenizer was given besides its vocabulary are named by their ids: spelled out in other tokens they would be the same text,
 but not what the model has learnt.
@@ -32,17 +32,17 @@ class ToolCallGrammar:
         self._rules: list[str] = []
 
     def rule(self, body: str, *, suffix: str | None = None) -> str:
-        """The name of a new rule.
+        """Add a rule; returns its name.
 
         Args:
-            suffix: a text that ends what it matches, at the first place where it stands.
+            suffix: a text that ends what the rule matches, where it comes first.
         """
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{'' if suffix is None else f'[suffix={_quoted(suffix)}]'}: {body}")
         return name
 
     def text(self, written: str) -> str:
-        """What matches exactly this text."""
+        """Return what matches exactly this text."""
         parts, at = [], 0
         for found in self._pattern.finditer(written):
             parts += [_quoted(written[at : found.start()])] if found.start() > at else []
@@ -53,48 +53,48 @@ class ToolCallGrammar:
         return " ".join(parts)
 
     def until(self, end: str) -> str:
-        """Any text that does not hold `end`, and `end` behind it."""
+        """Return what matches any text without `end`, and then `end`."""
         return f"{ANYTHING} <[{self._ids[end]}]>" if end in self._ids else self.rule(ANYTHING, suffix=end)
 
     def token_id(self, token: str) -> int | None:
-        """The id of one of `tokens`; None where the tokenizer has none."""
+        """Return the id of one of `tokens`; None if the tokenizer has none."""
         return self._ids.get(token)
 
     def has(self, token: str) -> bool:
-        """Whether the tokenizer has a token of its own for a text."""
+        """Return whether the tokenizer has a token of its own for a text."""
         return token in self._ids
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON on one line."""
+        """Return what matches JSON of a schema on one line."""
         return self.rule(f"%json {json.dumps({'x-guidance': _ONE_LINE, **servable_schema(schema)})}")
 
     def json_text(self, schema: str) -> str:
-        """The same of a schema's text."""
+        """Return what matches JSON of a schema that is given as text."""
         return self.json(json.loads(schema))
 
     def call(self, head: str, tool: Tool, tail: str = "") -> str:
-        """The JSON object of a tool's arguments, between two texts."""
+        """Return what matches the JSON object of a tool's arguments between two texts."""
         parts = [self.text(head), self.json(arguments_schema(tool)), *([self.text(tail)] if tail else [])]
         return " ".join(parts)
 
     def one_of(self, bodies: Sequence[str]) -> str:
-        """Any of these."""
+        """Return what matches any of these."""
         return bodies[0] if len(bodies) == 1 else self.rule(" | ".join(bodies))
 
     def listed(self, bodies: Sequence[str], between: str, *, several: bool) -> str:
-        """One of these, or several with `between` in between."""
+        """Return what matches one of these, or several with `between` in between."""
         one = self.rule(" | ".join(bodies))
         if not several:
             return one
         return self.rule(f"{one} ({self.text(between)} {one})*" if between else f"{one}+")
 
     def lark(self, start: str) -> str:
-        """The grammar, from its first rule on."""
+        """Return the text of the grammar that begins with `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments; properties that an object does not name are not allowed unless it says so."""
+    """Return the schema of a tool's arguments. Properties that an object does not name are not allowed unless the schema allows them."""
     closed: dict[str, Any] = _closed({"type": "object", **(_NO_ARGUMENTS if tool.parameters is None else tool.parameters)})
     return closed
 

@@ -12,8 +12,8 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of the object that its arguments are; None = it takes none.
-        strict: whether arguments must match the schema, at the price of holding the model to it.
-        place: where the schema stands in the request, for errors; empty = nowhere.
+        strict: whether a grammar makes the arguments match the schema.
+        place: the path of the schema in the request, for errors; empty = none.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Tool:
     place: str = ""
 
     def as_template(self) -> dict[str, Any]:
-        """The tool as chat templates know it, which is as OpenAI describes it."""
+        """Return the tool as chat templates take it, which is as OpenAI describes it."""
         described = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: value for name, value in described.items() if value is not None}}
 

@@ -41,6 +41,7 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
             break
         yield from _read_call(stream, sink)
     yield from pass_end_mark(stream, CLOSE)
+    yield from stream.take_or_end(_RESPONSE)
 
 
 def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -53,9 +54,18 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     with sink.call(name):
         yield from emit_json_object(stream, sink.arguments, raw=_QUOTES)
     yield from skip_closers(stream)
+    while (yield from stream.take(QUOTE)):
+        yield from skip_closers(stream)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_mark)})
+def drop_stray_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Leave a mark after a call out of the text."""
+    yield from ()
+    if not sink.num_calls:
+        raise MalformedError
+
+
+MARKERS = Markers(anywhere={OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_stray_mark)})
 
 
 def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
