@@ -72,12 +72,19 @@ def llama_cpp_differences(folder: Path, suite: Suite) -> Iterator[tuple[SuiteCas
             template = (folder / "models/templates" / case.template).read_text()
             formats = OutputFormat.of_template(template)
             known[key] = formats, in_reasoning_after(template, formats, thinks=case.thinks)
-        formats, in_reasoning = known[key]
-        opening = formats.reasoning_format.open.strip() if formats.reasoning_format else ""
-        if case.reasoning is None and opening and (in_reasoning or opening in (case.content or "")):
-            content = (case.content or "").removeprefix(opening if in_reasoning else "")
-            case, formats, in_reasoning = replace(case, content=content), replace(formats, reasoning_parser="none"), False
-        yield case, difference(case, parsed(formats, case, in_reasoning=in_reasoning))
+        yield case, _llama_cpp_difference(case, *known[key])
+
+
+def _llama_cpp_difference(case: SuiteCase, formats: OutputFormat, in_reasoning: bool) -> str | None:
+    """Return what differs. A test that does not parse reasoning has it in its text, or has none whatever the prompt ends with."""
+    found = difference(case, parsed(formats, case, in_reasoning=in_reasoning))
+    opening = formats.reasoning_format.open.strip() if formats.reasoning_format else ""
+    if case.reasoning is not None or not opening or found is None:
+        return found
+    content = (case.content or "").removeprefix(opening if in_reasoning else "")
+    in_text = difference(replace(case, content=content), parsed(replace(formats, reasoning_parser="none"), case, in_reasoning=False))
+    without = difference(case, parsed(formats, case, in_reasoning=False))
+    return found if in_text and without else None
 
 
 def ollama_differences(suite: Suite) -> Iterator[tuple[SuiteCase, str | None]]:

@@ -93,4 +93,17 @@ def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 think = reasoning_until(THINK[1], open=THINK[0])
-THINK_FORMAT = ReasoningFormat(Markers(first={THINK[0]: think, THINK[1]: drop_mark}), THINK[1:], THINK, *THINK, think)
+
+
+def reasoning_format(open: str, close: str, signs: tuple[str, ...] = ()) -> ReasoningFormat:
+    """Return the format of reasoning between two tokens, before the answer. A closing token before all text is dropped.
+
+    Args:
+        signs: texts that show the format in a chat template; the closing token if there are none.
+    """
+    reader = reasoning_until(close, open=open)
+    markers = Markers(first={open: reader, close: drop_mark})
+    return ReasoningFormat(markers, signs or (close,), (open, close), open, close, reader)
+
+
+THINK_FORMAT = reasoning_format(*THINK)

@@ -1,4 +1,7 @@
-"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B, and Jamba with line ends within."""
+"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B and Apriel.
+
+Jamba writes line ends within the list, MiniMax-M1 the calls on lines of their own without a list.
+"""
 
 from dataclasses import replace
 
@@ -14,10 +17,12 @@ TOKENS = (OPEN, CLOSE)
 ROLE = "助手："  # the chat template makes text answers begin with "assistant:"
 
 CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), before="[", after="]" + CLOSE)
+MINIMAX_M1_CALLS = replace(CALLS, before="\n", between="\n", after="\n" + CLOSE)
 JAMBA_CALLS = replace(CALLS, before="[\n    ", between=",\n    ", after="\n]" + CLOSE)
 
 
 MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_mark})
+MINIMAX_M1_FORMAT = MINIMAX_M1_CALLS.format_of((OPEN, "<beginning_of_sentence>"), TOKENS)
 JAMBA_FORMAT = JAMBA_CALLS.format_of((OPEN, "<|bom|>"), TOKENS)
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, CALLS.calls_grammar, OPEN)
 REASONING_FORMAT = think_before(ANSWER)
