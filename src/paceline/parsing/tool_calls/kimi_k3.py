@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-from paceline.parsing.argument_types import is_text, parameter_schema
+from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.argument_value import read_value, value_grammar
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
@@ -64,7 +64,6 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
         else:
             sink.arguments("{")
             yield from _read_arguments(stream, sink, sink.schema_of(name))
-            sink.arguments("}")
         yield from stream.skip()
         yield from stream.take_or_end(_CALL_END)
         stream.mark_emitted()
@@ -91,9 +90,10 @@ def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
 
 
 read_reasoning = reasoning_until(THINK[1], open=THINK[0])
-MARKERS = Markers(anywhere={OPEN: read_calls})
-# the marks of the answer are here because they are markup without tools, too
-THINK_MARKERS = Markers(anywhere=dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark), first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
+# the marks of the answer are also those of reasoning, because they are markup without tools, too
+_ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
+MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+THINK_MARKERS = Markers(anywhere=_ANSWER, first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -115,11 +115,7 @@ def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
         types = grammar.text(named) if isinstance(named, str) else "/[a-z]+/"
         key = grammar.text(f'{_ARGUMENT}key="{escape(name)}" type="')
         opening = f"{key} {types} {grammar.text(_TAG_END)}"
-        if is_text(schema) and not {"enum", "const"} & schema.keys() and grammar.has(CLOSE_TAG):
-            value = f"{grammar.until(CLOSE_TAG)} {grammar.text(_ARGUMENT_END.removeprefix(CLOSE_TAG))}"
-        else:
-            value = value_grammar(grammar, root, schema, _ARGUMENT_END)
-        one = grammar.rule(f"{opening} {value}")
+        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _ARGUMENT_END)}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)
 

@@ -129,8 +129,6 @@ def _element(grammar: ToolCallGrammar, name: str, schema: Any, root: Mapping[str
     if schema.get("type") == "array" and depth < _MAX_GRAMMAR_DEPTH:
         item = grammar.rule(_element(grammar, ITEM, schema.get("items"), root, depth + 1))
         return f"{opening} {item}* {grammar.text(end)}"
-    if grammar.has(MARK) and not ({"enum", "const"} & schema.keys()) and admits_text(schema):
-        return f"{opening} {grammar.until(MARK)} {grammar.text(end.removeprefix(MARK))}"
     return f"{opening} {value_grammar(grammar, root, schema, end)}"
 
 

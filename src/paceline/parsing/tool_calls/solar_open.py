@@ -47,8 +47,9 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 read_reasoning = reasoning_until(THINK[1])
-MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys((BEGIN, CONTENT, END), drop_mark)})
+_ANSWER = dict.fromkeys((BEGIN, CONTENT, END), drop_mark)
+MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

@@ -41,9 +41,7 @@ MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [
-        f"{grammar.text(_HEAD)} {attribute_xml_grammar(grammar, TAGS, tool, chr(10))} {grammar.text(CALL_END + chr(10))}" for tool in tools
-    ]
+    calls = [f"{grammar.text(_HEAD)} {attribute_xml_grammar(grammar, TAGS, tool)} {grammar.text(CALL_END + chr(10))}" for tool in tools]
     return f"{grammar.text(OPEN + chr(10))} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
 
 
