@@ -57,7 +57,7 @@ _LAZY = {
     "Grammar": "paceline.sampling.grammar",
     "LLM": "paceline.llm",
     "ParsedOutput": "paceline.parsing.parse_output",
-    "ParsedToolCall": "paceline.parsing.parse_output",
+    "ParsedToolCall": "paceline.outputs",
     "QuantOptions": "paceline.config",
     "RequestOptions": "paceline.engine.inputs",
     "RequestOutput": "paceline.outputs",

@@ -251,7 +251,7 @@ class LLM:
             options: see `ChatOptions`.
 
         Returns:
-            one output for one conversation, a list for a list.
+            one output for one conversation, a list for a list; `content`, `reasoning` and `tool_calls` are what its text consists of.
 
         Raises:
             RequestError: as for `generate`; or several samples of one conversation are asked for that is not in a list.
@@ -266,8 +266,10 @@ class LLM:
         each = params_of_each(one_of(params, sampling_params), len(conversations))
         if is_one and each[0].n > 1:
             raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
-        prompt, request = split_chat_options(options)
-        outputs = self._run([self._maker.chat_ids(conversation, **prompt) for conversation in conversations], each, request)
+        chats = [self._maker.chat(conversation, options) for conversation in conversations]
+        outputs = self._run([ids for ids, _, _ in chats], each, chats[0][2])
+        parsers = [parser for (_, parser, _), params in zip(chats, each, strict=True) for _ in range(params.n)]
+        outputs = [parser.parsed(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)

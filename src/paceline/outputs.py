@@ -47,11 +47,27 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: the tool's name.
+        arguments: the arguments by their names.
+        id: an id made for this call, or the one that the model wrote.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One generated text.
 
     Attributes:
-        text: the output's text, without special tokens; a stop string is cut off unless `include_stop`.
+        text: the output's text, without special tokens; a stop string is cut off unless `include_stop`. In chats it has the marks of
+            reasoning and tool calls too.
         token_ids: output tokens, the one that ended it included.
         origins: for each output token, whether it was a plain token, an accepted draft or a bonus token.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_tokens or the end of the context) or "abort".
@@ -64,6 +80,7 @@ class RequestOutput:
         logprobs: for each output token, if asked for.
         prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.
         steps: what every step guessed, if asked for.
+        content, reasoning, tool_calls: of chats, what the text consists of; content and reasoning are None where there is none.
     """
 
     text: str
@@ -82,6 +99,9 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_text: str | None = None
     steps: list[StepRecord] | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ParsedToolCall, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         """Names that other libraries' outputs have."""

@@ -37,8 +37,8 @@ class LiveServer:
 
     @property
     def num_open(self) -> int:
-        """Samples behind its gate."""
-        count: int = self.app.state.service.gate.num_open
+        """Samples behind its admission."""
+        count: int = self.app.state.service.admission.num_open
         return count
 
     @contextmanager

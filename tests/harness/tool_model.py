@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.sampling.grammar import Grammar
-from paceline.server.dialogue import dialogue
+from paceline.server import chat
 
 TEMPLATE = """
 {%- if tools %}
@@ -50,5 +50,5 @@ def write_tool_model(mini: Path, directory: Path, template: str = TEMPLATE) -> P
 def answering(grammar: Grammar) -> Iterator[None]:
     """Whatever is asked, the model writes what a grammar leaves it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialogue, "answer_grammar", lambda *_, **__: grammar)
+        patch.setattr(chat, "answer_grammar", lambda *_, **__: grammar)
         yield

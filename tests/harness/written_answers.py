@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
-from paceline.server.generation import Generation, Job
+from paceline.server.generation import Generation, GenerationRequest
 
 
 def write_down(patch: pytest.MonkeyPatch, text: str, *, piece_len: int = 3, finish_reason: str = "stop") -> None:
@@ -14,11 +14,11 @@ def write_down(patch: pytest.MonkeyPatch, text: str, *, piece_len: int = 3, fini
     usage = Usage(5, len(pieces))
     output = RequestOutput(text, list(range(len(pieces))), [1] * 5, finish_reason, usage, Timing(0.1, 0.2), seed=1, numerics="exact")
 
-    async def collect(_: Generation, job: Job) -> list[RequestOutput]:
+    async def collect(_: Generation, job: GenerationRequest) -> list[RequestOutput]:
         job.prompt_ids(_.engine.opened.maker)
         return [output]
 
-    async def stream(_: Generation, job: Job) -> AsyncGenerator[tuple[int, StreamChunk], None]:
+    async def stream(_: Generation, job: GenerationRequest) -> AsyncGenerator[tuple[int, StreamChunk], None]:
         job.prompt_ids(_.engine.opened.maker)
         for index, piece in enumerate(pieces):
             is_last = index == len(pieces) - 1

@@ -117,11 +117,14 @@ SERVER = Panel(
         "served_name": "What requests call the model. Default: its id, or the last part of its path.",
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
+        "allow_origin": "An origin whose web pages may use the server from a browser (CORS), such as http://localhost:3000; * = all; "
+        "may be given several times.",
         "insecure": "Let everybody who reaches the server ask, without a key.",
         "adapter_loading": "Let requests load LoRA adapters from directories of this machine, and remove them; it takes a key.",
-        "tools_format": "How the model writes calls of tools: auto (as its chat template shows), none (they are text), harmony, gemma4, "
+        "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), harmony, gemma4, "
         "mistral, xml, glm, hermes or llama3.",
-        "think_format": "How it writes thoughts: auto, none, harmony, gemma4, mistral or think.",
+        "reasoning_parser": "Format of its reasoning: auto, none, harmony, gemma4, mistral or think.",
+        "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
         "max_queue": "Samples that may wait; more are told to come again later.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",
@@ -163,14 +166,16 @@ METAVARS = {
     "num_draft_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
-    "tools_format": "<str>",
-    "think_format": "<str>",
+    "unknown_fields": "ignore|refuse",
+    "tool_call_parser": "<str>",
+    "reasoning_parser": "<str>",
     "drafter_options": "NAME=VALUE",
     "adapters": "NAME=DIR",
     "allowed_hosts": "<str>",
+    "allow_origin": "ORIGIN",
 }
 DraftQuant = Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar=METAVARS["draft_quant"])]
-REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "adapters")
+REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +210,8 @@ class Settings:
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
         if sampling:
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
-        if "allowed_hosts" in server:
-            server["allowed_hosts"] = tuple(server["allowed_hosts"] or ())
+        for name in {"allowed_hosts", "allow_origin"} & set(server):
+            server[name] = tuple(server[name] or ())
         drafters = tuple(speculation["drafter"])
         speculation["drafter"] = drafters[0] if len(drafters) == 1 else drafters
         speculation["drafter_options"] = named_values(speculation["drafter_options"])

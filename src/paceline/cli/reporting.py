@@ -16,6 +16,7 @@ from paceline.errors import ConfigError, IncompatibleDrafterError, PacelineError
 EXIT_FAILURE = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 

@@ -36,7 +36,7 @@ def serve(
     if not settings.debug:
         quieten_libraries()
     try:
-        from paceline.server.replicas.run import run_replicas
+        from paceline.server.replicas.ray_serve import run_replicas
         from paceline.server.run import run
     except ImportError as error:
         raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error

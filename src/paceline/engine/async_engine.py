@@ -88,8 +88,9 @@ class AsyncEngine:
         self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> list[RequestOutput]:
         """Answer one conversation, with `params.n` outputs; the rest as for `generate`."""
-        prompt, request = split_chat_options(options)
-        return await self._collect(lambda: [self.opened.maker.chat_ids(messages, **prompt)], one_of(params, sampling_params), request)
+        ids, parser, request = await asyncio.to_thread(self.opened.maker.chat, messages, options)
+        outputs = await self._collect(lambda: [ids], one_of(params, sampling_params), request)
+        return [parser.parsed(output) for output in outputs]
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from paceline.engine.chat_prompt import chat_prompt_ids
-from paceline.engine.inputs import Messages, Prompt, RequestOptions, as_ids, text_or_ids
+from paceline.engine.chat_messages import as_tools
+from paceline.engine.chat_output import ChatOutputParser
+from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
+from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.parsing.registry import AUTO, OutputFormat
 from paceline.runtimes.native.walks import CompiledWalks
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
@@ -101,6 +104,21 @@ class RequestMaker:
             BackendUnavailableError: as `chat_prompt`.
         """
         return self.prompt_ids(chat_prompt_ids(self, messages, **options))
+
+    def chat(self, messages: Messages, options: ChatOptions) -> tuple[list[int], ChatOutputParser, RequestOptions]:
+        """Return the prompt of a conversation, the parser of its outputs, and the options of its request.
+
+        Raises:
+            ConfigError: there is no parser of the name that is given.
+            RequestError, BackendUnavailableError: as `chat_ids`.
+        """
+        prompt_options, request = split_chat_options(options)
+        formats = OutputFormat.of(self.tokenizer, options.get("tool_call_parser", AUTO), options.get("reasoning_parser", AUTO))
+        prompt = chat_prompt(self, messages, **prompt_options)
+        parser = ChatOutputParser.of_prompt(self.tokenizer, formats, prompt, as_tools(options.get("tools") or ()))
+        if shown := parser.shown_token_ids(self.tokenizer):
+            request = {**request, "shown_token_ids": [*request.get("shown_token_ids", ()), *shown]}
+        return self.prompt_ids(prompt.token_ids), parser, request
 
     def check_num_chars(self, num_chars: int) -> None:
         """Check, without encoding it, that a text may fit the context.

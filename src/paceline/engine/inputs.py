@@ -47,6 +47,7 @@ class ChatOptions(RequestOptions, total=False):
         continue_final_message: whether the output continues the text of the last message, an assistant's. No turn is begun then.
         allow_special_tokens: whether control tokens that the messages spell out, such as "<|im_end|>", are control tokens. By default
             they are ordinary text.
+        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" = as its chat template shows.
     """
 
     tools: Sequence[Tool | Mapping[str, Any]]
@@ -54,6 +55,8 @@ class ChatOptions(RequestOptions, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     allow_special_tokens: bool
+    tool_call_parser: str
+    reasoning_parser: str
 
 
 _CHAT_OPTION_NAMES = {
@@ -63,12 +66,13 @@ _CHAT_OPTION_NAMES = {
     "continue_final_message": "continue_final_message",
     "allow_special_tokens": "allow_special_tokens",
 }
+_PARSER_NAMES = ("tool_call_parser", "reasoning_parser")
 
 
 def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
     """The arguments of `chat_prompt.chat_prompt` in these options, and the options of the request."""
     prompt = {_CHAT_OPTION_NAMES[name]: value for name, value in options.items() if name in _CHAT_OPTION_NAMES and value is not None}
-    request = {name: value for name, value in options.items() if name not in _CHAT_OPTION_NAMES}
+    request = {name: value for name, value in options.items() if name not in (*_CHAT_OPTION_NAMES, *_PARSER_NAMES)}
     return prompt, cast(RequestOptions, request)
 
 

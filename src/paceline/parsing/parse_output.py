@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import RequestError
+from paceline.outputs import ParsedToolCall as ParsedToolCall
 from paceline.parsing.detection import reasoning_format_of_text, tool_call_formats_of_text
 from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
 from paceline.parsing.registry import (
@@ -20,21 +21,6 @@ from paceline.parsing.registry import (
     check_parser_names,
 )
 from paceline.parsing.tools import Tool
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    """A call of a tool.
-
-    Attributes:
-        name: the tool's name.
-        arguments: the arguments by their names.
-        id: an id made for this call, or the one that the model wrote.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    id: str
 
 
 @dataclass(frozen=True, slots=True)

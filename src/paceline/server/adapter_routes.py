@@ -1,36 +1,34 @@
-"""Loading and removing adapters while the server runs, as vLLM has it. These requests name directories: they are served on demand alone."""
-
-from collections.abc import Mapping
-from typing import ClassVar
+"""Load and remove adapters while the server runs, as in vLLM. These requests name directories, so that a setting must allow them."""
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from paceline.errors import CapacityError, PacelineError
 from paceline.models.adapters.read import MAX_NAME_LEN
+from paceline.server.answering import read_request
+from paceline.server.errors import HttpError
 from paceline.server.fields import Fields
-from paceline.server.http_errors import HttpError
 from paceline.server.service import Service
 
 MAX_PATH_LEN = 4096
 
 
 class LoadFields(Fields):
-    """The body of `/v1/load_lora_adapter`. The number is vLLM's own: names tell adapters apart here."""
+    """The body of `/v1/load_lora_adapter`."""
+
+    at = ("adapters", "load")
 
     lora_name: str
     lora_path: str
-    lora_int_id: int | None = None
-    load_inplace: bool | None = None
-
-    refused: ClassVar[Mapping[str, str]] = {"load_inplace": "an adapter is removed first, then another one may have its name"}
 
 
 class UnloadFields(Fields):
     """The body of `/v1/unload_lora_adapter`."""
 
+    at = ("adapters", "unload")
+
     lora_name: str
-    lora_int_id: int | None = None
 
 
 def adapter_routes(service: Service) -> APIRouter:
@@ -40,9 +38,9 @@ def adapter_routes(service: Service) -> APIRouter:
         return router
 
     @router.post("/v1/load_lora_adapter")
-    async def load(fields: LoadFields) -> Response:
-        """Load the adapter of a directory on the server's machine; requests ask for it by its name as their model."""
-        fields.check_refused()
+    async def load(request: Request) -> Response:
+        """Load the adapter of a directory on the server's machine; requests name it as their model."""
+        fields = await read_request(request, service, LoadFields)
         name = fields.lora_name
         if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or service.is_own_name(name):
             text = f"lora_name must be a name of 1 to {MAX_NAME_LEN} printable characters that is not the model's own"
@@ -53,9 +51,9 @@ def adapter_routes(service: Service) -> APIRouter:
         if name in service.engine.adapters:
             raise _is_loaded(name)
         service.engine.check_open()
-        with service.gate.admitted(0):
+        with service.admission.admitted(0):
             try:
-                await service.gate.finished(service.engine.load_adapter(name, fields.lora_path))
+                await service.engine.load_adapter(name, fields.lora_path)
             except CapacityError as error:  # the request is right: with less in memory the same one is served
                 raise HttpError(507, str(error), kind="server_error", parameter="lora_path", code="out_of_memory") from error
             except PacelineError as error:
@@ -65,9 +63,9 @@ def adapter_routes(service: Service) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")
-    async def unload(fields: UnloadFields) -> Response:
+    async def unload(request: Request) -> Response:
         """Refuse requests for an adapter from now on; those that run end with it."""
-        fields.check_refused()
+        fields = await read_request(request, service, UnloadFields)
         known = ", ".join(map(repr, service.engine.adapters)) or "none"
         missing = HttpError(
             404, f"lora_name: there is no adapter of this name; loaded: {known}", parameter="lora_name", code="adapter_not_found"

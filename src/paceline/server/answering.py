@@ -1,6 +1,7 @@
-"""What the answers of all dialects have in common: whole or streamed, their errors, and what speculation did for them."""
+"""From a body to an answer, in every dialect: read it, build the answer, send it whole or streamed."""
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
@@ -9,10 +10,13 @@ from starlette.responses import Response
 
 from paceline.errors import CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.server.client_watch import EventStream, unless_gone
 from paceline.server.dialects import dialect_of
+from paceline.server.disconnect import EventStream, cancel_on_disconnect
+from paceline.server.errors import HttpError, http_error_of
+from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
 from paceline.server.framing import as_json
-from paceline.server.http_errors import HttpError, http_error_of
+from paceline.server.json_body import MAX_INLINE_BYTES
+from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.stats import SpeculationStats
@@ -20,44 +24,120 @@ from paceline.speculation.step_record import StepRecord
 
 
 class Answering(Protocol):
-    """One request, and how it is answered."""
+    """One request, ready to be answered."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is sent as events."""
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
 
     def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as events, as they are sent."""
+        """The answer as events, encoded."""
 
 
-async def answered(request: Request, one: Answering, *, is_streamed: bool | None) -> Response:
-    """An answer, whole or streamed. Of a stream, what fails before the first event is raised; later it is an event, the last one."""
-    if not is_streamed:
-        return Response(as_json(await unless_gone(request, one.whole())), media_type="application/json")
-    events, dialect = one.events(), dialect_of(request.url.path)
-    first = await unless_gone(request, _next(events))
+async def answer_request(
+    request: Request, service: Service, kind: type[Read], build: Callable[[Service, Read], Answering | Response]
+) -> Response:
+    """Answer a request.
 
-    async def all_of_them() -> AsyncGenerator[bytes, None]:
+    What fails before a stream's first event is raised; what fails later is the stream's last event.
+
+    Args:
+        kind: of the body's fields.
+        build: checks the fields and makes the answer of them, or a finished response.
+
+    Raises:
+        HttpError: the request is wrong or is not served.
+        PacelineError: as `Generation.collect`.
+    """
+
+    def built(fields: Read) -> tuple[Read, Answering | Response]:
+        with named(fields.parameter_names()):
+            return fields, build(service, fields)
+
+    (fields, answer), headers = await _read(request, service, kind, built)
+    if not isinstance(answer, Response):
+        with named(fields.parameter_names()):
+            answer = await (_streamed(request, answer) if answer.is_streamed else _whole(request, answer))
+    answer.headers.update(headers)
+    return answer
+
+
+async def answer_json(
+    request: Request, service: Service, kind: type[Read], compute: Callable[[Read], Mapping[str, Any]], *, is_slow: bool = False
+) -> Response:
+    """Answer a request that generates nothing.
+
+    Args:
+        compute: the answer's object.
+        is_slow: whether `compute` tokenizes or renders, and therefore runs in a thread.
+
+    Raises:
+        HttpError: as `answer_request`, or as `compute`.
+    """
+    fields, headers = await _read(request, service, kind, lambda fields: fields)
+    with named(fields.parameter_names()), service.admission.admitted(0):
+        found = await asyncio.to_thread(compute, fields) if is_slow else compute(fields)
+    return Response(as_json(found), media_type="application/json", headers=headers)
+
+
+async def read_request(request: Request, service: Service, kind: type[Read]) -> Read:
+    """The fields of a request whose answer is plain text."""
+    fields: Read = (await _read(request, service, kind, lambda fields: fields))[0]
+    return fields
+
+
+async def _read(request: Request, service: Service, kind: type[Read], build: Callable[[Read], Any]) -> tuple[Any, dict[str, str]]:
+    """What `build` makes of the fields, and headers that name ignored ones."""
+    content = await request.body()
+
+    def read() -> tuple[Any, Any]:
+        fields, ignored = read_body(kind, content, service.settings)
+        return build(fields), ignored
+
+    found, ignored = await asyncio.to_thread(read) if len(content) > MAX_INLINE_BYTES else read()
+    log_ignored(ignored, service.logged_fields)
+    return found, ignored_header(ignored)
+
+
+async def _whole(request: Request, answer: Answering) -> Response:
+    return Response(as_json(await cancel_on_disconnect(request, answer.whole())), media_type="application/json")
+
+
+async def _streamed(request: Request, answer: Answering) -> Response:
+    events, dialect = answer.events(), dialect_of(request.url.path)
+    first = await cancel_on_disconnect(request, _next(events))
+
+    async def all_events() -> AsyncGenerator[bytes, None]:
         async with aclosing(events):
             yield first
             try:
                 async for event in events:
                     yield event
             except Exception as error:
-                yield dialect.last_words(http_error_of(error))
+                yield dialect.error_event(http_error_of(error))
 
-    return EventStream(all_of_them(), dialect.media_type)
+    return EventStream(all_events(), dialect.media_type)
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
+def request_schema(kind: type[Fields]) -> dict[str, Any]:
+    """Describe a route whose body has these fields, for /openapi.json."""
+    schema = {"$id": f"urn:paceline:{kind.__name__}", **kind.model_json_schema()}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 @contextmanager
 def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about our parameters in this block are about the dialect's fields.
+    """Errors about our parameters in this block become errors about the dialect's fields.
 
     Args:
-        names: of the fields, by the parameters'; "messages[" stands for all that is within a message.
+        names: of the fields, by the parameters'; "messages[" is everything within a message.
 
     Raises:
         HttpError: one was raised.
@@ -77,7 +157,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def speculation_of(outputs: Sequence[RequestOutput], *, shows_origins: bool, texts: TokenTexts | None = None) -> dict[str, Any]:
-    """What speculation did for a request; on demand the ids of each output, where they came from, and what steps guessed if it was kept.
+    """Statistics of a request's speculation; on request also token ids, their origins, and the drafts of each step if they were kept.
 
     Args:
         texts: spells the ids; None = they are not spelled.
@@ -102,7 +182,7 @@ def chunk_origins(chunk: StreamChunk, texts: TokenTexts | None = None) -> dict[s
 def _origins(
     token_ids: Sequence[int], origins: Sequence[TokenOrigin], steps: Sequence[StepRecord] | None, texts: TokenTexts | None
 ) -> dict[str, Any]:
-    """Tokens and who guessed them; and the steps that emitted them, if they were kept."""
+    """Tokens and their origins, and the steps that emitted them, if they were kept."""
     shown: dict[str, Any] = {"token_ids": list(token_ids), "origins": [origin.value for origin in origins]}
     if steps is not None:
         shown["trees"] = [step.as_dict() for step in steps]

@@ -1,4 +1,4 @@
-"""The application: an engine behind HTTP."""
+"""The ASGI application of an engine."""
 
 import os
 from pathlib import Path
@@ -11,63 +11,61 @@ from paceline.errors import ConfigError
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
-from paceline.server.anthropic.routes import message_routes
-from paceline.server.dialects import tell_errors
-from paceline.server.dialogue.dialogue import Dialogue
-from paceline.server.door import Door
-from paceline.server.gate import Gate
+from paceline.server.admission import AdmissionControl
+from paceline.server.anthropic import message_routes
+from paceline.server.chat import ChatService
+from paceline.server.dialects import handle_errors
 from paceline.server.generation import Generation
 from paceline.server.metrics import Metrics
-from paceline.server.ollama.models import ollama_model_routes
-from paceline.server.ollama.routes import ollama_routes
-from paceline.server.openai.chat import chat_routes
-from paceline.server.openai.completions import completion_routes
-from paceline.server.openai.models import model_routes
+from paceline.server.middleware import add_middleware
+from paceline.server.model_routes import model_routes
+from paceline.server.ollama import ollama_routes
+from paceline.server.openai_chat import chat_routes
+from paceline.server.openai_completions import completion_routes
 from paceline.server.page.routes import page_routes
-from paceline.server.responses.routes import response_routes
+from paceline.server.responses import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.state import state_routes
+from paceline.server.token_texts import TokenTexts
 
-_ROUTES = (
-    chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, ollama_model_routes, adapter_routes,
-    state_routes,
-)  # fmt: skip
+_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, adapter_routes, state_routes)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """An ASGI application that answers with `engine`.
+    """Return an ASGI application that serves `engine`.
 
-    Its `state.service` is the `Service` behind it, whose gate a server drains before it ends.
+    Its `state.service` is a `Service`, whose `admission` a server drains before it ends.
 
     Args:
-        engine: stays the caller's, who closes it after the application has ended.
+        engine: the caller closes it after the application has ended.
         settings: None = those of `ServerSettings()`.
 
     Raises:
-        ConfigError: there is no format as the settings name, or an adapter has the model's name.
+        ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
     """
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
     name = settings.served_name or served_name(engine.opened.config.model)
-    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tools_format, settings.think_format)
-    gate = Gate(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
+    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+    admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
-    generation = Generation(engine, settings, gate, metrics)
-    service = Service(engine, settings, name, gate, metrics, generation, Dialogue(generation, formats))
+    generation = Generation(engine, settings, admission, metrics)
+    chat, texts = ChatService(generation, formats), TokenTexts(engine.opened.maker.tokenizer)
+    service = Service(engine, settings, name, admission, metrics, generation, chat, texts)
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
-    # those pages load code from elsewhere, and a redirection would go to whatever the Host header names
+    # the pages of the docs load code from other hosts, and a redirect would follow the Host header
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in _ROUTES:
         app.include_router(routes(service))
     app.include_router(page_routes())
-    tell_errors(app)
-    app.add_middleware(Door, settings=settings, count_answer=metrics.count_answer)
+    handle_errors(app)
+    add_middleware(app, settings, admission, metrics.count_response)
     return app
 
 
 def served_name(model: str) -> str:
-    """What a model is called in requests: a path loses its folders, which are nobody else's business."""
+    """Return the name of a model in requests; of a path only its last part, as clients need not see folders."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model

@@ -1,31 +1,53 @@
-"""The dialects that are spoken, by the paths that speak them: how each says that something went wrong."""
+"""The dialects, by path: how each writes an error, and what its streams are made of."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from paceline.server.anthropic.errors import anthropic_error
+from paceline.server.errors import HttpError, http_error_of
 from paceline.server.framing import data_event, line, named_event
-from paceline.server.http_errors import HttpError, http_error_of
-from paceline.server.ollama.errors import ollama_error
-from paceline.server.openai.errors import openai_error
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def openai_error(error: HttpError) -> dict[str, Any]:
+    """OpenAI's object of an error."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.parameter, "code": error.code}}
+
+
+def anthropic_error(error: HttpError) -> dict[str, Any]:
+    """Anthropic's object of an error. Its text names the field."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.text}}
+
+
+def ollama_error(error: HttpError) -> dict[str, Any]:
+    """Ollama's object of an error. Its text names the field."""
+    return {"error": error.text}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How errors are told, and what a stream is made of.
+    """Errors and streams of one dialect.
 
     Attributes:
         error: the JSON object of an error.
         event: the bytes of an object in a stream.
         media_type: of a stream.
-        names_type: whether its clients say that a body is JSON; Ollama reads any, and programs built for it leave that out.
+        names_type: whether its clients declare a body as JSON; Ollama reads any body, and its clients may declare nothing.
     """
 
     error: Callable[[HttpError], dict[str, Any]]
@@ -37,28 +59,27 @@ class Dialect:
         """The answer that is an error."""
         return JSONResponse(self.error(error), error.status, error.headers)
 
-    def last_words(self, error: HttpError) -> bytes:
-        """What ends a stream that failed."""
+    def error_event(self, error: HttpError) -> bytes:
+        """The last event of a stream that failed."""
         return self.event(self.error(error))
 
 
 OPENAI = Dialect(openai_error)
-BY_PATH = {
-    "/v1/messages": Dialect(anthropic_error, named_event),
-    "/api": Dialect(ollama_error, line, "application/x-ndjson", names_type=False),
-}
+ANTHROPIC = Dialect(anthropic_error, named_event)
+OLLAMA = Dialect(ollama_error, line, "application/x-ndjson", names_type=False)
+BY_PATH = {"/v1/messages": ANTHROPIC, "/messages": ANTHROPIC, "/api": OLLAMA}
 
 
-def tell_errors(app: FastAPI) -> None:
-    """Have an application answer its errors in the dialect of the path."""
+def handle_errors(app: FastAPI) -> None:
+    """Have an application answer errors in the dialect of the path."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return dialect_of(request.url.path).response(http_error_of(error))
 
-    for kind in (RequestValidationError, HTTPException, HttpError):
+    for kind in (HTTPException, HttpError):
         app.add_exception_handler(kind, answer)
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect of a path; OpenAI's where it is nobody's."""
+    """The dialect of a path; OpenAI's where it belongs to none."""
     return next((dialect for start, dialect in BY_PATH.items() if path == start or path.startswith(f"{start}/")), OPENAI)

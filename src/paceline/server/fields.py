@@ -1,80 +1,215 @@
-"""Fields that the requests of every dialect share."""
+"""Objects of a request: pydantic models whose fields are served, and what becomes of all other fields."""
 
-from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
-from paceline.server.http_errors import HttpError, invalid_field
-from paceline.server.wrong_fields import spelled
+from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
+from paceline.server.field_table import TABLE, FieldRules
+from paceline.server.json_body import MAX_INLINE_BYTES, parse_json
+from paceline.server.settings import ServerSettings
 
-_READ = (
-    "messages",
-    "prompt",
-    "input",
-    "system",
-    "instructions",
-    "tools",
-    "prediction",
-    "stop",
-    "stop_sequences",
-    "options",
-    "format",
-    "text",
-    "response_format",
-    "output_config",
-    "chat_template_kwargs",
-)
-"""Fields, of all dialects, whose texts the model or the grammar is made of."""
+log = logging.getLogger("paceline.server")
+
+IGNORED_HEADER = "X-Paceline-Ignored-Fields"
+_MAX_NAMED = 20  # ignored fields that one answer names
+_MAX_NAME = 60  # characters of an ignored field's name
+_MAX_LOGGED = 1000  # names that one process logs
+_MAX_CHECKED = 200  # unknown names of one request that are compared with known ones
+_MIN_TYPO = 4  # characters of a name that one edit may change: shorter ones are too close to each other
+_HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+_ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # an answer may repeat them, nothing else reads them
+_COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
+"""Lists, and the setting that limits each; counted before any of their items is read."""
+
+
+class Reading:
+    """The fields of one request that are not served.
+
+    Attributes:
+        ignored: their names, in order, without indices: "messages[].name".
+    """
+
+    def __init__(self, *, refuses_unknown: bool = False) -> None:
+        self.ignored: dict[str, None] = {}
+        self._refuses_unknown = refuses_unknown
+        self._num_checked = 0
+
+    def sort_out(self, kind: "type[Fields]", given: Mapping[str, Any]) -> None:
+        """Decide about every field of `given` that `kind` does not serve.
+
+        Raises:
+            PydanticCustomError: one is refused, misspelled, or unknown where those are refused.
+        """
+        rules = kind.rules()
+        for name in given:
+            if name in kind.served or given[name] is None:
+                continue
+            refusal = rules.refused.get(name)
+            if refusal is not None and refusal.applies(given[name], given):
+                raise _field_error(name, f"is not served: {refusal.reason}", "unsupported_parameter")
+            if refusal is None and name not in rules.ignored:
+                self._check_unknown(name, (*kind.served, *rules.refused))
+            if len(self.ignored) <= _MAX_NAMED:
+                place = kind.at[1]
+                self.ignored.setdefault(_printable(f"{place}.{name}" if place else name))
+
+    def _check_unknown(self, name: str, known: Iterable[str]) -> None:
+        self._num_checked += 1
+        meant = closest_name(name, known) if self._num_checked <= _MAX_CHECKED else None
+        if meant is not None:
+            raise _field_error(name, f"is no parameter of this request: did you mean {meant}?", "unknown_parameter")
+        if self._refuses_unknown:
+            text = "is no parameter of this request: leave it out, or serve with --unknown-fields ignore"
+            raise _field_error(name, text, "unknown_parameter")
 
 
 class Fields(BaseModel):
-    """A JSON object whose fields are all known."""
+    """A JSON object of a request. Its fields are served; `field_table.TABLE` has rules for others."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    refused: ClassVar[Mapping[str, str]] = {}
-    """Fields of the dialect that are not served, with the reason; "nothing" (null, false, an empty list) is let through."""
+    at: ClassVar[tuple[str, str]] = ("", "")
+    """Dialect and kind of object: the row of the table."""
+    served: ClassVar[frozenset[str]] = frozenset()
+    """Names of served fields, as in JSON."""
 
-    def check_refused(self, within: str = "") -> None:
-        """That nothing is asked for that is not served, and that what the model reads is text.
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.served = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
-        Args:
-            within: the place of this object in the request; empty = it is the request.
+    @classmethod
+    def rules(cls) -> FieldRules:
+        """Rules for fields that are not served."""
+        return TABLE.get(cls.at[0], {}).get(cls.at[1], FieldRules())
 
-        Raises:
-            HttpError: 400, by name.
-        """
-        if not within:
-            self._check_texts()
-        for field, reason in self.refused.items():
-            if getattr(self, field) not in (None, False, [], {}):
-                name = f"{within}.{field}".removeprefix(".")
-                raise HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_out_fields(cls, given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, dict) and not given.keys() <= cls.served:
+            reading = info.context if isinstance(info.context, Reading) else Reading()
+            reading.sort_out(cls, given)
+        return given
 
-    def _check_texts(self) -> None:
-        """That what the model reads is text: JSON can spell half a character, which no text holds."""
-        for field in _READ:
-            if (place := _half_character(getattr(self, field, None))) is not None:
-                name = spelled(field, place)
-                text = f"{name} holds half of a surrogate pair, which is no character: send both halves, or leave it out"
-                raise HttpError(400, text, parameter=name, code="invalid_value")
+    def parameter_names(self) -> Mapping[str, str]:
+        """The dialect's names of our parameters, for errors; see `answering.named`."""
+        return {}
 
 
-def _half_character(value: object) -> tuple[str | int, ...] | None:
-    """Where in a value the first half of a character stands; None = nowhere."""
-    left: list[tuple[tuple[str | int, ...], object]] = [((), value)]
+Read = TypeVar("Read", bound=Fields)
+Item = TypeVar("Item")
+FastList = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is read up to its first wrong item: a million wrong ones would make a million errors."""
+
+
+def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tuple[Read, Collection[str]]:
+    """The fields of a request, and the names of those that are ignored.
+
+    Raises:
+        HttpError: the body is no JSON object, or a field is wrong.
+    """
+    body = _parsed(content)
+    if isinstance(body, dict):
+        for name, limit in _COUNTED.items():
+            if isinstance(body.get(name), list):
+                check_count(name, len(body[name]), getattr(settings, limit))
+        if _HALF_CHARACTER.search(content):
+            _check_characters({name: value for name, value in body.items() if name in kind.served and name not in _ECHOED})
+    reading = Reading(refuses_unknown=settings.unknown_fields == "refuse")
+    try:
+        return kind.model_validate(body, context=reading), reading.ignored
+    except ValidationError as error:
+        raise field_error(error.errors(include_url=False), body) from None
+
+
+def log_ignored(names: Iterable[str], logged: set[str]) -> None:
+    """Log names of ignored fields, each once.
+
+    Args:
+        logged: names that were logged before; a bounded number is added.
+    """
+    for name in names:
+        if name not in logged and len(logged) < _MAX_LOGGED:
+            logged.add(name)
+            log.info("%s", json.dumps({"event": "field_ignored", "field": name}))
+
+
+def ignored_header(names: Collection[str]) -> dict[str, str]:
+    """The header that names ignored fields; none where there are none."""
+    shown = [*list(names)[:_MAX_NAMED], *(["..."] if len(names) > _MAX_NAMED else [])]
+    return {IGNORED_HEADER: ", ".join(shown)} if shown else {}
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs by one edit, or only by case, hyphens and underscores; None = there is none."""
+    plain, found = _plain(name), None
+    for one in known:
+        other = _plain(one)
+        if plain == other:
+            return one
+        if found is None and min(len(plain), len(other)) >= _MIN_TYPO and _is_one_edit(plain, other):
+            found = one
+    return found
+
+
+def _is_one_edit(first: str, second: str) -> bool:
+    """Whether one character is added, left out or replaced, or two neighbours are swapped."""
+    if abs(len(first) - len(second)) > 1:
+        return False
+    start = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), min(len(first), len(second)))
+    first, second = first[start:], second[start:]
+    same_length = len(first) == len(second)
+    if same_length and first[:2] == second[1::-1]:
+        return first[2:] == second[2:]
+    return first[len(first) >= len(second) :] == second[len(second) >= len(first) :]
+
+
+def _plain(name: str) -> str:
+    return name[: _MAX_NAME + 1].lower().replace("_", "").replace("-", "")
+
+
+def _printable(name: str) -> str:
+    """A name that a header and a line of log can hold."""
+    return "".join(char if " " < char <= "~" and char != "," else "?" for char in name[:_MAX_NAME])
+
+
+def _field_error(name: str, text: str, code: str) -> PydanticCustomError:
+    return PydanticCustomError(FIELD_ERROR, text, {"name": name, "code": code})
+
+
+def _parsed(content: bytes) -> Any:
+    if not content.strip():
+        raise HttpError(400, "the body is empty: send one JSON object", code="missing_required_parameter")
+    try:
+        return parse_json(content) if len(content) > MAX_INLINE_BYTES else json.loads(content)
+    except json.JSONDecodeError:
+        raise HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json") from None
+    except (ValueError, RecursionError):
+        text = "the body cannot be read: send JSON in UTF-8, nested no deeper than a request needs, with numbers of 4,300 digits at most"
+        raise HttpError(400, text, code="invalid_value") from None
+
+
+def _check_characters(body: Mapping[str, Any]) -> None:
+    """Refuse halves of surrogate pairs, which JSON can spell and no text can hold."""
+    left: list[tuple[tuple[str | int, ...], Any]] = [((), body)]
     while left:
         place, one = left.pop()
         if isinstance(one, str) and not _is_unicode(one):
-            return place
-        if isinstance(one, BaseModel):
-            one = one.__dict__
-        if isinstance(one, Mapping) and not all(map(_is_unicode, one)):
-            return place
-        inner = one.items() if isinstance(one, Mapping) else enumerate(one) if isinstance(one, list) else ()
-        left += [((*place, key), found) for key, found in inner if isinstance(found, str | list | Mapping | BaseModel)][::-1]
-    return None
+            break
+        if isinstance(one, dict):
+            if not all(map(_is_unicode, one)):
+                break
+            left += [((*place, key), inner) for key, inner in one.items()][::-1]
+        elif isinstance(one, list):
+            left += [((*place, index), inner) for index, inner in enumerate(one)][::-1]
+    else:
+        return
+    raise invalid(field_name(place) or "", "holds half of a surrogate pair, which is no character: send both halves, or leave it out")
 
 
 def _is_unicode(text: str) -> bool:
@@ -87,26 +222,10 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-Read = TypeVar("Read", bound=Fields)
-
-
-def read_fields(kind: type[Read], place: str, given: object) -> Read:
-    """The fields of an object within a request, whose kind is known only once it is looked at.
-
-    Args:
-        place: of the object, such as "messages[0]".
-
-    Raises:
-        HttpError: one is wrong.
-    """
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise invalid_field(error.errors(include_url=False), place) from None
-
-
 class SpeculationFields(Fields):
-    """How a request may be drafted for, and what the answer says of it; none of it changes a token. `trees` brings the origins along."""
+    """How a request may be drafted for, and what the answer reports of it. It changes no token. `trees` implies `origins`."""
+
+    at = ("chat", "speculation")
 
     enabled: bool = True
     drafter: str | None = None
@@ -115,29 +234,31 @@ class SpeculationFields(Fields):
     trees: bool = False
 
     @model_validator(mode="after")
-    def _bring_origins(self) -> "SpeculationFields":
+    def _imply_origins(self) -> "SpeculationFields":
         self.origins = self.origins or self.trees
         return self
 
 
 class SamplingFields(Fields):
-    """How tokens are chosen, under the names of `SamplingParams`; a dialect that has other names for them translates."""
+    """How tokens are chosen, by the names of `SamplingParams`. A dialect with other names translates them."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: FastList[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    bad_words: FastList[str] | None = None
+    cache_salt: str | None = None
     speculation: SpeculationFields | None = None
 
     @property
     def shows_origins(self) -> bool:
-        """Whether the answer says who guessed each token."""
+        """Whether the answer reports who drafted each token."""
         return self.speculation is not None and self.speculation.origins

@@ -1,8 +1,7 @@
-"""From what a dialect asks for to the engine's outputs: admitted, with a deadline, given up with its client, and measured."""
+"""Running generation requests on the engine: admission, deadline, cancellation and metrics."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -13,23 +12,22 @@ from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams
-from paceline.server.client_watch import within
-from paceline.server.gate import Gate
-from paceline.server.http_errors import HttpError
+from paceline.server.admission import AdmissionControl, shutting_down
+from paceline.server.errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What one HTTP request wants of the engine.
+class GenerationRequest:
+    """What one HTTP request generates.
 
     Attributes:
-        prompt_ids: makes the token ids of each prompt; takes time, so it is called in a thread.
-        num_prompts: how many it makes.
+        prompt_ids: makes the token ids of each prompt; slow, so it is called in a thread.
+        num_prompts: number of prompts.
         params: of every prompt.
-        takes_the_rest: whether `params.max_tokens` gives way to what the context holds behind a prompt.
-        grammar: of the outputs, in place of that of `params`, once the prompts are made; None = that of `params`.
+        takes_the_rest: whether `params.max_tokens` is replaced by the rest of the context after each prompt.
+        grammar: called after the prompts are made, replaces the grammar of `params`; None = keep that of `params`.
     """
 
     prompt_ids: Callable[[RequestMaker], list[list[int]]]
@@ -45,81 +43,82 @@ class Job:
 
 
 class Generation:
-    """Runs jobs.
+    """Runs generation requests.
 
     Args:
-        engine: stays its owner's, who closes it.
+        engine: stays the caller's, who closes it.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, gate: Gate, metrics: Metrics) -> None:
-        self.engine, self.gate = engine, gate
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> None:
+        self.engine, self.admission = engine, admission
         self._settings, self._metrics = settings, metrics
 
-    async def collect(self, job: Job) -> list[RequestOutput]:
-        """The whole outputs, prompt by prompt and in order of their samples.
+    async def collect(self, request: GenerationRequest) -> list[RequestOutput]:
+        """Return the whole outputs, ordered by prompt, then by sample.
 
         Raises:
-            HttpError: it was refused or given up.
+            HttpError: it was refused, timed out or was ended by a shutdown.
             PacelineError: as `AsyncEngine.generate`.
         """
-        async with self._admitted(job) as (started_s, prompts):
-            generating = self.engine.generate(prompts, self._params(job, prompts), **job.options)
+        async with self._admitted(request) as (deadline_s, prompts, params):
+            generating = self.engine.generate(prompts, params, **request.options)
             try:
-                outputs = await within(self._remaining_s(started_s), generating)
+                async with asyncio.timeout_at(deadline_s):
+                    outputs = await generating
             except TimeoutError:
                 raise self._timed_out() from None
             for output in outputs:
-                self._finish(output, started_s, job)
+                self._finish(output, deadline_s, request)
             return outputs
 
-    async def stream(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk], None]:
-        """What every step adds, with the index of the prompt; the rest as for `collect`."""
-        async with self._admitted(job) as (started_s, prompts):
-            stream = self.engine.stream_batch(prompts, self._params(job, prompts), **job.options)
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, StreamChunk], None]:
+        """Yield what every step adds, with the index of the prompt; the rest as for `collect`."""
+        async with self._admitted(request) as (deadline_s, prompts, params):
+            stream = self.engine.stream_batch(prompts, params, **request.options)
             async with aclosing(stream) as chunks:  # type: ignore[type-var]  # a generator
                 while True:
                     try:
-                        index, chunk = await within(self._remaining_s(started_s), anext(chunks))
+                        async with asyncio.timeout_at(deadline_s):  # not around the loop: a generator must not yield inside it
+                            index, chunk = await anext(chunks)
                     except StopAsyncIteration:
                         return
                     except TimeoutError:
                         raise self._timed_out() from None
                     if chunk.output is not None:
-                        self._finish(chunk.output, started_s, job)
+                        self._finish(chunk.output, deadline_s, request)
                     yield index, chunk
 
     @asynccontextmanager
-    async def _admitted(self, job: Job) -> AsyncIterator[tuple[float, list[list[int]]]]:
-        """When a job began, and the ids of its prompts."""
+    async def _admitted(self, request: GenerationRequest) -> AsyncIterator[tuple[float, list[list[int]], list[SamplingParams]]]:
+        """Yield the deadline of a request in the loop's time, the ids of its prompts and their parameters."""
         self.engine.check_open()
-        with self.gate.admitted(job.num_samples, "n" if job.params.n > 1 else "prompt"):
-            started_s = time.perf_counter()
-            yield started_s, await asyncio.to_thread(job.prompt_ids, self.engine.opened.maker)
-            self.gate.record(time.perf_counter() - started_s)
+        with self.admission.admitted(request.num_samples, "n" if request.params.n > 1 else "prompt"):
+            started_s = _now_s()
+            prompts, params = await asyncio.to_thread(self._prepared, request)
+            yield started_s + self._settings.request_timeout_s, prompts, params
+            self.admission.record(_now_s() - started_s)
 
-    def _params(self, job: Job, prompts: Sequence[list[int]]) -> list[SamplingParams]:
-        params = job.params if job.grammar is None else replace(job.params, grammar=job.grammar())
-        if not job.takes_the_rest:
-            return [params] * len(prompts)
+    def _prepared(self, request: GenerationRequest) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Tokenise the prompts and build their parameters. Slow: called in a thread."""
+        prompts = request.prompt_ids(self.engine.opened.maker)
+        params = request.params if request.grammar is None else replace(request.params, grammar=request.grammar())
+        if not request.takes_the_rest:
+            return prompts, [params] * len(prompts)
         opened = self.engine.opened
         room = min(opened.maker.max_context, opened.engine.cache.max_slots - BLOCK_SIZE)
-        return [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
+        return prompts, [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
-    def _finish(self, output: RequestOutput, started_s: float, job: Job) -> None:
+    def _finish(self, output: RequestOutput, deadline_s: float, request: GenerationRequest) -> None:
         if output.finish_reason == "abort":
-            raise HttpError(
-                503, "the server ended before this request did: ask again later", kind="service_unavailable_error", code="draining"
-            )
-        adapter = job.options.get("adapter")
-        self._metrics.observe(output, time.perf_counter() - started_s, adapter if isinstance(adapter, str) else None)
-
-    def _remaining_s(self, started_s: float) -> float:
-        return max(0.0, started_s + self._settings.request_timeout_s - time.perf_counter())
+            raise shutting_down()
+        adapter = request.options.get("adapter")
+        elapsed_s = _now_s() - deadline_s + self._settings.request_timeout_s
+        self._metrics.observe(output, elapsed_s, adapter if isinstance(adapter, str) else None)
 
     def _timed_out(self) -> HttpError:
-        return HttpError(
-            504,
-            f"the answer was not finished within {self._settings.request_timeout_s:g} s: ask for fewer tokens",
-            kind="timeout_error",
-            code="timeout",
-        )
+        text = f"the request was not finished within {self._settings.request_timeout_s:g} s: lower max_tokens"
+        return HttpError(504, text, kind="timeout_error", code="timeout")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""What the server did, in the form that Prometheus reads. Names behind the prefix, and labels, are vLLM's; `drafter` is ours."""
+"""Metrics in Prometheus's text form. Names after the prefix, and labels, are vLLM's; `drafter` is our own."""
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -19,10 +19,10 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """Histograms of finished requests, and the engine's own counters at the time of asking.
+    """Histograms of finished requests, and the engine's counters at the time of a scrape.
 
     Args:
-        model: the name that is served.
+        model: the served name.
     """
 
     def __init__(self, opened: OpenedEngine, model: str) -> None:
@@ -53,12 +53,12 @@ class Metrics:
         labels = ["model_name", "engine", "route", "status"]
         self._answers = Counter(PREFIX + "http_requests", "Answers over HTTP.", labels, registry=self._registry)
 
-    def count_answer(self, route: str | None, status: int | None) -> None:
-        """Count an answer; no route: none fits the path, or it was refused in front of them."""
+    def count_response(self, route: str | None, status: int | None) -> None:
+        """Count a response; no route: none matched, or the middleware refused the request."""
         self._answers.labels(self._model, "0", route or "none", str(status or 0)).inc()
 
     def observe(self, output: RequestOutput, elapsed_s: float, adapter: str | None = None) -> None:
-        """Count a finished sample; `elapsed_s` since its request arrived, which asked for `adapter`."""
+        """Count a finished sample of a request that arrived `elapsed_s` ago and names `adapter`."""
         self._whole.observe(elapsed_s)
         self._first_token.observe(max(0.0, elapsed_s - output.timing.decode_s))
         self._queue.observe(max(0.0, elapsed_s - output.timing.total_s))
@@ -74,13 +74,13 @@ class Metrics:
             self._adapters.labels(self._model, "0", adapter, output.finish_reason).inc()
 
     def text(self, stats: EngineStats) -> bytes:
-        """The page."""
+        """Return the metrics as text."""
         self._engine.stats = stats
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    """The engine's counters; speculation counts when a request has ended."""
+    """The engine's counters; those of speculation include finished requests only."""
 
     def __init__(self, opened: OpenedEngine, model: str) -> None:
         self._opened = opened

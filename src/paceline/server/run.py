@@ -1,8 +1,10 @@
-"""A process that serves: its socket, its model, and its end."""
+"""The process of a server: its socket, its model, its signals."""
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -14,32 +16,32 @@ from starlette.types import ASGIApp
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.parsing.registry import check_parser_names
+from paceline.server.admission import AdmissionControl
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
-from paceline.server.end_watch import EndWatch
-from paceline.server.gate import Gate
-from paceline.server.log_lines import log_to_stderr
+from paceline.server.logs import log_to_stderr
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
+from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
 Say = Callable[[str], None]
-_LAST_WORDS_S = 5  # for answers that are cut off to be sent
-_MORE_S = 10  # until a process that still has not ended is ended from outside its loop
-_MAX_THREADS, _MORE_THREADS = 256, 4  # more: for requests that no gate counts
+_FLUSH_S = 5  # for the errors of aborted requests to be sent
+_WATCHDOG_S = 5  # until the watchdog exits a process that has not ended
+_MAX_THREADS, _SPARE_THREADS = 256, 4  # spare: for requests that are not admitted
 
 
 def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
-    """Load a model and answer until a signal ends the process.
+    """Load a model and serve it until a signal ends the process.
 
     Args:
         arguments: of `AsyncEngine.open`.
-        say: takes lines for the person who started it.
-        quiet: whether to say and log only what is wrong.
+        say: takes lines for the person who started the server.
+        quiet: whether to write only warnings and errors.
 
     Raises:
         PacelineError: the address cannot be listened on, or the model cannot be loaded.
     """
-    check_parser_names(settings.tools_format, settings.think_format)
-    with listening_socket(settings) as listening, EndWatch() as watch:
+    check_parser_names(settings.tool_call_parser, settings.reasoning_parser)
+    with listening_socket(settings) as listening, ShutdownWatchdog() as watchdog:
         engine = AsyncEngine.open(**arguments)
         try:
             for notice in engine.opened.notices:
@@ -48,16 +50,16 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
             if not quiet:
                 say(engine.opened.banner)
                 say(engine.opened.cache_banner)
-            serve_application(app, app.state.service, listening, watch, quiet=quiet)
+            serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
         finally:
             asyncio.run(engine.close())
 
 
 class Closable(Protocol):
-    """What works behind an application."""
+    """The engine of an application, or its replicas."""
 
     async def close(self) -> None:
-        """Give up what runs, and end."""
+        """Abort what runs, and end."""
 
 
 class Served(Protocol):
@@ -70,84 +72,100 @@ class Served(Protocol):
     @property
     def model(self) -> str: ...
     @property
-    def gate(self) -> Gate: ...
+    def admission(self) -> AdmissionControl: ...
 
 
-def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watch: EndWatch, *, quiet: bool = False) -> None:
-    """Answer with an application until a signal ends it; what is said and logged meanwhile goes to stderr and waits for nobody."""
+def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watchdog: ShutdownWatchdog, *, quiet: bool = False) -> None:
+    """Serve an application until a signal ends it; notices and log go to stderr without blocking."""
     with log_to_stderr(logging.WARNING if quiet else logging.INFO) as lines:
         _warn(service.settings, lines.say)
-        Server(app, service, listening, lines.say, watch).run(sockets=[listening])
+        _shorten_stalls()
+        Server(app, service, listening, lines.say, watchdog).run(sockets=[listening])
+
+
+def _shorten_stalls() -> None:
+    """Let the event loop interrupt worker threads sooner, and keep the garbage collector from visiting the model's objects."""
+    sys.setswitchinterval(0.001)
+    gc.collect()
+    gc.freeze()
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which at a signal first lets requests finish; those that take too long are told so.
+    """Uvicorn's server with a drain: a signal lets running requests finish, a second one aborts them, a third one exits.
 
     Args:
         service: of the application.
         listening: a bound socket; it stays the caller's.
-        say: takes lines for the person who started it. It is called in the event loop and must not wait.
-        watch: ends the process where a signal does not; None = nobody does.
+        say: takes lines for the person who started the server. It is called in the event loop and must not block.
+        watchdog: exits the process if a signal does not end it; None = none.
     """
 
-    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watch: EndWatch | None = None) -> None:
+    def __init__(self, app: ASGIApp, service: Served, listening: socket.socket, say: Say, watchdog: ShutdownWatchdog | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=connection_class(service.settings),  # not whichever is installed: each has other limits
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            log_config=None,  # what it would log repeats paths and errors' texts
+            log_config=None,  # its lines repeat paths and texts of errors
             access_log=False,
             server_header=False,
             proxy_headers=False,
             ws="none",
             lifespan="off",
-            timeout_graceful_shutdown=_LAST_WORDS_S,
+            timeout_graceful_shutdown=_FLUSH_S,
         )
         self._service = service
         super().__init__(config)
-        self._listening, self._say, self._watch = listening, say, watch
+        self._listening, self._say, self._watchdog = listening, say, watchdog
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending: asyncio.Task[None] | None = None
-        self._is_told = False
+        self._draining: asyncio.Task[None] | None = None
+        self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
-        # a thread for each request that is let in, so that none waits while those of others tokenise or compile
-        self._loop.set_default_executor(ThreadPoolExecutor(min(_MAX_THREADS, self._service.gate.limit + _MORE_THREADS), "paceline-prepare"))
+        # a thread for each admitted request: none waits while others tokenise or compile a grammar
+        num_threads = min(_MAX_THREADS, self._service.admission.limit + _SPARE_THREADS)
+        self._loop.set_default_executor(ThreadPoolExecutor(num_threads, "paceline-prepare"))
         host, port = self._listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         self._say(f"{self._service.model} answers at http://{name}:{port}/v1, and to people at http://{name}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        is_forced = self._is_told or self._loop is None
-        if self._watch is not None:
-            self._watch.expect_end(_MORE_S + (0.0 if is_forced else self._service.settings.drain_s + _LAST_WORDS_S))
-        if is_forced or self._loop is None:
+        self._num_signals += 1
+        if self._watchdog is not None:
+            drain_s = self._service.settings.drain_s if self._num_signals == 1 else 0.0
+            self._watchdog.exit_within(drain_s + _FLUSH_S + _WATCHDOG_S)
+        if self._loop is None or self._num_signals > 2:
             self.should_exit = self.force_exit = True
         else:
-            self._is_told = True
-            self._loop.call_soon_threadsafe(self._begin_to_end)
+            self._loop.call_soon_threadsafe(self._begin_drain if self._num_signals == 1 else self._abort)
 
-    def _begin_to_end(self) -> None:
-        self._ending = asyncio.ensure_future(self._end())
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
 
-    async def _end(self) -> None:
-        gate, drain_s = self._service.gate, self._service.settings.drain_s
-        if gate.num_open:
-            self._say(f"ending: {gate.num_open} samples get {drain_s:g} s to finish")
-        if not await gate.drain(drain_s):
-            what = f"{gate.num_open} samples" if gate.num_open else "requests"
-            self._say(f"{what} were not finished in {drain_s:g} s and are given up")
-        await self._service.engine.close()  # also where nothing is left: clients that are gone may have left work behind
+    async def _drain(self) -> None:
+        admission, drain_s = self._service.admission, self._service.settings.drain_s
+        if admission.num_open:
+            self._say(f"shutting down: {admission.num_open} running samples get {drain_s:g} s to finish")
+        if not await admission.drain(drain_s):
+            what = f"{admission.num_open} samples" if admission.num_open else "requests"
+            self._say(f"{what} were not finished within {drain_s:g} s and were aborted")
+        await self._service.engine.close()  # even if nothing runs: requests whose client disconnected may have left work
+        admission.abort()  # those that are not admitted, such as one whose body has not arrived
+        self.should_exit = True
+
+    def _abort(self) -> None:
+        """End every request with an error in its dialect, then exit without waiting for the engine."""
+        self._service.admission.is_draining = True
+        self._service.admission.abort()
         self.should_exit = True
 
 
 def listening_socket(settings: ServerSettings) -> socket.socket:
-    """A socket that is bound before a model is loaded for it.
+    """Return a bound socket; called before the slow load of a model.
 
     Raises:
-        ConfigError: the address is taken, or none of this machine.
+        ConfigError: the address is in use, or does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -157,13 +175,15 @@ def listening_socket(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         bound.close()
         place = f"host {settings.host} port {settings.port}"
-        raise ConfigError(f"{place} cannot be listened on ({error.strerror}): choose another --port, or 0 for a free one") from None
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}): choose another --port, or 0 for any free one") from None
     return bound
 
 
 def _warn(settings: ServerSettings, say: Say) -> None:
+    if "*" in settings.allow_origin and not settings.api_keys:
+        say("WARNING: --allow-origin * without an API key: scripts of every web page that is open on this machine can use the model")
     if settings.is_loopback:
         return
-    say(f"WARNING: {settings.host} can be reached from other machines, and HTTP is not encrypted: put a proxy with TLS in front")
+    say(f"WARNING: {settings.host} can be reached from other machines, and HTTP is not encrypted: use a proxy with TLS")
     if not settings.api_keys:
-        say("WARNING: there is no key: everybody who reaches this address can use the model")
+        say("WARNING: there is no API key: anyone who reaches this address can use the model")

@@ -1,17 +1,18 @@
-"""What the routes share."""
+"""Parts of a server that all routes use."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
-from paceline.server.dialogue.dialogue import Dialogue
-from paceline.server.gate import Gate
+from paceline.server.admission import AdmissionControl
+from paceline.server.chat import ChatService
+from paceline.server.errors import HttpError
 from paceline.server.generation import Generation
-from paceline.server.http_errors import HttpError
 from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
+from paceline.server.token_texts import TokenTexts
 
 LATEST = ":latest"
 """The tag of Ollama that a name means without one."""
@@ -19,22 +20,26 @@ LATEST = ":latest"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An engine, its limits, and who may still come in.
+    """An engine and its limits.
 
     Attributes:
-        model: the name that requests ask for.
+        model: its name in requests.
+        chat: answers conversations; `generation` answers prompts.
+        logged_fields: names of ignored fields that the log has already.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     model: str
-    gate: Gate
+    admission: AdmissionControl
     metrics: Metrics
     generation: Generation
-    dialogue: Dialogue
+    chat: ChatService
+    texts: TokenTexts
+    logged_fields: set[str] = field(default_factory=set)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request asks for as its model; None = the model itself, which a request without a name asks for.
+        """The adapter that a request names as its model; None = the model itself, which a request without a name gets.
 
         Raises:
             HttpError: 404.
@@ -43,13 +48,13 @@ class Service:
             return None
         if name in self.engine.adapters:
             return name
-        known = "".join(f", or for its adapter {one!r}" for one in self.engine.adapters)
+        known = "".join(f", or its adapter {one!r}" for one in self.engine.adapters)
         raise HttpError(
-            404, f"the model of the request is not served here: ask for {self.model!r}{known}", parameter="model", code="model_not_found"
+            404, f"the model of the request is not served here: send {self.model!r}{known}", parameter="model", code="model_not_found"
         )
 
     def name_of(self, options: RequestOptions) -> str:
-        """What an answer calls the model that gave it."""
+        """The name of the model in an answer."""
         adapter = options.get("adapter")
         return adapter if isinstance(adapter, str) else self.model
 
@@ -70,5 +75,5 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """What answers depend on besides the request: OpenAI's `system_fingerprint`."""
+        """What answers depend on apart from the request: OpenAI's `system_fingerprint`."""
         return f"paceline-{__version__}-{self.engine.opened.numerics}"

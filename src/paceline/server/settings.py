@@ -1,6 +1,7 @@
-"""Settings of a server, checked once and never changed."""
+"""Settings of a server."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,7 @@ MAX_KEY_FILE_BYTES = 1_000_000
 MAX_HEAD_BYTES = 16_384
 """Of a request's target and headers."""
 MAX_HEADERS = 100
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _COUNTS = (
     "max_messages",
@@ -37,31 +39,34 @@ _MOST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where to listen, who may ask, and how much.
+    """Address, access and limits of a server.
 
     Attributes:
-        host, port: where to listen; port 0 = any free one.
+        host, port: address to listen on; port 0 = any free one.
         served_name: the model's name in requests and answers; None = "mini", the Hub's id, or the last part of a path.
-        api_keys: who sends one of them is answered; none = everybody is.
-        allowed_hosts: names that a Host header may have besides those of the loopback, where that is checked: on a loopback address.
-        insecure: listen beyond the loopback although there is no key.
-        adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; it takes a key.
-        tools_format, think_format: how the model writes calls of tools, and thoughts; "auto" = as its chat template shows, "none" =
-            they are text, else a name of the table in `parsing/registry.py`.
-        max_queue: samples that wait while as many as the engine runs at a time are running; more are refused for now.
-        max_body_mb: megabytes of a request.
+        api_keys: keys that are accepted; none = no key is needed.
+        allowed_hosts: names that a Host header may have in addition to localhost; checked only on a loopback address.
+        allow_origin: origins of web pages whose scripts may use the server (CORS); "*" = all.
+        insecure: allow to listen on other addresses than the loopback without a key.
+        adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; needs a key.
+        tool_call_parser, reasoning_parser: format of tool calls and reasoning; "auto" = from the chat template, "none" = they are text,
+            otherwise a name of the table in `parsing/registry.py`.
+        unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
+            "refuse" = 400.
+        max_queue: samples that may wait for the engine; more are refused with 429.
+        max_body_mb: megabytes of a request's body.
         max_messages: of one conversation.
         max_prompt_chars: characters of a prompt or of a conversation, before it is tokenised.
         max_prompts, max_n: prompts of one request, and samples of each.
         max_stop, max_stop_chars: stop texts of one request, and characters of each.
         max_grammar_chars: characters of a JSON schema.
         max_tools: functions that a request may describe.
-        max_connections: open at a time; a further one is told to come again.
-        head_timeout_s: seconds that a connection may be open without the headers of a request.
+        max_connections: open connections; a further one closes the oldest idle one, or is refused if all are busy.
+        head_timeout_s: seconds that a connection may wait for the head of a request.
         body_timeout_s, request_timeout_s: seconds that a request may take to arrive, and to be answered.
-        send_timeout_s: seconds that a client may read nothing of an answer that waits for it.
+        send_timeout_s: seconds that a client may read nothing while a response waits.
         grammar_timeout_s: seconds that a schema may take to be compiled.
-        drain_s: seconds that running requests get when the server is told to end.
+        drain_s: seconds that running requests get when the server shuts down.
     """
 
     host: str = "127.0.0.1"
@@ -69,10 +74,12 @@ class ServerSettings:
     served_name: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    allow_origin: tuple[str, ...] = ()
     insecure: bool = False
     adapter_loading: bool = False
-    tools_format: str = "auto"
-    think_format: str = "auto"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    unknown_fields: str = "ignore"
     max_queue: int = 64
     max_body_mb: float = 8.0
     max_messages: int = 4096
@@ -100,19 +107,24 @@ class ServerSettings:
             _check_number(name, getattr(self, name), 1, 2**31 - 1)
         for name, high in _MOST.items():
             _check_number(name, getattr(self, name), 0, high)
+        if self.unknown_fields not in ("ignore", "refuse"):
+            raise ConfigError(f"unknown_fields is {self.unknown_fields!r}: use ignore or refuse")
         for key in self.api_keys:
             check_key(key)
+        for origin in self.allow_origin:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allow_origin is {origin!r}: use an origin without a path, such as http://localhost:3000, or *")
         if self.adapter_loading and not self.api_keys:
-            raise ConfigError("adapter_loading lets requests read directories of this machine, and there is no key: give --api-key-file")
+            raise ConfigError("adapter_loading lets requests read directories of this machine and needs a key: give --api-key-file")
         if not self.is_loopback and not self.api_keys and not self.insecure:
             raise ConfigError(
-                f"host {self.host} can be reached from elsewhere and there is no key: give --api-key-file, listen on 127.0.0.1, or insist "
-                "with --insecure"
+                f"host {self.host} can be reached from other machines and there is no key: give --api-key-file, listen on 127.0.0.1, "
+                "or allow it with --insecure"
             )
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Return whether only this machine can reach the server."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -124,7 +136,7 @@ class ServerSettings:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; empty lines and lines that begin with # are none.
+    """Read keys from a file, one a line; empty lines and lines that begin with # are skipped.
 
     Raises:
         ConfigError: it cannot be read, holds no key, or one that cannot be used.
@@ -143,10 +155,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def keys_in(text: str, origin: str) -> tuple[str, ...]:
-    """The keys in a text, one a line.
+    """Read keys from a text, one a line.
 
     Args:
-        origin: where the lines stand, for errors.
+        origin: source of the lines, for errors.
 
     Raises:
         ConfigError: one cannot be used.
@@ -160,10 +172,10 @@ def keys_in(text: str, origin: str) -> tuple[str, ...]:
 
 
 def check_key(key: str, place: str = "api_keys") -> None:
-    """That a header can hold a key and nobody guesses it; the error does not repeat it.
+    """Check that a header can hold a key and that it is long enough; the error does not repeat it.
 
     Args:
-        place: where it stands, for errors.
+        place: source of the key, for errors.
 
     Raises:
         ConfigError: it cannot be used.

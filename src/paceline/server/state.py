@@ -1,4 +1,4 @@
-"""Is the server alive, does it take requests, and what did it do."""
+"""Routes for health checks and metrics."""
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -9,20 +9,18 @@ from paceline.server.service import Service
 
 
 def state_routes(service: Service) -> APIRouter:
-    """The routes that watchers ask."""
+    """The routes."""
     router = APIRouter(tags=["state"])
 
-    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine runs, else 503: restart the server."""
         return _state(service, is_refused=False)
 
-    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
         """200 while requests are taken; 503 while the server drains: send them elsewhere."""
-        return _state(service, is_refused=service.gate.is_draining)
+        return _state(service, is_refused=service.admission.is_draining)
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -1,4 +1,4 @@
-"""How tokens are spelled where an answer lists them."""
+"""Texts of single tokens, for answers that list them."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,7 +12,7 @@ LEAST_LOGPROB = -9999.0  # OpenAI's, for what cannot be drawn: JSON has no infin
 
 
 class TokenTexts:
-    """How tokens are spelled in log-probabilities."""
+    """Texts of tokens, and log-probabilities in the dialects' shapes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class TokenTexts:
         Args:
             logprobs: None for a first token, which nothing predicts.
             ids: the tokens.
-            start: characters in front of the first one.
+            start: characters before the first one.
         """
         texts = [self.text_of(token_id) for token_id in ids]
         offsets = [start]
@@ -71,8 +71,21 @@ class TokenTexts:
             "text_offset": offsets[:-1],
         }
 
+    def prompt_entries(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token of the prompt the best ones and itself, by id; None for the first."""
+        return [None if one is None else self._ranked(one) for one in logprobs]
+
+    def _ranked(self, one: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top, 1)} | {
+            one.token_id: (one.logprob, one.rank)
+        }
+        return {
+            str(token_id): {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": self.text_of(token_id)}
+            for token_id, (logprob, rank) in ranked.items()
+        }
+
     def _best(self, one: TokenLogprobs) -> dict[str, float]:
-        """The best tokens and the token itself; of two that are spelled alike the better one."""
+        """The best tokens and the token itself; of two with the same text the better one."""
         found: dict[str, float] = {}
         for token_id, logprob in (*one.top, (one.token_id, one.logprob)):
             found.setdefault(self.text_of(token_id), max(logprob, LEAST_LOGPROB))

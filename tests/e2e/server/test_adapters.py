@@ -72,7 +72,7 @@ def test_an_unknown_model_is_refused_with_the_names_that_are_known(name: str, cl
     path, fields = REQUESTS[name]
     answer = client.post(path, {"model": "second", **fields})
     assert answer.status_code == 404
-    assert "ask for 'mini', or for its adapter 'first'" in answer.text
+    assert "send 'mini', or its adapter 'first'" in answer.text
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -141,7 +141,7 @@ def test_without_the_switch_there_are_no_such_requests(client: HttpClient, secon
 
 
 def test_without_a_key_the_switch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine, and there is no key"):
+    with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine and needs a key"):
         ServerSettings(adapter_loading=True)
 
 
@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no-path": ("load", {"lora_name": "x", "lora_path": ""}, 400, "lora_path"),
     "nowhere": ("load", {"lora_name": "x", "lora_path": "/nowhere/at/all"}, 400, "lora_path"),
     "zero": ("load", {"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
-    "more": ("load", {"lora_name": "x", "lora_path": "/x", "lora_rank": 4}, 400, "lora_rank"),
+    "more": ("load", {"lora_name": "x", "lora_path": "/x", "lora_nam": 4}, 400, "lora_nam"),
     "own-tag": ("load", {"lora_name": "mini:latest", "lora_path": "/x"}, 400, "lora_name"),
     "in-place": ("load", {"lora_name": "x", "lora_path": "/x", "load_inplace": True}, 400, "load_inplace"),
     "unknown": ("unload", {"lora_name": "second"}, 404, "lora_name"),
@@ -176,8 +176,7 @@ def test_an_adapter_without_memory_for_it_is_no_mistake_of_the_request(
     assert (answer.status_code, error["type"], error["code"]) == (507, "server_error", "out_of_memory")
     assert "GB while it is read, 1e-07 GB are free: use an adapter of a lower rank, remove others" in error["message"]
     assert client.post("/v1/load_lora_adapter", fields).status_code == 200
-    assert client.post("/v1/unload_lora_adapter", fields).status_code == 400  # it takes no path
-    assert client.post("/v1/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
+    assert client.post("/v1/unload_lora_adapter", fields).status_code == 200
 
 
 def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], second: Path) -> None:
@@ -206,14 +205,14 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
             fields = {"lora_name": "second", "lora_path": str(second)}
             loading = asyncio.ensure_future(client.post("/v1/load_lora_adapter", json=fields))
             await asyncio.sleep(0.2)
-            draining = asyncio.ensure_future(app.state.service.gate.drain(drain_s))
+            draining = asyncio.ensure_future(app.state.service.admission.drain(drain_s))
             await asyncio.sleep(0.2)
             assert draining.done() == (status == 503)
             if status == 200:
                 goes_on.set()
             answer = await asyncio.wait_for(loading, 10)
             assert (answer.status_code, await draining) == (status, status == 200)
-            assert status == 200 or answer.json()["error"]["code"] == "draining"
+            assert status == 200 or answer.json()["error"]["code"] == "shutting_down"
 
     monkeypatch.setattr(engine, "load_adapter", load)
     asyncio.run(work())

@@ -25,8 +25,7 @@ from paceline.cli import app
 from paceline.errors import ConfigError
 from paceline.server.app import create_app
 from paceline.server.batch import run as run_module
-from paceline.server.batch.answering import NotAnsweredError
-from paceline.server.batch.run import BatchResult, Watcher, run_batch
+from paceline.server.batch.run import BatchResult, NotAnsweredError, Watcher, run_batch
 from paceline.server.settings import ServerSettings
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -85,7 +84,7 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
     lines = [request(index) for index in range(12)]
-    lines.append({**request(12), "body": {"prompt": "x", "frob": 1}})
+    lines.append({**request(12), "body": {"prompt": "x", "temprature": 1}})
     result = run(lines)
     assert (result.num_requests, dict(result.num_by_status), result.bad) == (13, {200: 12, 400: 1}, [])
     found = {line["custom_id"]: line for line in answers_in(tmp_path / "out")}
@@ -137,7 +136,7 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
 
     def closing(engine: Any, settings: ServerSettings) -> Any:
         application = made(engine, settings)
-        application.state.service.gate.is_draining = True
+        application.state.service.admission.is_draining = True
         return application
 
     with monkeypatch.context() as patch:
@@ -209,7 +208,8 @@ def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> Non
     assert "is no regular file" in done.stderr
 
 
-def test_after_ctrl_c_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signal.Signals, says: str) -> None:
     endless = [{**request(index), "body": {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "seed": 1}} for index in (3, 6)]
     source, target = (
         write_lines(tmp_path / "in", [{**request(0), "body": {"prompt": "x", "max_tokens": 1, "seed": 1}}, *endless]),
@@ -219,10 +219,10 @@ def test_after_ctrl_c_the_same_command_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command(source, target), stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts)
     while process.poll() is None and (not target.exists() or not target.read_bytes().count(b"\n")):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "the same command goes on from here" in said
+    assert process.returncode == 128 + number, said
+    assert f"{says}: 1 of 3 requests are answered in {target}; run the same command to continue" in said
     assert "Traceback" not in said
     assert "\x1b" not in said, "no bar where there is no terminal"
     assert len(answers_in(target)) == 1

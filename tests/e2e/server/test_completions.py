@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
     ({"best_of": 3}, "best_of", "unsupported_parameter"),
     ({"logprobs": 21}, "logprobs", ""),
-    ({"max_tokens": -1}, "max_tokens", ""),
+    ({"max_tokens": -2}, "max_tokens", ""),
     ({"prompt": []}, "prompt", "invalid_value"),
     ({"prompt": ""}, "prompt", ""),
     ({"prompt": [[]]}, "prompt", ""),
@@ -125,7 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"a": 1}}, "prompt", "invalid_value"),
     ({"prompt": [1] * 2048}, "prompt", "context_length_exceeded"),
     ({"prompt": "a", "n": 17, "temperature": 1}, "n", "invalid_value"),
-    ({"tools": []}, "tools", "unknown_parameter"),
+    ({"tools": [{}]}, "tools", "unsupported_parameter"),
 ]
 
 
@@ -148,7 +148,7 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     answer = client.json("/tokenize", {"prompt": "The old fisherman"})
     assert answer["tokens"] == ids_of(engine, "The old fisherman")
     assert answer["count"] == len(answer["tokens"])
-    assert client.json("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "The old fisherman"}
+    assert client.json("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "The old fisherman", "content": "The old fisherman"}
     messages = [{"role": "user", "content": "Hello"}]
     assert client.json("/tokenize", {"messages": messages})["tokens"] == engine.opened.maker.chat_ids(messages)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]

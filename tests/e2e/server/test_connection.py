@@ -71,15 +71,50 @@ def test_a_request_that_takes_longer_than_its_head_may_is_answered(server: LiveS
         assert statuses(read_all(connection)) == [200]
 
 
-def test_a_connection_too_many_is_told_so_and_a_place_is_free_again_behind_one_that_ends(engine: AsyncEngine) -> None:
-    with live_server(engine, max_connections=3) as server:
-        with server.connect() as first, server.connect(), server.connect():
-            first.sendall(HEALTH)
-            assert statuses(first.recv(1 << 16)) == [200], "who is in is answered"
+def test_idle_connections_beyond_the_limit_make_room(engine: AsyncEngine) -> None:
+    """The oldest one is closed: silent clients without a key must not make the server look dead."""
+    with live_server(engine, max_connections=3, api_keys=(KEY,)) as server:
+        opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
+        try:
+            opened[-1].sendall(HEALTH[:20])  # an incomplete head is idle too
+            for _ in range(5):
+                assert httpx.get(server.url + "/health", timeout=10).status_code == 200
+            assert sum(map(is_ended, opened)) >= 9
+        finally:
+            for connection in opened:
+                connection.close()
+
+
+def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(engine: AsyncEngine) -> None:
+    with live_server(engine, max_connections=2) as server:
+        with server.connect() as first, server.connect() as second:
+            for connection in (first, second):
+                connection.sendall(post_of(CHAT, body_of(LONG))[:-5])
+            time.sleep(0.2)
             refused = server.sent(b"")
             assert statuses(refused) == [503]
             assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
         until(lambda: statuses(server.sent(head_of("/health", Connection="close"))) == [200])
+
+
+@pytest.mark.parametrize("num_sent", [0, 50_000, 1_500_000])
+@pytest.mark.parametrize("kind", ["length", "chunked"])
+def test_a_body_beyond_the_limit_is_refused_at_once(engine: AsyncEngine, kind: str, num_sent: int) -> None:
+    """Whether its size is announced, passed, or only that of a chunk is known."""
+    with live_server(engine, max_body_mb=1.0, body_timeout_s=30) as server, server.connect() as connection:
+        length = {"Content_Length": "2000000"} if kind == "length" else {"Transfer_Encoding": "chunked"}
+        head = head_of(CHAT, method="POST", Content_Type="application/json", **length)
+        connection.sendall(head + (b"" if kind == "length" else b"%x\r\n" % 2_000_000) + b" " * num_sent)
+        started_s = time.monotonic()
+        assert statuses(connection.recv(1 << 16)) == [413]
+        assert time.monotonic() - started_s < 5
+
+
+def test_the_status_of_a_refused_body_is_read_after_all_of_it_is_sent(engine: AsyncEngine) -> None:
+    with live_server(engine, max_body_mb=1.0) as server:
+        for _ in range(3):
+            answer = server.sent(post_of(CHAT, b" " * 20_000_000))
+            assert (statuses(answer), b"body_too_large" in answer) == ([413], True)
 
 
 def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveServer) -> None:

@@ -14,13 +14,8 @@ from harness.http_client import HttpClient
 from harness.tool_model import write_tool_model
 from harness.written_answers import kinds, write_down
 from paceline import AsyncEngine
-from paceline.server.anthropic.fields import MessagesFields
-from paceline.server.anthropic.messages import conversation as anthropic_conversation
+from paceline.server import anthropic, ollama, openai_chat, responses
 from paceline.server.app import create_app
-from paceline.server.ollama.fields import ChatFields
-from paceline.server.ollama.messages import conversation as ollama_conversation
-from paceline.server.responses.fields import ResponsesFields
-from paceline.server.responses.items import conversation as response_conversation
 from paceline.server.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "How is the weather in Oslo?"}]
@@ -183,8 +178,10 @@ def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
         {"role": "assistant", "content": blocks},
         {"role": "user", "content": [result, {"type": "text", "text": "And then?"}]},
     ]
-    fields = MessagesFields.model_validate({"max_tokens": 1, "system": [{"type": "text", "text": "Be short."}], "messages": turns})
-    assert anthropic_conversation(fields, settings) == HISTORY
+    fields = anthropic.MessagesFields.model_validate(
+        {"max_tokens": 1, "system": [{"type": "text", "text": "Be short."}], "messages": turns}
+    )
+    assert anthropic.conversation(fields).messages() == HISTORY
 
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": HISTORY[1]["content"]}]},
@@ -194,27 +191,28 @@ def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
         {"type": "function_call_output", "call_id": "a", "output": "rain"},
         {"role": "user", "content": "And then?"},
     ]
-    found = response_conversation(ResponsesFields.model_validate({"instructions": "Be short.", "input": items}), settings)
+    found = responses.conversation(responses.ResponsesFields.model_validate({"instructions": "Be short.", "input": items}), settings)
     found[2]["tool_calls"][0]["function"]["arguments"] = json.loads(found[2]["tool_calls"][0]["function"]["arguments"])
     assert found == HISTORY
 
     called = {"role": "assistant", "content": "Let me see.", "thinking": "Hm."}
     called |= {"tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
     told = [*HISTORY[:2], called, {"role": "tool", "tool_name": "weather", "content": "rain"}, HISTORY[4]]
-    assert ollama_conversation(ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
+    assert ollama.conversation(ollama.ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
 
 
-def test_a_result_without_its_call_is_refused(talking: HttpClient) -> None:
-    results: dict[str, Any] = {
-        "messages": {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "b"}]}], "max_tokens": 2},
-        "responses": {"input": [{"type": "function_call_output", "call_id": "b", "output": ""}]},
-        "ollama": {"model": "mini", "messages": [{"role": "tool", "content": "rain"}]},
-    }
-    places = {"messages": "messages[0].content[0].tool_use_id", "responses": "input[0].call_id", "ollama": "messages[0].role"}
-    for name, fields in results.items():
-        answer = talking.post(DIALECTS[name].path, fields)
-        assert answer.status_code == 400
-        assert places[name] in DIALECTS[name].message_of(answer.json())
+def test_a_result_whose_call_was_cut_off_is_kept() -> None:
+    """Agents cut old turns off. Whether such a result can be rendered is up to the chat template."""
+    settings, result = ServerSettings(), {"role": "tool", "tool_call_id": "b", "content": "rain"}
+    block = {"type": "tool_result", "tool_use_id": "b", "content": "rain"}
+    fields = anthropic.MessagesFields.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]})
+    assert anthropic.conversation(fields).messages() == [result]
+    item = {"type": "function_call_output", "call_id": "b", "output": "rain"}
+    assert responses.conversation(responses.ResponsesFields.model_validate({"input": [item]}), settings) == [result]
+    assert openai_chat.conversation([openai_chat.Message.model_validate(result)], settings) == [result]
+    named = {"role": "tool", "tool_name": "weather", "content": "rain"}
+    found = ollama.conversation(ollama.ChatFields.model_validate({"model": "mini", "messages": [named]}), settings)
+    assert found == [{"role": "tool", "tool_call_id": "", "name": "weather", "content": "rain"}]
 
 
 THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {

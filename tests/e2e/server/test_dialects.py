@@ -91,7 +91,7 @@ def test_a_stream_is_never_held_back_by_a_proxy_and_says_what_it_is(client: Http
 Served = Callable[..., HttpClient]
 ERRORS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("another model", 404, {}, {"model": "gpt-9"}, "mini"),
-    ("an unknown field", 400, {}, {"temperatur": 1}, "temperatur"),
+    ("an unknown field", 400, {}, {"modell": "mini"}, "did you mean model?"),
     ("too many messages", 400, {"max_messages": 2}, {}, "may have 2"),
     ("too long", 400, {"max_prompt_chars": 9}, {}, "may have 9"),
     ("no key", 401, {"api_keys": ("key-of-this-very-test",)}, {}, "x-api-key"),

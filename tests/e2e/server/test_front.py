@@ -15,13 +15,12 @@ from harness.http_client import BASE, HttpClient, events_in
 from paceline import AsyncEngine
 from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.server.app import create_app
-from paceline.server.in_process import asked, gathered
+from paceline.server.asgi_client import batched_parts, call_app
 from paceline.server.replicas import front as front_module
 from paceline.server.replicas.front import create_front
-from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool
 from paceline.server.replicas.ray_batch import lines_a_block
-from paceline.server.replicas.ray_cluster import actor_options, ray_cluster
-from paceline.server.replicas.replica import Replica, replica_settings
+from paceline.server.replicas.ray_serve import actor_options, ray_cluster
+from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.routing import choose_replica
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -39,21 +38,21 @@ class LocalPool(ReplicaPool):
     settings: ServerSettings
     lost_after: int | None = None
     replicas: int = 2
-    asked: list[Question] = field(default_factory=list)
+    asked: list[ForwardedRequest] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.apps = {f"replica-{index}": create_app(self.engine, replica_settings(self.settings)) for index in range(self.replicas)}
 
-    async def ask(self, question: Question) -> AsyncGenerator[Head | bytes, None]:
-        self.asked.append(question)
-        name = question.replica or choose_replica(dict.fromkeys(self.apps, 0), question.key or 0)
+    async def forward(self, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
+        self.asked.append(forwarded)
+        name = forwarded.replica or choose_replica(dict.fromkeys(self.apps, 0), forwarded.key or 0)
         self.chosen[name] += 1
-        more = {"query": question.query, "headers": question.headers, "request_id": question.request_id}
-        async with asked(self.apps[name], question.method, question.path, question.body, **more) as answer:  # type: ignore[arg-type]
+        more = {"query": forwarded.query, "headers": forwarded.headers, "request_id": forwarded.request_id}
+        async with call_app(self.apps[name], forwarded.method, forwarded.path, forwarded.body, **more) as answer:  # type: ignore[arg-type]
             if self.lost_after == 0:
                 raise ReplicaLostError
-            head = Head(answer.status, answer.headers)
+            head = ResponseHead(answer.status, answer.headers)
             if not head.is_stream and self.lost_after is None:
                 yield replace(head, body=await answer.body())
                 return
@@ -103,7 +102,7 @@ def test_answers_are_those_of_one_server(front: Front, client: HttpClient) -> No
     assert fronted.get("/v1/models").json()["data"][0]["id"] == "mini"
     assert fronted.post("/tokenize", {"prompt": "x"}).json() == client.post("/tokenize", {"prompt": "x"}).json()
     assert "/v1/chat/completions" in fronted.get("/openapi.json").json()["paths"]
-    assert fronted.refusal(CHAT, {**FIELDS, "frob": 1})["code"] == "unknown_parameter"
+    assert fronted.refusal(CHAT, {**FIELDS, "temprature": 1})["code"] == "unknown_parameter"
     assert fronted.refusal("/v1/nothing", {}, 404)["code"] == "not_found"
     assert len(pool.asked) == 9
 
@@ -112,11 +111,11 @@ def test_query_and_headers_reach_the_replica_and_keys_do_not(front: Front, caplo
     caplog.set_level(logging.INFO)
     fronted, pool = front({"Authorization": f"Bearer {KEY}", "x-api-key": KEY, "Cookie": "a=b"}, api_keys=(KEY,))
     answer = fronted.post(f"{CHAT}?beta=true&a=%20b", FIELDS, headers={"x-request-id": "mine", "anthropic-beta": "x"})
-    (question,) = pool.asked
-    assert question.query == b"beta=true&a=%20b"
-    assert {(b"x-request-id", b"mine"), (b"anthropic-beta", b"x")} <= set(question.headers)
-    assert not [value for _, value in question.headers if KEY.encode() in value or value == b"a=b"]
-    assert not {b"host", b"content-length", b"content-type"} & {name for name, _ in question.headers}
+    (forwarded,) = pool.asked
+    assert forwarded.query == b"beta=true&a=%20b"
+    assert {(b"x-request-id", b"mine"), (b"anthropic-beta", b"x")} <= set(forwarded.headers)
+    assert not [value for _, value in forwarded.headers if KEY.encode() in value or value == b"a=b"]
+    assert not {b"host", b"content-length", b"content-type"} & {name for name, _ in forwarded.headers}
     logged = [json.loads(record.getMessage())["id"] for record in caplog.records if '"route"' in record.getMessage()]
     assert logged == [answer.headers["x-request-id"]] * 2, "the replica's line of log and the front's have one id"
 
@@ -129,7 +128,7 @@ def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
     assert len(pool.chosen) == 1
 
 
-def test_the_front_keeps_the_checks_of_the_door(front: Front) -> None:
+def test_the_front_checks_what_one_server_checks(front: Front) -> None:
     fronted, pool = front(api_keys=(KEY,), max_body_mb=0.001)
     assert fronted.refusal(CHAT, FIELDS, 401)["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -152,7 +151,7 @@ def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_af
     answer = fronted.post(CHAT, FIELDS)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert answer.json()["error"]["code"] == "replica_lost"
-    assert "ask again" in answer.json()["error"]["message"]
+    assert "send the request again" in answer.json()["error"]["message"]
 
 
 def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> None:
@@ -172,22 +171,22 @@ def test_without_a_replica_a_request_is_told_to_come_again(front: Front) -> None
 
 def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> None:
     fronted, _ = front(max_queue=0)
-    gate = fronted.app.state.service.gate
+    admission = fronted.app.state.service.admission
 
     async def both() -> tuple[int, int, int]:
         transport = httpx.ASGITransport(fronted.app)
         async with httpx.AsyncClient(transport=transport, base_url=BASE) as client:
             answering = asyncio.ensure_future(client.post(CHAT, json={**FIELDS, "stream": True}))
-            while not gate.num_open:
+            while not admission.num_open:
                 await asyncio.sleep(0.001)
-            num_open, draining = gate.num_open, asyncio.ensure_future(gate.drain(30))
+            num_open, draining = admission.num_open, asyncio.ensure_future(admission.drain(30))
             await asyncio.sleep(0)
             refused = await client.post(CHAT, json=FIELDS)
             answer = await answering
             assert await draining
             assert events_in(answer.text)
             assert (await client.get("/ready")).status_code == 503
-            return num_open, refused.status_code, gate.num_open
+            return num_open, refused.status_code, admission.num_open
 
     assert asyncio.run(both()) == (1, 503, 0)
 
@@ -197,13 +196,13 @@ def test_a_client_that_goes_away_frees_its_replica(front: Front, engine: AsyncEn
     endless = json.dumps({**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
     async def leave() -> None:
-        async with asked(fronted.app, "POST", CHAT, endless) as answer:
+        async with call_app(fronted.app, "POST", CHAT, endless) as answer:
             assert answer.status == 200
             await anext(answer.parts)
-            assert fronted.app.state.service.gate.num_open == 1
+            assert fronted.app.state.service.admission.num_open == 1
         while (await engine.stats()).num_running:
             await asyncio.sleep(0.01)
-        assert fronted.app.state.service.gate.num_open == 0
+        assert fronted.app.state.service.admission.num_open == 0
 
     asyncio.run(asyncio.wait_for(leave(), 20))
 
@@ -224,19 +223,19 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
 def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
-    async def answers() -> tuple[list[Head | bytes], dict[str, object]]:
+    async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:
         await replica.check_health()
-        (head,) = [part async for part in replica.ask("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
-        streamed = [part async for part in replica.ask("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
-        described = await replica.described()
+        (head,) = [part async for part in replica.forward("POST", CHAT, json.dumps(FIELDS).encode(), key=3)]
+        streamed = [part async for part in replica.forward("POST", CHAT, json.dumps({**FIELDS, "stream": True}).encode())]
+        described = await replica.describe()
         await replica._engine.close()
         with pytest.raises(ConfigError):
             await replica.check_health()
         return [head, *streamed], described
 
     (head, begin, *parts), described = asyncio.run(answers())
-    assert isinstance(head, Head)
-    assert isinstance(begin, Head)
+    assert isinstance(head, ResponseHead)
+    assert isinstance(begin, ResponseHead)
     assert (head.status, json.loads(head.body)["object"]) == (200, "chat.completion")
     assert (begin.is_stream, begin.body) == (True, b"")
     text = b"".join(part for part in parts if isinstance(part, bytes)).decode()
@@ -257,7 +256,7 @@ def test_parts_that_come_close_to_one_another_are_sent_as_one_and_none_is_lost(f
     async def read() -> list[bytes]:
         parts = []
         with pytest.raises(ValueError) if fails else contextlib.nullcontext():
-            async for part in gathered(source(), 0.02):
+            async for part in batched_parts(source(), 0.02):
                 parts.append(part)
         return parts
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,7 +14,6 @@ from harness.dialects import DIALECTS
 from harness.http_client import BASE, events_in
 from paceline import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.client_watch import within
 from paceline.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -72,7 +70,7 @@ def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, 
         await visitor.visit
         await until_running(engine, 0)
         assert (await engine.stats()).num_steps <= steps_before + 4, "the one under way, and those until it was noticed"
-        assert app.state.service.gate.num_open == 0
+        assert app.state.service.admission.num_open == 0
         assert not [message for message in visitor.sent if message["type"] == "http.response.start"] or is_streamed
 
     run(work)
@@ -96,7 +94,7 @@ def test_a_client_that_goes_away_is_given_up_in_every_dialect(engine: AsyncEngin
         await visitor.visit
         await until_running(engine, 0)
         assert (await engine.stats()).num_steps <= steps_before + 4
-        assert app.state.service.gate.num_open == 0
+        assert app.state.service.admission.num_open == 0
 
     run(work)
 
@@ -156,10 +154,10 @@ def test_who_waits_is_answered_as_if_alone(engine: AsyncEngine) -> None:
 def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
-        gate = app.state.service.gate
+        admission = app.state.service.admission
         visitor = Visitor(app, CHAT, {**ENDLESS, "max_tokens": 300, "stream": True})
         await visitor.got_text.wait()
-        draining = asyncio.ensure_future(gate.drain(30))
+        draining = asyncio.ensure_future(admission.drain(30))
         await asyncio.sleep(0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
             refused = await client.post(CHAT, json=SHORT)
@@ -170,7 +168,7 @@ def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine:
         await visitor.visit
         text = b"".join(message.get("body", b"") for message in visitor.sent).decode()
         assert events_in(text)[-1]["choices"][0]["finish_reason"] == "length"
-        assert await gate.drain(0), "there is nothing left"
+        assert await admission.drain(0), "there is nothing left"
 
     run(work)
 
@@ -180,7 +178,7 @@ def test_a_drain_has_an_end(engine: AsyncEngine) -> None:
         app = create_app(engine)
         visitor = Visitor(app, CHAT, ENDLESS)
         await until_running(engine, 1)
-        assert not await app.state.service.gate.drain(0.01)
+        assert not await app.state.service.admission.drain(0.01)
         visitor.is_gone.set()
         await visitor.visit
 
@@ -199,7 +197,7 @@ def test_who_is_cut_off_by_the_end_of_the_engine_is_told_so() -> None:
         await asyncio.gather(whole.visit, streamed.visit)
         assert whole.sent[0]["status"] == 503
         last = [message["body"] for message in streamed.sent if message.get("body")][-1]
-        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
             assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [503, 503]
             refused = await client.post(CHAT, json=SHORT)
@@ -207,33 +205,3 @@ def test_who_is_cut_off_by_the_end_of_the_engine_is_told_so() -> None:
 
     run(work)
     assert not [thread for thread in threading.enumerate() if thread is own._worker.thread]
-
-
-def test_a_wait_ends_in_time_and_loses_neither_result_nor_cancellation() -> None:
-    """Also where result, end of the time and cancellation come in one turn of the loop."""
-
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
-        for has_result, is_cancelled in [(True, False), (False, True), (True, True), (False, False)]:
-            found: asyncio.Future[int] = loop.create_future()
-            waiting = asyncio.ensure_future(within(0.02, _awaited(found)))
-            await asyncio.sleep(0)
-            if has_result:
-                found.set_result(1)
-            if is_cancelled:
-                waiting.cancel()
-            (answer,) = await asyncio.gather(waiting, return_exceptions=True)
-            expected = asyncio.CancelledError if is_cancelled else int if has_result else asyncio.TimeoutError
-            assert isinstance(answer, expected)
-            assert found.done(), "what was waited for has ended"
-        late = asyncio.ensure_future(within(0.0, _awaited(loop.create_future())))
-        await asyncio.sleep(0)
-        loop.call_later(0.0, late.cancel)  # together with the end of its time
-        await asyncio.wait({late})
-        assert late.cancelled() or sys.version_info < (3, 11)
-
-    run(work)
-
-
-async def _awaited(future: "asyncio.Future[int]") -> int:
-    return await future

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -17,7 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.dialects import DIALECTS
 from harness.http_client import events_in
+from harness.live_server import post_of, read_all, statuses
 from harness.server_process import Server
 
 CHAT = "/v1/chat/completions"
@@ -114,8 +117,46 @@ def test_who_takes_longer_than_the_drain_is_told_so(start: Start) -> None:
         server.process.send_signal(signal.SIGINT)
         text += "".join(parts)
     last = text.rstrip().split("\n\n")[-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
     assert server.wait() == 0
+
+
+def test_a_second_signal_ends_requests_with_an_error(start: Start) -> None:
+    """Whole and streamed, in every dialect, and without the time of the drain."""
+    server = start("--drain-s", "60")
+    answers: dict[str, bytes] = {}
+    long = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
+    bodies = {"openai": (CHAT, ENDLESS), "whole": (CHAT, {**ENDLESS, "stream": False})}
+    for kind, dialect in (("anthropic", DIALECTS["messages"]), ("ollama", DIALECTS["ollama"])):
+        bodies[kind] = (dialect.path, {**dialect.fields(FIELDS["messages"], **long), "stream": True})
+
+    def ask(name: str) -> None:
+        path, fields = bodies[name]
+        body = json.dumps(fields).encode()
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as connection:
+            connection.sendall(post_of(path, body, Connection="close"))
+            answers[name] = read_all(connection)
+
+    asking = [threading.Thread(target=ask, args=(name,)) for name in bodies]
+    for thread in asking:
+        thread.start()
+    with server.client() as client:
+        while number_of(client, "num_requests_running") < 4:
+            time.sleep(0.01)
+    started_s = time.monotonic()
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert server.wait() == 0
+    assert time.monotonic() - started_s < 10
+    for thread in asking:
+        thread.join(10)
+    head, _, body = answers["whole"].partition(b"\r\n\r\n")
+    assert (statuses(head), json.loads(body)["error"]["code"]) == ([503], "shutting_down")
+    for name in ("openai", "anthropic", "ollama"):
+        assert b"shut down before" in answers[name][-600:], answers[name][-600:]
+        assert answers[name].endswith(b"0\r\n\r\n"), "the stream is complete"
+    assert "Traceback" not in server.stderr
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:

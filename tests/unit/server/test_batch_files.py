@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import CapacityError, ConfigError, RequestError
-from paceline.server.batch.lines import BadLine, BatchLine, read_lines
+from paceline.server.batch.input_file import BadLine, BatchLine, plan_batch, read_lines
 from paceline.server.batch.output_file import Finished, OutputFile
-from paceline.server.batch.plan import plan_batch
 
 LIMIT = 10_000
 

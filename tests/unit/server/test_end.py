@@ -1,4 +1,4 @@
-"""A log that nobody reads, and a process that does not end by itself."""
+"""A log that is not read, and a process that does not end by itself."""
 
 import logging
 import threading
@@ -7,64 +7,69 @@ from queue import SimpleQueue
 
 import pytest
 
-from paceline.server.end_watch import EXIT_CODE, EndWatch
-from paceline.server.log_lines import LineWriter, log_to_stderr
+from paceline.server.logs import log_to_stderr, queued_lines
+from paceline.server.shutdown_watchdog import EXIT_CODE, ShutdownWatchdog
 
 WAIT_S = 10
 
 
-def test_a_process_that_does_not_end_in_time_is_ended() -> None:
+def test_a_process_that_does_not_end_in_time_is_exited() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
-    with EndWatch(ended.put) as watch:
-        watch.expect_end(60)
-        watch.expect_end(0.01)  # a second signal does not wait
+    with ShutdownWatchdog(ended.put) as watchdog:
+        watchdog.exit_within(60)
+        watchdog.exit_within(0.01)  # a second signal does not wait
         assert ended.get(timeout=WAIT_S) == EXIT_CODE
 
 
-def test_one_that_ends_in_time_or_was_not_told_to_is_left_alone() -> None:
+def test_a_process_that_ends_in_time_is_not_exited() -> None:
     ended: SimpleQueue[int] = SimpleQueue()
-    for is_told in (False, True):
-        with EndWatch(ended.put) as watch:
-            if is_told:
-                watch.expect_end(0.1)
-        watch._thread.join(WAIT_S)
-        assert not watch._thread.is_alive()
+    for has_deadline in (False, True):
+        with ShutdownWatchdog(ended.put) as watchdog:
+            if has_deadline:
+                watchdog.exit_within(0.1)
+        watchdog._thread.join(WAIT_S)
+        assert not watchdog._thread.is_alive()
     assert ended.empty()
 
 
-def test_nobody_waits_for_a_log_that_is_not_read_and_what_is_lost_is_counted() -> None:
+def test_lines_that_are_not_read_are_dropped_and_counted() -> None:
     is_read, written = threading.Event(), list[bytes]()
 
     def write(content: bytes) -> None:
         is_read.wait(WAIT_S)
         written.append(content)
 
-    writer = LineWriter(write, max_waiting=3)
-    started_s = time.monotonic()
-    for number in range(20):
-        writer.say(f"line {number}")
-    assert time.monotonic() - started_s < WAIT_S / 2
-    is_read.set()
-    while not writer._lines.empty():
-        time.sleep(0.001)
-    writer.close()
+    with queued_lines(write, max_waiting=3) as lines:
+        started_s = time.monotonic()
+        for number in range(20):
+            lines.say(f"line {number}")
+        assert time.monotonic() - started_s < WAIT_S / 2
+        is_read.set()
+        while not lines.queue.empty():  # type: ignore[union-attr]
+            time.sleep(0.001)
     shown = b"".join(written).decode().splitlines()
-    lost = [int(line.split()[0]) for line in shown if line.endswith("dropped: nobody read them")]
+    lost = [int(line.split()[0]) for line in shown if "dropped" in line]
+    assert lost
     assert sum(lost) + len(shown) - len(lost) == 20
     assert shown[0] == "line 0"
 
 
-def test_the_end_does_not_wait_for_a_reader_either() -> None:
-    is_read = threading.Event()
-    writer = LineWriter(lambda content: is_read.wait(WAIT_S) and None)
-    writer.say("a")
-    started_s = time.monotonic()
-    writer.close()
+@pytest.mark.parametrize("num_lines", [1, 20], ids=["waiting", "full"])
+def test_the_end_does_not_wait_for_a_reader(num_lines: int) -> None:
+    is_read, started_s = threading.Event(), time.monotonic()
+
+    def write(content: bytes) -> None:
+        is_read.wait(WAIT_S)
+
+    with queued_lines(write, max_waiting=3) as lines:
+        for _ in range(num_lines):
+            lines.say("a")
+    logging.shutdown()  # called at the exit of the interpreter: it must not wait for a lock of the writer
     assert time.monotonic() - started_s < WAIT_S / 2
     is_read.set()
 
 
-def test_what_others_warn_of_goes_the_same_way(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_of_other_libraries_are_written_too(capfd: pytest.CaptureFixture[str]) -> None:
     with log_to_stderr(logging.INFO) as lines:
         lines.say("a line\nof one")
         logging.getLogger("paceline.server").info("%s", "b")

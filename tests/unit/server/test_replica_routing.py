@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.replicas.merged_metrics import merged_metrics
+from paceline.server.replicas.front import merged_metrics
 from paceline.server.replicas.routing import PROMPT_CHARS, PROMPT_TOKENS, choose_replica, prefix_key
 
 USER = {"role": "user", "content": "I need a taxi."}

@@ -1,37 +1,70 @@
-"""Answering a batch file with one engine."""
+"""Answering a batch file with one engine, by calling the application of the server in this process."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.server.app import create_app
-from paceline.server.batch.answering import answer_line, batch_settings
-from paceline.server.batch.lines import BadLine, BatchLine
+from paceline.server.asgi_client import call_app
+from paceline.server.batch.input_file import BadLine, BatchLine, Plan, plan_batch
 from paceline.server.batch.output_file import OutputFile
-from paceline.server.batch.plan import Plan, plan_batch
 from paceline.server.settings import ServerSettings
 
+MAX_QUEUE = 100_000
+_A_WEEK_S = 604_800.0
+
+
+class NotAnsweredError(PacelineError):
+    """The engine accepts no more requests; another run can continue."""
+
+
+def batch_settings(settings: ServerSettings) -> ServerSettings:
+    """Return settings without limits on queue and time: the batch itself is the queue."""
+    return replace(settings, max_queue=MAX_QUEUE, request_timeout_s=_A_WEEK_S)
+
+
+async def answer_line(app: ASGIApp, line: BatchLine) -> dict[str, Any]:
+    """Return the output line of a request; that of a refused one has the server's error.
+
+    Raises:
+        NotAnsweredError: the engine is closed or overloaded; another run may answer it.
+    """
+    async with call_app(app, "POST", line.url, line.body) as answer:
+        content = json.loads(await answer.body())
+        request_id = answer.header(b"x-request-id")
+        status = answer.status
+    if status in (429, 503):
+        raise NotAnsweredError(f"line {line.number} was not answered ({_message(content)}): run the same command again")
+    response = {"status_code": status, "request_id": request_id, "body": content}
+    return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
+
+
+def _message(content: Mapping[str, Any]) -> str:
+    return str(content.get("error", {}).get("message", "no reason was given"))
+
+
 SYNC_S = 1.0
-"""Seconds of answers at most that a loss of power costs."""
-_LINES_A_SAMPLE = 2  # lines that are asked for a sample that runs: prompts are made ready while others run
+"""Seconds of answers that a loss of power may cost."""
+_LINES_A_SAMPLE = 2  # lines in progress for each running sample: prompts are prepared while others run
 
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """What a batch tells while it runs.
+    """Callbacks of a running batch.
 
     Attributes:
-        say: takes lines for the person who started it.
-        warn: takes those about lines that are left out.
-        begin: the lines that are answered already, and all there are to answer.
-        advance: one more is.
+        say: takes notices for the person who started it.
+        warn: takes warnings about skipped lines.
+        begin: takes the number of requests that are already answered, and of all.
+        advance: called after each answer.
     """
 
     say: Callable[[str], None]
@@ -42,11 +75,11 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a batch came to, earlier runs included.
+    """Counts of a batch, including earlier runs.
 
     Attributes:
         num_by_status: answers by their HTTP status.
-        bad: lines that are no requests.
+        bad: lines that are not requests.
     """
 
     num_requests: int
@@ -67,10 +100,9 @@ class BatchResult:
 
 
 def run_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Path, target: Path, watcher: Watcher) -> BatchResult:
-    """Answer every request of a batch file that the output does not answer yet.
+    """Answer every request of a batch file that has no answer in the output.
 
-    Each answer is written as soon as it is there, so the output may be in another order than the input. Whatever ends the run, the next one
-    goes on from there.
+    Answers are written as they are finished, so their order may differ from the input's. However a run ends, the next one continues.
 
     Args:
         arguments: of `AsyncEngine.open`.
@@ -86,7 +118,7 @@ def run_batch(arguments: Mapping[str, Any], settings: ServerSettings, source: Pa
 
 
 def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watcher: Watcher) -> Plan:
-    """What is left to do, with the bad lines told."""
+    """Return what is left to do, and warn of bad lines."""
     plan = plan_batch(source, output.finished, settings.max_body_bytes)
     for bad in plan.bad:
         watcher.warn(f"line {bad.number} is left out: {bad.reason}")
@@ -95,10 +127,10 @@ def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watc
 
 
 def check_model(output: OutputFile, model: str, adapters: Iterable[str]) -> None:
-    """That earlier answers are the same model's, or its adapters'.
+    """Check that earlier answers come from the same model or its adapters.
 
     Raises:
-        ConfigError: they are another's.
+        ConfigError: they do not.
     """
     if others := sorted(output.finished.models - {model, *adapters}):
         found = f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}"
@@ -121,7 +153,7 @@ async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, pl
 async def answer_lines(
     app: ASGIApp, lines: Iterator[BatchLine], num_at_once: int, output: OutputFile, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer lines, `num_at_once` of them at a time."""
+    """Answer lines, `num_at_once` at a time."""
 
     async def work() -> None:
         for line in lines:  # shared: each is taken by one

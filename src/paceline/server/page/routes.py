@@ -1,9 +1,8 @@
-"""The page at `/`: a chat in the browser that shows what was drafted. Its files are fixed and packaged; no request names one."""
+"""The page at `/`: a chat in the browser that shows drafted tokens. Its files are a fixed list in the package."""
 
 from importlib.resources import files
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 PAGE = "/"
@@ -31,7 +30,7 @@ OWN_FILES = (
 )
 LIBRARIES = ("preact.mjs", "htm.mjs", "markdown-it.esm.min.mjs", "purify.es.mjs")
 PAGE_PATHS = (PAGE, *(f"/page/{name}" for name in OWN_FILES), *(f"/page/vendor/{name}" for name in LIBRARIES))
-"""What a browser asks for without a key: it cannot send one for these. Nothing here is secret."""
+"""Served without a key, which a browser cannot send for these. Nothing here is secret."""
 
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -54,7 +53,7 @@ _HEADERS = {
 
 
 def page_routes() -> APIRouter:
-    """A route for the page and for each of its files, which are read now."""
+    """Return a router with the page and its files, whose contents are read now."""
     router = APIRouter(include_in_schema=False)
     _add(router, PAGE, "web", "index.html")
     for name in OWN_FILES:
@@ -68,7 +67,7 @@ def _add(router: APIRouter, path: str, folder: str, name: str) -> None:
     content = files("paceline.server.page").joinpath(folder, name).read_bytes()
     headers = {**_HEADERS, "Content-Type": MEDIA_TYPES[name.rpartition(".")[2]], "Content-Length": str(len(content))}
 
-    async def file(request: Request) -> Response:
-        return Response(b"" if request.method == "HEAD" else content, headers=headers)
+    async def file() -> Response:
+        return Response(content, headers=headers)
 
-    router.add_api_route(path, file, methods=["GET", "HEAD"])
+    router.add_api_route(path, file, methods=["GET"])

@@ -1,7 +1,8 @@
-"""The one way in to several replicas: the checks of the door, and a way for every request to the replica that suits it."""
+"""The HTTP front of several replicas: the checks of one server, and routing of every request to a replica."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -10,16 +11,39 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
-from paceline.server.client_watch import EventStream, unless_gone
-from paceline.server.dialects import Dialect, dialect_of, tell_errors
-from paceline.server.door import Door
-from paceline.server.gate import Gate
-from paceline.server.http_errors import http_error_of
-from paceline.server.in_process import REQUEST_ID
-from paceline.server.replicas.merged_metrics import merged_metrics
-from paceline.server.replicas.pool import Head, Question, ReplicaLostError, ReplicaPool, no_replica, replica_lost
+from paceline.server.admission import AdmissionControl
+from paceline.server.asgi_client import REQUEST_ID
+from paceline.server.dialects import Dialect, dialect_of, handle_errors
+from paceline.server.disconnect import EventStream, cancel_on_disconnect
+from paceline.server.errors import http_error_of
+from paceline.server.middleware import add_middleware
+from paceline.server.replicas.replica import ForwardedRequest, ReplicaLostError, ReplicaPool, ResponseHead, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
 from paceline.server.settings import ServerSettings
+
+_ENGINE = re.compile(r'(?<=[{,])engine="[^"]*"')
+
+
+def merged_metrics(pages: Mapping[str, str]) -> str:
+    """Merge pages of metrics by family; the label `engine` is the name of the replica.
+
+    Args:
+        pages: Prometheus's text form by the name of the replica.
+    """
+    families: dict[str, list[str]] = {}
+    for replica, page in pages.items():
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                families.setdefault(family, [])
+            if line.startswith("#"):
+                if line not in families[family]:
+                    families[family].append(line)
+            elif line:
+                families[family].append(_ENGINE.sub(f'engine="{replica}"', line, count=1))
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
 
 FORWARDED = (
     "/v1/chat/completions",
@@ -34,35 +58,35 @@ FORWARDED = (
     "/detokenize",
     "/openapi.json",
 )
-"""Paths that the log names; others are forwarded as well."""
+"""Paths that are named in the log; all others are forwarded too."""
 METRICS_S = 5.0
 _OWN_HEADERS = (b"content-length", b"x-request-id")  # made anew here
 _KEPT_HEADERS = (
     *(b"host", b"content-type", b"content-length", b"content-encoding", b"transfer-encoding", b"connection", b"keep-alive", b"te"),
     *(b"trailer", b"upgrade", b"expect", b"proxy-authorization", b"authorization", b"x-api-key", b"cookie"),
 )
-"""Headers of a client that were dealt with here: about the connection, or who it is."""
+"""Headers that the front handles: of the connection, and credentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontService:
-    """What a server that runs a front needs of it; `engine` is what ends with it."""
+    """What `serve_application` needs of a front."""
 
     engine: ReplicaPool
     settings: ServerSettings
     model: str
-    gate: Gate
+    admission: AdmissionControl
 
 
 def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_samples: int) -> FastAPI:
-    """An ASGI application that answers with the replicas of `pool`; its `state.service` is a `FrontService`.
+    """Return an ASGI application that forwards requests to `pool`; its `state.service` is a `FrontService`.
 
     Args:
-        pool: stays the caller's, who closes it.
-        model: the name that is served.
-        num_samples: requests that all replicas together take at a time.
+        pool: the caller closes it.
+        model: the served name.
+        num_samples: requests that all replicas together run at a time.
     """
-    service = FrontService(pool, settings, model, Gate(num_samples, settings.max_queue))
+    service = FrontService(pool, settings, model, AdmissionControl(num_samples, settings.max_queue))
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     _add_state_routes(app, service)
@@ -72,32 +96,30 @@ def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_sa
 
     for path in (*FORWARDED, "/{path:path}"):
         app.add_api_route(path, forward, methods=["GET", "POST"])
-    tell_errors(app)
-    app.add_middleware(Door, settings=settings)
+    handle_errors(app)
+    add_middleware(app, settings, service.admission)
     return app
 
 
 def _add_state_routes(app: FastAPI, service: FrontService) -> None:
-    """What watchers ask: the same paths as those of one server."""
+    """Add the routes of monitoring, as one server has them."""
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """200 while the front runs: replicas that end are restarted without it."""
+        """200 while the front runs; Ray restarts replicas."""
         return JSONResponse({"status": "ok", "replicas": await service.engine.num_running()})
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while requests are taken and a replica is there to answer them."""
-        if service.gate.is_draining:
+        """200 while requests are accepted and a replica runs."""
+        if service.admission.is_draining:
             return JSONResponse({"status": "draining"}, 503)
         running = await service.engine.num_running()
         return JSONResponse({"status": "ok" if running else "starting", "replicas": running}, 200 if running else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """Those of all replicas, told apart by their label `engine`."""
+        """The metrics of all replicas, with the label `engine`."""
         names = await service.engine.names()
         pages = await asyncio.gather(*(_metrics_of(service.engine, name) for name in names))
         found = {name: page for name, page in zip(names, pages, strict=True) if page is not None}
@@ -105,10 +127,10 @@ def _add_state_routes(app: FastAPI, service: FrontService) -> None:
 
 
 async def _metrics_of(pool: ReplicaPool, name: str) -> str | None:
-    """The page of one replica; None where it does not answer."""
+    """Return the metrics of one replica; None if it does not answer."""
 
     async def whole() -> bytes:
-        async with aclosing(pool.ask(Question("GET", "/metrics", replica=name))) as parts:
+        async with aclosing(pool.forward(ForwardedRequest("GET", "/metrics", replica=name))) as parts:
             return b"".join([part if isinstance(part, bytes) else part.body async for part in parts])
 
     try:
@@ -120,7 +142,7 @@ async def _metrics_of(pool: ReplicaPool, name: str) -> str | None:
 async def _forward(service: FrontService, request: Request) -> Response:
     body = await request.body()
     key = await asyncio.to_thread(prefix_key, body) if body else None
-    question = Question(
+    forwarded = ForwardedRequest(
         request.method,
         request.url.path,
         body,
@@ -129,30 +151,30 @@ async def _forward(service: FrontService, request: Request) -> Response:
         request.scope[REQUEST_ID],
         key,
     )
-    parts = _parts(service, question)
+    parts = _parts(service, forwarded)
     async with _closed_on_error(parts):
-        head = await unless_gone(request, _next(parts))
-        assert isinstance(head, Head)
+        head = await cancel_on_disconnect(request, _next(parts))
+        assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
             dialect = dialect_of(request.url.path)
             stream = EventStream(_events(parts, dialect), dialect.media_type)
             stream.headers.update(headers)
             return stream
-        content = head.body + await unless_gone(request, _rest(parts))
+        content = head.body + await cancel_on_disconnect(request, _rest(parts))
         return Response(content, head.status, headers)
 
 
-async def _parts(service: FrontService, question: Question) -> AsyncGenerator[Head | bytes, None]:
-    """Head and body of an answer, while the gate holds a place for it.
+async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
+    """ResponseHead and body of an answer, while the admission holds a place for it.
 
     Raises:
         HttpError: it is not let in, or its replica ended.
     """
-    with service.gate.admitted(1):
+    with service.admission.admitted(1):
         if not await service.engine.num_running():
             raise no_replica()
-        async with aclosing(service.engine.ask(question)) as parts:
+        async with aclosing(service.engine.forward(forwarded)) as parts:
             try:
                 async for part in parts:
                     yield part
@@ -161,9 +183,9 @@ async def _parts(service: FrontService, question: Question) -> AsyncGenerator[He
 
 
 class _closed_on_error:  # noqa: N801  # reads as a block
-    """Closes a generator if the block fails: a stream that was returned closes it later."""
+    """Close a generator if the block fails; otherwise the stream that is returned closes it."""
 
-    def __init__(self, parts: AsyncGenerator[Head | bytes, None]) -> None:
+    def __init__(self, parts: AsyncGenerator[ResponseHead | bytes, None]) -> None:
         self._parts = parts
 
     async def __aenter__(self) -> None:
@@ -174,21 +196,21 @@ class _closed_on_error:  # noqa: N801  # reads as a block
             await self._parts.aclose()
 
 
-async def _next(parts: AsyncGenerator[Head | bytes, None]) -> Head | bytes:
+async def _next(parts: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead | bytes:
     return await anext(parts)
 
 
-async def _rest(parts: AsyncGenerator[Head | bytes, None]) -> bytes:
-    """What follows the head; nothing is sent on before it is whole, so that an error has a status of its own."""
+async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
+    """Return the rest of a body. It is sent only when it is whole, so that an error can still have its own status."""
     return b"".join([part async for part in parts if isinstance(part, bytes)])
 
 
-async def _events(parts: AsyncGenerator[Head | bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
-    """A stream as it comes; if its replica ends, its last event says so."""
+async def _events(parts: AsyncGenerator[ResponseHead | bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
+    """Yield a stream as it arrives; if its replica ends, the last event is an error."""
     async with aclosing(parts):
         try:
             async for part in parts:
                 if isinstance(part, bytes):
                     yield part
         except Exception as error:
-            yield dialect.last_words(http_error_of(error))
+            yield dialect.error_event(http_error_of(error))

@@ -1,4 +1,4 @@
-"""A batch file answered by several engines, which Ray Data feeds and replaces when one ends (extra `ray`)."""
+"""Answering a batch file with several engines, which Ray Data feeds and restarts (extra `ray`)."""
 
 import asyncio
 import json
@@ -9,16 +9,14 @@ from typing import Any
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import CapacityError, library_errors
 from paceline.server.app import create_app, served_name
-from paceline.server.batch.answering import answer_line, batch_settings
-from paceline.server.batch.lines import BatchLine
+from paceline.server.batch.input_file import BatchLine, Plan
 from paceline.server.batch.output_file import OutputFile
-from paceline.server.batch.plan import Plan
-from paceline.server.batch.run import BatchResult, Watcher, begin_batch, check_model
-from paceline.server.replicas.ray_cluster import actor_options, ray_cluster
+from paceline.server.batch.run import BatchResult, Watcher, answer_line, batch_settings, begin_batch, check_model
+from paceline.server.replicas.ray_serve import actor_options, ray_cluster
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
 
-_BLOCKS_A_REPLICA = 4  # at least, so that none is idle while another has much left
+_BLOCKS_A_REPLICA = 4  # at least: with fewer, one is idle while another has much left
 _LINES_A_SAMPLE = 8  # of a block, at most, for each sample that runs at a time
 
 
@@ -33,7 +31,7 @@ class BatchReplica:
         self._app = create_app(AsyncEngine.open(**arguments), batch_settings(settings))
 
     def __call__(self, block: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The output lines of a block's requests, as JSON; a column of each for each field of `BatchLine`."""
+        """Return the output lines of a block of requests as JSON. A block has a column for each field of `BatchLine`."""
         columns = (block[name] for name in ("number", "custom_id", "url", "body"))
         lines = [BatchLine(int(number), 0, 0, name, url, body.encode()) for number, name, url, body in zip(*columns, strict=True)]
         return {"line": asyncio.run(self._answers(lines))}
@@ -52,7 +50,7 @@ def run_batch_on_replicas(
     *,
     debug: bool = False,
 ) -> BatchResult:
-    """As `run_batch`, with the engines of a Ray cluster. The output is written here, block by block as they are answered.
+    """Do as `run_batch` with the engines of a Ray cluster. This process writes the output, block by block.
 
     Raises:
         PacelineError: as for `run_batch`, or Ray is not there.
@@ -70,7 +68,7 @@ def run_batch_on_replicas(
 
 
 def lines_a_block(num_lines: int, num_replicas: int, max_num_seqs: int) -> int:
-    """Lines that one replica gets at a time: many keep it busy, few leave the others something and are lost when it ends."""
+    """Return the lines of a block: large blocks keep a replica busy, small ones balance the load and lose less when it ends."""
     return max(1, min(num_lines // (_BLOCKS_A_REPLICA * num_replicas), _LINES_A_SAMPLE * max_num_seqs))
 
 
@@ -88,6 +86,6 @@ def _answered(
         compute=ray.data.ActorPoolStrategy(size=cluster.replicas),
         **actor_options(arguments),
     )
-    with library_errors("the replicas could not go on: the same command asks again for what is not answered", CapacityError):
+    with library_errors("the replicas failed: run the same command again to continue", CapacityError):
         for row in answers.iter_rows():
             yield json.loads(row["line"])

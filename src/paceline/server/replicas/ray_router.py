@@ -1,4 +1,4 @@
-"""`choose_replica` as Ray Serve asks it. Needs Ray (extra `ray`)."""
+"""Ray Serve's request router by prefix. Needs Ray (extra `ray`)."""
 
 from collections import Counter
 from typing import Any
@@ -9,7 +9,7 @@ from paceline.server.replicas.routing import DEFAULT_MAX_LEAD, choose_replica
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Counts the requests of each replica and chooses by them and by the request's `key`; a request may name its `replica`."""
+    """Chooses a replica by the load of each and by the request's `key`; a request may name its `replica`."""
 
     def initialize_state(self, max_lead: int = DEFAULT_MAX_LEAD) -> None:
         self._max_lead = max_lead
@@ -19,16 +19,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen one, then the others, in case it cannot be reached any more."""
+        """Return the chosen replica, then the others as fallbacks."""
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
-        asked: dict[str, Any] = {} if pending_request is None else pending_request.kwargs
-        wanted = asked.get("replica")
+        arguments: dict[str, Any] = {} if pending_request is None else pending_request.kwargs
+        wanted = arguments.get("replica")
         if wanted is not None:
             return [[replicas[wanted]]] if wanted in replicas else []
         if not replicas:
             return []
         loads = {name: self._loads[name] for name in replicas}
-        key = asked.get("key")
+        key = arguments.get("key")
         if key is None:
             self._num_without_key += 1
             chosen = choose_replica(loads, self._num_without_key, max_lead=0)

@@ -1,19 +1,107 @@
-"""One engine among several: the application of a server, asked by a front instead of through a socket."""
+"""A replica: one engine with the application of a server, called by a front instead of through a socket."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
-from paceline.server.in_process import asked, gathered
-from paceline.server.replicas.pool import Head
+from paceline.server.asgi_client import batched_parts, call_app
+from paceline.server.errors import HttpError
 from paceline.server.settings import ServerSettings
 
+RETRY_S = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A request that a front passes to a replica.
+
+    Attributes:
+        query: the query string.
+        headers: of the client, without those of its connection and its credentials.
+        request_id: the id that the front chose.
+        key: hash of the beginning of the prompt, for `choose_replica`.
+        replica: name of the replica that must answer; None = any.
+    """
+
+    method: str
+    path: str
+    body: bytes = b""
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    request_id: str | None = None
+    key: int | None = None
+    replica: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """Status and headers of a response.
+
+    Attributes:
+        body: the whole body, or its beginning if the rest is streamed.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes = b""
+
+    @property
+    def is_stream(self) -> bool:
+        return any(
+            name.lower() == b"content-type" and value.startswith((b"text/event-stream", b"application/x-ndjson"))
+            for name, value in self.headers
+        )
+
+
+class ReplicaLostError(Exception):
+    """The replica of a request ended before it had answered."""
+
+
+class ReplicaPool(ABC):
+    """Replicas that requests can be forwarded to."""
+
+    @abstractmethod
+    def forward(self, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Yield the head of a replica's response, then its body as it arrives. Closing the generator cancels the request.
+
+        Raises:
+            ReplicaLostError: the replica ended.
+        """
+
+    @abstractmethod
+    async def num_running(self) -> int:
+        """Return how many replicas run."""
+
+    @abstractmethod
+    async def names(self) -> list[str]:
+        """Return the names of the replicas, for `ForwardedRequest.replica`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all replicas."""
+
+
+def replica_lost() -> HttpError:
+    """Return the error of a request whose replica ended."""
+    return _unavailable("the replica of this request ended and is being restarted: send the request again", "replica_lost")
+
+
+def no_replica() -> HttpError:
+    """Return the error of a request while no replica runs."""
+    return _unavailable("no replica is running yet: send the request again soon", "no_replica")
+
+
+def _unavailable(text: str, code: str) -> HttpError:
+    return HttpError(503, text, kind="service_unavailable_error", code=code, headers={"Retry-After": str(RETRY_S)})
+
+
 WINDOW_S = 0.02
-"""Between two parts of a stream that are sent to a front: each costs it more time than the tokens in it."""
+"""Between two parts of a stream: each costs the front more time than the tokens in it."""
 
 
 class Replica:
@@ -28,7 +116,7 @@ class Replica:
         self._engine = AsyncEngine.open(**arguments)
         self._app = create_app(self._engine, settings)
 
-    async def ask(
+    async def forward(
         self,
         method: str,
         path: str,
@@ -38,27 +126,27 @@ class Replica:
         headers: Sequence[tuple[bytes, bytes]] = (),
         request_id: str | None = None,
         **_: object,
-    ) -> AsyncGenerator[Head | bytes, None]:
-        """The answer to one request: its head, with the whole body or, of a stream, with what comes behind it.
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """Yield the head of a response with its whole body, or with the parts of a stream after it.
 
-        Further arguments are for whoever chooses the replica.
+        Further arguments are for the router.
         """
-        async with asked(self._app, method, path, body, query=query, headers=headers, request_id=request_id) as answer:
-            head = Head(answer.status, answer.headers)
+        async with call_app(self._app, method, path, body, query=query, headers=headers, request_id=request_id) as answer:
+            head = ResponseHead(answer.status, answer.headers)
             if not head.is_stream:
                 yield replace(head, body=await answer.body())
                 return
             yield head
-            async with aclosing(gathered(answer.parts, WINDOW_S)) as parts:
+            async with aclosing(batched_parts(answer.parts, WINDOW_S)) as parts:
                 async for part in parts:
                     yield part
 
     async def check_health(self) -> None:
-        """Raises what the engine's thread ended with, if it has."""
+        """Raise the error that ended the engine's thread, if there is one."""
         self._engine.check_open()
 
-    async def described(self) -> dict[str, Any]:
-        """What a front says of its replicas."""
+    async def describe(self) -> dict[str, Any]:
+        """Return facts about the model for the front."""
         opened = self._engine.opened
         return {
             "model": self._app.state.service.model,
@@ -70,5 +158,5 @@ class Replica:
 
 
 def replica_settings(settings: ServerSettings) -> ServerSettings:
-    """Limits for a replica: who may ask was checked at the front, whose keys no replica needs to know."""
-    return replace(settings, host="127.0.0.1", port=0, api_keys=(), allowed_hosts=(), insecure=False)
+    """Return the settings of a replica: keys and hosts are checked by the front."""
+    return replace(settings, host="127.0.0.1", port=0, api_keys=(), allowed_hosts=(), allow_origin=(), insecure=False)

@@ -1,4 +1,4 @@
-"""How many engines a command runs, and where."""
+"""Settings of replicas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class ClusterSettings:
     """How many engines run, and where.
 
     Attributes:
-        replicas: engines, each in a process of its own; 0 = one in this process, without Ray.
-        ray_address: of a cluster that is running; None = one of this machine's own, which ends with the command.
-        max_lead: requests by which the replica that a prompt's beginning belongs to may be ahead of the least loaded one.
+        replicas: engines, each in its own process; 0 = one in this process, without Ray.
+        ray_address: of a running cluster; None = start one on this machine, which ends with the command.
+        max_lead: requests that the replica of a prefix may have more than the least loaded one.
     """
 
     replicas: int = 0
@@ -30,15 +30,15 @@ class ClusterSettings:
             _check_count(name, getattr(self, name))
 
     def engine_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of `AsyncEngine.open` for one of the replicas: on this machine they share its processors.
+        """Return the arguments of `AsyncEngine.open` for a replica: on one machine they share its processors.
 
         Raises:
-            ConfigError: nothing says how many processors of another machine a replica has.
+            ConfigError: `threads` is missing for a cluster.
         """
         if arguments.get("threads") is not None:
             return dict(arguments)
         if self.ray_address is not None:
-            raise ConfigError("threads is not given, and the processors of other machines are shared out by it: give --threads")
+            raise ConfigError("threads is not set: a Ray cluster needs it to place replicas; give --threads")
         return {**arguments, "threads": max(1, usable_processors() // self.replicas)}
 
 

@@ -1,0 +1,124 @@
+"""Admission control: how many samples may be in the server, and which requests run while it shuts down."""
+
+import asyncio
+import math
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.server.errors import HttpError
+
+MAX_RETRY_S = 60
+_SMOOTHING = 0.2  # weight of the newest request in the mean duration
+
+
+class AdmissionControl:
+    """Counts the samples that run or wait, and refuses those beyond the limit. Belongs to one event loop.
+
+    Args:
+        num_running: samples that the engine runs at a time.
+        max_queue: samples that may wait in addition.
+
+    Attributes:
+        num_open: samples that run or wait.
+        is_draining: whether the server is shutting down: running requests are finished, new ones are refused.
+    """
+
+    def __init__(self, num_running: int, max_queue: int) -> None:
+        self._num_running, self._max_queue = num_running, max_queue
+        self.num_open = 0
+        self._num_admitted = 0  # blocks, including those without samples
+        self._requests = set["asyncio.Task[None]"]()
+        self.is_draining = False
+        self._mean_s = 1.0
+        self._idle = asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        """Samples that may be in the server at a time."""
+        return self._num_running + self._max_queue
+
+    @contextmanager
+    def admitted(self, num_samples: int, parameter: str = "n") -> Iterator[None]:
+        """Count samples during this block; a drain waits for its end, even with no samples.
+
+        Args:
+            parameter: the request's field that sets the number.
+
+        Raises:
+            HttpError: 503 while it drains, 429 if the queue is full, 400 if they can never fit.
+        """
+        if self.is_draining:
+            raise _unavailable("the server is shutting down", "draining")
+        limit = self.limit
+        if num_samples > limit:
+            text = f"{parameter} asks for {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
+            raise HttpError(400, text, parameter=parameter)
+        if self.num_open + num_samples > limit:
+            retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))
+            raise HttpError(
+                429,
+                f"the queue is full: {self.num_open} of at most {limit} samples are running or waiting; retry in {retry_s} s",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(retry_s)},
+            )
+        self.num_open += num_samples
+        self._num_admitted += 1
+        try:
+            yield
+        finally:
+            self.num_open -= num_samples
+            self._num_admitted -= 1
+            if not self._num_admitted:
+                self._idle.set()
+
+    async def run(self, request: Coroutine[Any, Any, None]) -> None:
+        """Run a request, which `abort` may cancel.
+
+        Raises:
+            HttpError: 503, it was aborted.
+        """
+        task, current = asyncio.ensure_future(request), asyncio.current_task()
+        self._requests.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if task in self._requests or (current is not None and current.cancelling()):
+                raise
+            raise shutting_down() from None
+        finally:
+            self._requests.discard(task)
+
+    def abort(self) -> None:
+        """Cancel all requests that run; each answers with `shutting_down`."""
+        while self._requests:
+            self._requests.pop().cancel()
+
+    def record(self, seconds: float) -> None:
+        """Record how long a request took, for `Retry-After`."""
+        self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the admitted ones; after `timeout_s` abort them and return False."""
+        self.is_draining = True
+        if not self._num_admitted:
+            return True
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.abort()
+            return False
+        return True
+
+
+def shutting_down() -> HttpError:
+    """Return the error of a request that the shutdown ended before it was answered."""
+    return _unavailable("the server shut down before this request was finished", "shutting_down")
+
+
+def _unavailable(text: str, code: str) -> HttpError:
+    headers = {"Retry-After": str(MAX_RETRY_S)}
+    return HttpError(503, f"{text}: retry later", kind="service_unavailable_error", code=code, headers=headers)

@@ -1,0 +1,187 @@
+"""The input file of a batch: its lines, and which of them still have to be answered."""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, RequestError
+from paceline.server.batch.output_file import Finished
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+MAX_ID_CHARS = 512
+_FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request.
+
+    Attributes:
+        number: of its line, from 1.
+        offset: of the line in the file, in bytes.
+        num_bytes: of the line, with its line end.
+        url: one of `ENDPOINTS`.
+        body: JSON.
+    """
+
+    number: int
+    offset: int
+    num_bytes: int
+    custom_id: str
+    url: str
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        """Id in the output: a hash of the whole request, so that a changed request is not taken as answered."""
+        content = json.dumps([self.custom_id, self.url]).encode() + self.body
+        return f"batch_req_{hashlib.sha256(content).hexdigest()[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is not a request, and why."""
+
+    number: int
+    reason: str
+
+
+def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]:
+    """Yield the lines of a batch file, without empty ones.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise RequestError(f"the batch file {path} is no regular file, and it is read twice: give a file with a request on each line")
+    number, offset = 0, 0
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(max_line_bytes + 1):
+                number, num_bytes = number + 1, len(line)
+                rest = line
+                while not rest.endswith(b"\n") and (rest := file.readline(max_line_bytes)):
+                    num_bytes += len(rest)
+                if num_bytes > max_line_bytes:
+                    yield BadLine(number, f"it has {num_bytes} bytes, and may have {max_line_bytes}: --max-body-mb allows more")
+                elif line.strip():
+                    yield parsed_line(line, number, offset)
+                offset += num_bytes
+    except OSError as error:
+        raise RequestError(f"the batch file {path} cannot be read ({error.strerror}): give a file with a request on each line") from None
+
+
+def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
+    """Parse one line."""
+    try:
+        fields = json.loads(line)
+        wrong = _wrong_in(fields)
+        if wrong is not None:
+            return BadLine(number, wrong)
+        body = json.dumps(fields["body"], separators=(",", ":")).encode()
+    except (ValueError, RecursionError):
+        return BadLine(number, "it is no JSON: write one JSON object on a line")
+    return BatchLine(number, offset, len(line), fields["custom_id"], fields["url"], body)
+
+
+def _wrong_in(fields: Any) -> str | None:
+    """Return why the fields are not a request; None = they are one."""
+    if not isinstance(fields, dict):
+        return "it is no JSON object: write {custom_id, method, url, body}"
+    for name in _FIELDS:
+        if name not in fields:
+            return f"{name} is missing: write {{custom_id, method, url, body}}"
+    if unknown := sorted(set(fields) - set(_FIELDS)):
+        return f"{unknown[0]} is no field of a batch line: what belongs to the request stands in its body"
+    custom_id = fields["custom_id"]
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not _is_unicode(custom_id):
+        return f"custom_id is no text of 1 to {MAX_ID_CHARS} characters: name the line"
+    if fields["method"] != "POST":
+        return "method is not POST: write POST"
+    if fields["url"] not in ENDPOINTS:
+        return f"url is none of {' and '.join(ENDPOINTS)}: write one of them"
+    if not isinstance(fields["body"], dict):
+        return "body is no JSON object: write the fields of the request"
+    return "body asks for a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_SHOWN = 5  # duplicates that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The lines of a batch file that have to be answered.
+
+    Attributes:
+        pending: number, offset and bytes of each, flattened.
+        num_requests: of the file, including answered ones.
+    """
+
+    path: Path
+    pending: "array[int]"
+    num_requests: int
+    bad: list[BadLine]
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.pending) // 3
+
+    def lines(self) -> Iterator[BatchLine]:
+        """Read the lines to be answered again.
+
+        Raises:
+            RequestError: the file was changed in the meantime.
+        """
+        with self.path.open("rb") as file:
+            for place in range(0, len(self.pending), 3):
+                number, offset, num_bytes = self.pending[place : place + 3]
+                file.seek(offset)
+                line = parsed_line(file.read(num_bytes), number, offset)
+                if isinstance(line, BadLine):
+                    raise RequestError(f"line {number} of {self.path} was changed while it was being answered: run the command again")
+                yield line
+
+
+def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
+    """Return what is left to answer of a batch file.
+
+    Raises:
+        RequestError: it cannot be read, or two lines have the same custom_id.
+        ConfigError: `finished` is another batch's.
+    """
+    numbers: dict[str, int] = {}
+    twice: list[str] = []
+    pending, bad = array("q"), list[BadLine]()
+    unmatched = dict(finished.ids)
+    for line in read_lines(path, max_line_bytes):
+        if isinstance(line, BadLine):
+            bad.append(line)
+        elif line.custom_id in numbers:
+            twice.append(f"{line.custom_id!r} in lines {numbers[line.custom_id]} and {line.number}")
+        else:
+            numbers[line.custom_id] = line.number
+            answered = unmatched.pop(line.custom_id, None)
+            if answered is None:
+                pending.extend((line.number, line.offset, line.num_bytes))
+            elif answered != line.id:
+                text = f"line {line.number} of {path} asks something else than what was answered as {line.custom_id!r}"
+                raise ConfigError(f"{text}: undo the change, or give another output file")
+    if twice:
+        more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        raise RequestError(f"a custom_id names two requests of {path}: {', '.join(twice[:_SHOWN])}{more}; give each a name of its own")
+    if unmatched:
+        name = next(iter(unmatched))
+        raise ConfigError(f"the output holds an answer to {name!r}, which is no request of {path}: give another output file")
+    return Plan(path, pending, len(numbers), bad)

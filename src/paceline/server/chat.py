@@ -1,0 +1,209 @@
+"""From a neutral chat request to neutral events: the one way by which every dialect's chats are answered."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.engine.batch import RequestMaker
+from paceline.engine.chat_output import ChatOutputParser
+from paceline.engine.chat_prompt import check_template_options
+from paceline.engine.inputs import RequestOptions
+from paceline.errors import RequestError
+from paceline.outputs import RequestOutput
+from paceline.parsing.answer_grammar import answer_grammar
+from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
+from paceline.parsing.registry import NONE, OutputFormat, OutputStream
+from paceline.parsing.tool_call_grammar import arguments_schema
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.matcher import GrammarCompiler
+from paceline.server.chat_request import ChatRequest, check_tools
+from paceline.server.generation import Generation, GenerationRequest
+from paceline.tokenizer.tokenizer import Tokenizer
+
+
+class ChatService:
+    """Answers chats.
+
+    Args:
+        formats: how the model writes calls and thoughts.
+    """
+
+    def __init__(self, generation: Generation, formats: OutputFormat) -> None:
+        self._generation = generation
+        self.formats = formats
+
+    def check(self, request: ChatRequest) -> None:
+        """Check that this model can answer a request. `collect` and `stream` check it too.
+
+        Raises:
+            RequestError: it cannot.
+        """
+        check_tools(request)
+        check_template_options(self._tokenizer, request.template_options)
+        if request.offered_tools and self.formats.tool_call_parser == NONE:
+            raise RequestError(
+                "tools cannot be called: how this model writes calls is not known; name its format with --tool-call-parser",
+                parameter="tools",
+            )
+
+    def prompt_ids(self, request: ChatRequest) -> list[int]:
+        """The token ids of a request's prompt. Takes time: call it in a thread.
+
+        Raises:
+            RequestError: as `check`, or the chat template rejects the conversation.
+        """
+        self.check(request)
+        return request.prompt(self._generation.engine.opened.maker).token_ids
+
+    def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+        """The chat template's variables for whether to think, and how much.
+
+        Args:
+            thinks: None = as the model does by default.
+            effort: "none" included; None = as the model does by default.
+
+        Raises:
+            RequestError: the template has no variable for it, and the model does not do so by default. `parameter` is "thinking" or
+                "reasoning_effort".
+        """
+        takes = self._tokenizer.template_takes
+        if effort is not None and takes("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        chosen = thinks if effort is None else effort != "none"
+        is_default = effort is None and chosen == (self.formats.reasoning_parser != NONE)
+        if chosen is None or (is_default and not takes("enable_thinking")):
+            return {}
+        if takes("enable_thinking"):
+            return {"enable_thinking": chosen}
+        name = "thinking" if effort is None else "reasoning_effort"
+        raise RequestError(
+            f"{name} is not served: this model's chat template has no variable for it; write in a message how to think",
+            parameter=name,
+            code="unsupported_parameter",
+        )
+
+    async def collect(self, request: ChatRequest) -> list[Answer]:
+        """The whole answers, in order of their samples.
+
+        Raises:
+            HttpError, PacelineError: as `Generation.collect`, or as `check`.
+        """
+        turn = self._turn(request)
+        try:
+            return [turn.answer(output) for output in await self._generation.collect(turn.generation_request())]
+        except RequestError as error:
+            raise await self._explained(request, error) from error
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[Step, None]:
+        """What every step adds; the samples of a request are mixed. The rest as for `collect`."""
+        turn = self._turn(request)
+        async with aclosing(self._generation.stream(turn.generation_request())) as stream:
+            try:
+                async for _, chunk in stream:
+                    yield Step(chunk.sample_index, chunk, tuple(turn.events(chunk.sample_index, chunk.text, chunk.output)))
+            except RequestError as error:
+                raise await self._explained(request, error) from error
+
+    async def _explained(self, request: ChatRequest, error: RequestError) -> RequestError:
+        """The same error, about the schema of a tool where that is what does not compile."""
+        if not request.offered_tools or not str(error).startswith("grammar: "):  # as those of the compiler do
+            return error
+        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.opened.maker.compiler)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._generation.engine.opened.maker.tokenizer
+
+    def _turn(self, request: ChatRequest) -> "_Turn":
+        self.check(request)
+        return _Turn(request, self.formats, self._tokenizer)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One request while it is answered: the parser of its outputs, known once its prompt is made, and the parsers of its samples."""
+
+    request: ChatRequest
+    formats: OutputFormat
+    tokenizer: Tokenizer
+    parser: ChatOutputParser = field(init=False)
+    samples: dict[int, OutputStream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.parser = ChatOutputParser(self.formats, tuple(self.request.offered_tools))
+
+    def generation_request(self) -> GenerationRequest:
+        """What the engine generates."""
+        options = RequestOptions(**self.request.options)
+        if ids := self.parser.shown_token_ids(self.tokenizer):
+            options["shown_token_ids"] = ids
+        return GenerationRequest(
+            prompt_ids=self._prompt_ids,
+            params=self.request.params,
+            options=options,
+            takes_the_rest=self.request.takes_the_rest,
+            grammar=self._grammar,
+        )
+
+    def events(self, sample: int, text: str, output: RequestOutput | None) -> list[Event]:
+        """Events of a sample's next text, and its end if `output` is given."""
+        if sample not in self.samples:
+            self.samples[sample] = self.parser.stream(sample=sample, several=self.request.parallel_tool_calls)
+        stream = self.samples[sample]
+        events = stream.push(text)
+        if output is None:
+            return events
+        events += stream.finish()
+        called = stream.sink.num_complete > 0 and output.finish_reason == "stop"
+        return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
+
+    def answer(self, output: RequestOutput) -> Answer:
+        """The whole of a sample."""
+        return Answer.of(self.events(output.sample_index, output.text, output))
+
+    def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
+        prompt = self.request.prompt(maker)
+        self.parser = ChatOutputParser.of_prompt(self.tokenizer, self.formats, prompt, self.request.offered_tools)
+        return [maker.prompt_ids(prompt.token_ids)]
+
+    def _grammar(self) -> Grammar | None:
+        return answer_grammar(
+            self.parser.formats,
+            self.tokenizer,
+            self.request.offered_tools,
+            tool_use=self.request.tool_use,
+            tool_name=self.request.tool_name,
+            several=self.request.parallel_tool_calls,
+            grammar=self.request.params.grammar,
+            in_reasoning=self.parser.in_reasoning,
+        )
+
+
+def schema_error(request: ChatRequest, error: RequestError, compiler: GrammarCompiler) -> RequestError:
+    """The error of a request whose grammar does not compile: a schema that does not by itself, or all of them together.
+
+    Takes time, because schemas are compiled.
+    """
+    if error.code is not None:  # the schemas may be right: compiling them takes too much
+        return RequestError(str(error).replace("grammar", "tools", 1), parameter="tools", code=error.code)
+    form = request.params.grammar
+    if form is not None and (wrong := _compile_error(form, compiler)) is not None:
+        return wrong
+    for tool in request.offered_tools:
+        if (wrong := _compile_error(Grammar.json_schema(arguments_schema(tool)), compiler)) is not None:
+            reason = str(wrong).removeprefix("grammar: ")
+            return RequestError(
+                f"{tool.place} is no schema that arguments can be held to ({reason}): send another one", parameter=tool.place
+            )
+    text = "the schemas of the tools cannot be held to together: send fewer tools, simpler schemas, or tool_choice auto without strict"
+    return RequestError(f"tools: {text}", parameter="tools")
+
+
+def _compile_error(grammar: Grammar, compiler: GrammarCompiler) -> RequestError | None:
+    try:
+        compiler.matcher(grammar)
+    except RequestError as error:
+        return error
+    return None

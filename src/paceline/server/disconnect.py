@@ -1,0 +1,58 @@
+"""Cancellation of a request's work when its client disconnects."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from paceline.server.errors import ClientGoneError
+
+Result = TypeVar("Result")
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return what `work` returns; cancel it when the client disconnects.
+
+    Raises:
+        ClientGoneError: the client disconnected first.
+    """
+    return await _first(work, request.receive)
+
+
+class EventStream(StreamingResponse):
+    """A stream of events whose source is closed when the client disconnects.
+
+    Args:
+        events: yields whole events.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str) -> None:
+        super().__init__(events, media_type=media_type, headers={"X-Accel-Buffering": "no"})  # a proxy must not hold events back
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await _first(self.stream_response(send), receive)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client disconnects; its request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)

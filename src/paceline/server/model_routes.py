@@ -1,0 +1,155 @@
+"""Facts about the model, and tokenization: `/v1/models`, `/props`, `/tokenize` and `/detokenize`."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from paceline.sampling.params import SamplingParams
+from paceline.server.answering import answer_json, request_schema
+from paceline.server.chat_request import ChatRequest
+from paceline.server.errors import check_length, invalid
+from paceline.server.fields import FastList, Fields
+from paceline.server.openai_chat import Message, ToolFields, conversation, tools_of
+from paceline.server.service import Service
+
+
+class TokenizeFields(Fields):
+    """The body of `/tokenize`: a prompt, messages, or a content."""
+
+    at = ("tokenize", "")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: FastList[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    tools: FastList[ToolFields] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+    def parameter_names(self) -> Mapping[str, str]:
+        return {"template_options": "chat_template_kwargs"}
+
+
+class DetokenizeFields(Fields):
+    """The body of `/detokenize`."""
+
+    at = ("tokenize", "detokenize")
+
+    model: str | None = None
+    tokens: FastList[int]
+
+
+def model_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["openai"])
+    maker = service.engine.opened.maker
+    started_s = int(time.time())
+
+    def described(adapter: str | None) -> dict[str, Any]:
+        return {
+            "id": adapter or service.model,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "paceline",
+            "max_model_len": maker.max_context,
+            "drafters": sorted(service.drafters),
+            **({} if adapter is None else {"parent": service.model}),
+        }
+
+    @router.get("/models", include_in_schema=False)
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The model that is served, and its adapters, whose parent it is."""
+        return JSONResponse({"object": "list", "data": [described(adapter) for adapter in (None, *service.engine.adapters)]})
+
+    @router.get("/models/{name:path}", include_in_schema=False)
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One of them by its name."""
+        return JSONResponse(described(service.adapter_of(name)))
+
+    @router.get("/props")
+    async def props() -> Response:
+        """Facts about the model that llama.cpp's clients look for."""
+        return JSONResponse(_props(service))
+
+    @router.post("/tokenize", openapi_extra=request_schema(TokenizeFields))
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a prompt or a conversation."""
+        return await answer_json(request, service, TokenizeFields, lambda fields: _tokenized(fields, service), is_slow=True)
+
+    @router.post("/detokenize", openapi_extra=request_schema(DetokenizeFields))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        return await answer_json(request, service, DetokenizeFields, lambda fields: _detokenized(fields, service), is_slow=True)
+
+    return router
+
+
+def _props(service: Service) -> dict[str, Any]:
+    opened = service.engine.opened
+    tokenizer = opened.maker.tokenizer
+    return {
+        "default_generation_settings": {"n_ctx": opened.maker.max_context},
+        "total_slots": opened.engine.scheduler.limits.max_num_seqs,
+        "model_alias": service.model,
+        "model_path": service.model,
+        "chat_template": tokenizer.template_source() if tokenizer.has_chat_template else "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": service.fingerprint,
+    }
+
+
+def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
+    service.adapter_of(fields.model)
+    ids = _ids(fields, service)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.opened.maker.max_context, "tokens": ids}
+    if fields.return_token_strs:
+        found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
+    if fields.with_pieces:
+        found["tokens"] = [{"id": token_id, "piece": service.texts.text_of(token_id)} for token_id in ids]
+    return found
+
+
+def _ids(fields: TokenizeFields, service: Service) -> list[int]:
+    maker, settings = service.engine.opened.maker, service.settings
+    given = [name for name in ("prompt", "messages", "content") if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise invalid(given[0] if given else "prompt", "must be sent alone: send one of prompt, messages and content")
+    if fields.messages is None:
+        text = fields.content if fields.prompt is None else fields.prompt
+        assert text is not None
+        check_length(given[0], len(text), settings)
+        adds_special = bool(fields.add_special) if fields.prompt is None else fields.add_special_tokens is not False
+        return maker.tokenizer.encode(text, add_special_tokens=adds_special)
+    return service.chat.prompt_ids(
+        ChatRequest(
+            messages=conversation(fields.messages, settings),
+            tools=tools_of(fields.tools, settings),
+            template_options=fields.chat_template_kwargs or {},
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            continue_final_message=bool(fields.continue_final_message) and bool(fields.messages),
+            params=SamplingParams(),
+        )
+    )
+
+
+def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
+    service.adapter_of(fields.model)
+    maker = service.engine.opened.maker
+    check_length("tokens", len(fields.tokens), service.settings)
+    for token_id in fields.tokens:
+        if not 0 <= token_id < maker.vocab_size:
+            raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {maker.vocab_size - 1}")
+    text = maker.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+    return {"prompt": text, "content": text}

@@ -1,0 +1,489 @@
+"""Ollama's API: `/api/chat`, `/api/generate`, and what its clients request about models."""
+
+import hashlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from paceline.outputs import RequestOutput
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.tools import Tool
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.logprobs import TokenLogprobs
+from paceline.sampling.params import SamplingParams
+from paceline.server.answer_form import schema_grammar
+from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
+from paceline.server.chat_request import ChatRequest, Turns, checked_tools
+from paceline.server.errors import check_length, invalid, num_chars
+from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
+from paceline.server.framing import line
+from paceline.server.generation import GenerationRequest
+from paceline.server.parameters import request_options, sampling_params, token_limit
+from paceline.server.service import LATEST, Service
+from paceline.server.settings import ServerSettings
+
+API_VERSION = "0.12.11"  # the release whose dialect this is; clients compare it with the one that brought a feature
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
+_SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+
+
+class CalledFunction(Fields):
+    """A function that was called."""
+
+    at = ("ollama", "messages[].tool_calls[].function")
+
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class CallFields(Fields):
+    """A call in an answer."""
+
+    at = ("ollama", "messages[].tool_calls[]")
+
+    id: str | None = None
+    function: CalledFunction
+
+
+class Message(Fields):
+    """One turn."""
+
+    at = ("ollama", "messages[]")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: FastList[CallFields] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionFields(Fields):
+    """A function, described."""
+
+    at = ("ollama", "tools[].function")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolFields(Fields):
+    """A tool. All tools are functions."""
+
+    at = ("ollama", "tools[]")
+
+    type: Literal["function"] | None = None
+    function: FunctionFields
+
+
+class Options(Fields):
+    """How tokens are chosen. `num_ctx` must fit into the model's context."""
+
+    at = ("ollama", "options")
+
+    num_predict: int | None = None
+    num_ctx: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | FastList[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class RequestFields(Fields):
+    """Fields that chats and single prompts share."""
+
+    at = ("ollama", "")
+
+    model: str
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    speculation: SpeculationFields | None = None
+
+    def parameter_names(self) -> Mapping[str, str]:
+        prompt = "prompt" if isinstance(self, GenerateFields) else "messages"
+        return {
+            **{name: f"options.{name}" for name in (*_SAME_NAMES, "stop")},
+            "repetition_penalty": "options.repeat_penalty",
+            "max_tokens": "options.num_predict",
+            "grammar": "format",
+            "adapter": "model",
+            "logprobs": "top_logprobs",
+            "thinking": "think",
+            "reasoning_effort": "think",
+            "prompt": prompt,
+            "messages": prompt,
+            "messages[": prompt,
+        }
+
+
+class ChatFields(RequestFields):
+    """The body of `/api/chat`."""
+
+    messages: FastList[Message] | None = None
+    tools: FastList[ToolFields] | None = None
+
+
+class GenerateFields(RequestFields):
+    """The body of `/api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class ShowFields(Fields):
+    """The body of `/api/show`."""
+
+    at = ("ollama", "show")
+
+    model: str | None = None
+    name: str | None = None
+
+
+def ollama_routes(service: Service) -> APIRouter:
+    """The routes of Ollama's dialect."""
+    router = APIRouter(tags=["ollama"])
+    started = _now()
+
+    @router.post("/api/chat", openapi_extra=request_schema(ChatFields))
+    async def chat(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer_request(request, service, ChatFields, _chat)
+
+    @router.post("/api/generate", openapi_extra=request_schema(GenerateFields))
+    async def generate(request: Request) -> Response:
+        """Answer a prompt, or continue a raw one."""
+        return await answer_request(request, service, GenerateFields, _generate)
+
+    @router.get("/api/version")
+    async def version() -> Response:
+        """The version of Ollama whose dialect this is."""
+        return JSONResponse({"version": API_VERSION})
+
+    @router.get("/api/tags")
+    async def tags() -> Response:
+        """The model that is served, and its adapters."""
+        return JSONResponse({"models": [{**one, "modified_at": started} for one in _models(service)]})
+
+    @router.get("/api/ps")
+    async def running() -> Response:
+        """The same: all of them are loaded, and stay so."""
+        context = service.engine.opened.maker.max_context
+        more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": context}
+        return JSONResponse({"models": [{**one, **more} for one in _models(service)]})
+
+    @router.post("/api/show", openapi_extra=request_schema(ShowFields))
+    async def show(request: Request) -> Response:
+        """Facts about a model."""
+        return await answer_json(request, service, ShowFields, lambda fields: {**_shown(fields, service), "modified_at": started})
+
+    return router
+
+
+def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
+    adapter = _adapter_of(service, fields.model)
+    _check_logprobs(fields)
+    if not fields.messages:
+        return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
+    request = ChatRequest(
+        messages=conversation(fields, service.settings),
+        tools=_tools(fields, service),
+        template_options=_template_options(fields, service),
+        params=_params(fields, service),
+        options=request_options(_sampling(fields), adapter=adapter),
+        takes_the_rest=_limit(fields) is None,
+    )
+    return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=True)
+
+
+def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
+    adapter = _adapter_of(service, fields.model)
+    _check_logprobs(fields)
+    prompt, system = fields.prompt, fields.system
+    if not prompt:
+        return _loaded(adapter or service.model, {"response": ""})
+    if fields.raw and system:
+        raise invalid("system", "is no part of a raw prompt: write it into the prompt")
+    check_length("prompt", len(prompt) + len(system or ""), service.settings)
+    params, options = _params(fields, service), request_options(_sampling(fields), adapter=adapter)
+    takes_the_rest = _limit(fields) is None
+    if fields.raw:
+        job = GenerationRequest(
+            prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
+        )
+        return _OllamaAnswer(service, adapter or service.model, fields, job, is_chat=False)
+    request = ChatRequest(
+        messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
+        template_options=_template_options(fields, service),
+        params=params,
+        options=options,
+        takes_the_rest=takes_the_rest,
+    )
+    return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
+
+
+def _loaded(model: str, fields: dict[str, Any]) -> Response:
+    """The answer to a request without a prompt, which only loads the model."""
+    return JSONResponse({**_head(model), **fields, "done": True, "done_reason": "load"})
+
+
+def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str, Any]]:
+    """The messages as chat templates know them.
+
+    Raises:
+        HttpError: they are too long.
+    """
+    turns = Turns()
+    for message in fields.messages or []:
+        if message.role == "tool":
+            turns.add_result(message.tool_call_id, message.tool_name, [message.content or ""])
+            continue
+        if message.thinking:
+            turns.add_reasoning(message.thinking)
+        if message.content or not message.tool_calls:
+            turns.add_text(message.role, [message.content or ""])
+        for call in message.tool_calls or []:
+            turns.add_call(call.id, call.function.name, call.function.arguments or {})
+    messages = turns.messages()
+    check_length("messages", num_chars(messages), settings)
+    return messages
+
+
+def _tools(fields: ChatFields, service: Service) -> tuple[Tool, ...]:
+    def tool_of(one: ToolFields) -> Tool:
+        function = one.function
+        return Tool(name=function.name, description=function.description, parameters=function.parameters)
+
+    return checked_tools(fields.tools, tool_of, service.settings, within=".function")
+
+
+def _check_logprobs(fields: RequestFields) -> None:
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
+
+
+def _sampling(fields: RequestFields) -> SamplingFields:
+    options = fields.options or Options()
+    given = {name: value for name in _SAME_NAMES if (value := getattr(options, name)) is not None}
+    if given.get("seed") == -1:
+        del given["seed"]  # a fresh one
+    return SamplingFields(**{**_DEFAULTS, **given}, repetition_penalty=options.repeat_penalty, speculation=fields.speculation)
+
+
+def _params(fields: RequestFields, service: Service) -> SamplingParams:
+    options, longest = fields.options or Options(), service.engine.opened.maker.max_context
+    if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
+        text = f"is {options.num_ctx}: it must be in [1, {longest}], the model's context; serve with another --max-context"
+        raise invalid("options.num_ctx", text)
+    return sampling_params(
+        _sampling(fields),
+        service.settings,
+        max_tokens=_limit(fields),
+        stop=options.stop,
+        grammar=_grammar(fields, service),
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+    )
+
+
+def _limit(fields: RequestFields) -> int | None:
+    return token_limit("options.num_predict", None if fields.options is None else fields.options.num_predict, unlimited=(-1, -2))
+
+
+def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
+    if not fields.format:
+        return None
+    return Grammar.json_object() if fields.format == "json" else schema_grammar("format", fields.format, service.settings)
+
+
+def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:
+    if isinstance(fields.think, str):
+        return service.chat.thinking_options(effort=fields.think)
+    return service.chat.thinking_options(thinks=fields.think)
+
+
+@dataclass(frozen=True, slots=True)
+class _OllamaAnswer:
+    """One request, ready to be answered.
+
+    Attributes:
+        model: its name in the answer.
+        request: a conversation, or a raw prompt, whose output is all text.
+        is_chat: whether texts are in a message, or in `response`.
+    """
+
+    service: Service
+    model: str
+    fields: RequestFields
+    request: ChatRequest | GenerationRequest
+    is_chat: bool
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.fields.stream is not False
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        if isinstance(self.request, ChatRequest):
+            (answer,) = await self.service.chat.collect(self.request)
+        else:
+            (output,) = await self.service.generation.collect(self.request)
+            answer = Answer((Text(0, output.text),), output, output.finish_reason)
+        more = {"thinking": answer.reasoning} if answer.reasoning else {}
+        calls = [found for call in answer.tool_calls if (found := _call(call)) is not None]
+        whole = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))
+        return {**whole, **self._logprobs(answer.output.logprobs or []), **self._ending(answer.output, answer.finish_reason)}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as lines: texts piece by piece, calls once they are complete, then its end."""
+        calls = _CallCollector()
+        steps = self.service.chat.stream(self.request) if isinstance(self.request, ChatRequest) else self._raw_steps(self.request)
+        async with aclosing(steps) as stream:
+            async for step in stream:
+                for fields in self._lines(step, calls):
+                    yield line(fields)
+
+    async def _raw_steps(self, job: GenerationRequest) -> AsyncGenerator[Step, None]:
+        async with aclosing(self.service.generation.stream(job)) as stream:
+            async for _, chunk in stream:
+                events: list[Event] = [Text(0, chunk.text)] if chunk.text else []
+                if chunk.output is not None:
+                    events.append(Finished(0, chunk.output, chunk.output.finish_reason))
+                yield Step(0, chunk, tuple(events))
+
+    def _lines(self, step: Step, calls: "_CallCollector") -> Iterator[dict[str, Any]]:
+        """The objects of a step. The first one has the log-probabilities of its tokens."""
+        more = self._logprobs(step.chunk.logprobs)
+        for event in step.events:
+            if (call := calls.completed(event)) is not None:
+                yield {**self._object("", tool_calls=[call]), "done": False, **more}
+                more = {}
+            if isinstance(event, Text | Reasoning):
+                is_text = isinstance(event, Text)
+                yield {**(self._object(event.text) if is_text else self._object("", thinking=event.text)), "done": False, **more}
+                more = {}
+            elif isinstance(event, Finished):
+                yield {**self._object(""), **more, **self._ending(event.output, event.finish_reason)}
+                more = {}
+        if more:
+            yield {**self._object(""), "done": False, **more}
+
+    def _object(self, text: str, **more: Any) -> dict[str, Any]:
+        if self.is_chat:
+            return {**_head(self.model), "message": {"role": "assistant", "content": text, **more}}
+        return {**_head(self.model), "response": text, **more}
+
+    def _ending(self, output: RequestOutput, finish_reason: str) -> dict[str, Any]:
+        timing, usage = output.timing, output.usage
+        return {
+            "done": True,
+            "done_reason": "length" if finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(timing.total_s),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(timing.prompt_s),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(timing.decode_s),
+            "speculation": speculation_of([output], shows_origins=self._shows_origins),
+        }
+
+    @property
+    def _shows_origins(self) -> bool:
+        return self.fields.speculation is not None and self.fields.speculation.origins
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if not self.fields.logprobs or not logprobs:
+            return {}
+        return {"logprobs": self.service.texts.chat_content(logprobs)["content"]}
+
+
+class _CallCollector:
+    """Collects the pieces of calls until each is complete."""
+
+    def __init__(self) -> None:
+        self._open: ToolCall | None = None
+
+    def completed(self, event: Event) -> dict[str, Any] | None:
+        """The call that an event ends, if it ends one that is whole."""
+        if isinstance(event, ToolCallArguments):
+            assert self._open is not None
+            self._open = replace(self._open, arguments=self._open.arguments + event.json)
+            return None
+        ended, self._open = self._open, ToolCall(event.id, event.name) if isinstance(event, ToolCallStart) else None
+        return None if ended is None else _call(ended)
+
+
+def _head(model: str) -> dict[str, Any]:
+    """The fields that every object begins with."""
+    return {"model": model, "created_at": _now()}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _call(call: ToolCall) -> dict[str, Any] | None:
+    """A call; None where the answer broke off within it. `done_reason` is then length."""
+    found = call.parsed()
+    return None if found is None else {"id": call.id, "function": {"name": call.name, "arguments": found}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _adapter_of(service: Service, name: str | None) -> str | None:
+    """The adapter that a request names as its model; None = the model. Ollama's names may end with a tag."""
+    is_whole = name is None or name == service.model or name in service.engine.adapters
+    return service.adapter_of(name if name is None or is_whole else name.removesuffix(LATEST))
+
+
+def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
+    adapter = _adapter_of(service, fields.model or fields.name)
+    opened = service.engine.opened
+    family, tokenizer = opened.engine.runtime.config.family, opened.maker.tokenizer
+    variables = {"tools": "tools", "thinking": "enable_thinking"} if tokenizer.has_chat_template else {}
+    return {
+        "details": _details(service, adapter),
+        "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_context},
+        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_takes(variable))],
+        "parameters": "",
+        "template": "",
+    }
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    """Entries of a list of models. The digest is of the name and this server's version, and the size is 0: files are not read for it."""
+    found = []
+    for adapter in (None, *service.engine.adapters):
+        name = adapter or service.model
+        digest = hashlib.sha256(f"{name} {service.fingerprint}".encode()).hexdigest()
+        found.append({"name": name, "model": name, "size": 0, "digest": digest, "details": _details(service, adapter)})
+    return found
+
+
+def _details(service: Service, adapter: str | None) -> dict[str, Any]:
+    config = service.engine.opened.engine.runtime.config
+    return {
+        "parent_model": "" if adapter is None else service.model,
+        "format": "",
+        "family": config.family,
+        "families": [config.family],
+        "parameter_size": "",
+        "quantization_level": config.weight_type.value,
+    }

@@ -1,0 +1,505 @@
+"""OpenAI's chats: `/v1/chat/completions`, with the fields that vLLM and llama.cpp add."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.engine.inputs import RequestOptions
+from paceline.outputs import RequestOutput
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.tools import Tool, ToolUse
+from paceline.server.answer_form import FormFields
+from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
+from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
+from paceline.server.errors import check_length, invalid, num_chars, shown
+from paceline.server.fields import FastList, Fields
+from paceline.server.framing import data_event
+from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
+from paceline.server.service import Service
+from paceline.server.settings import ServerSettings
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ContentPart(Fields):
+    """A text within a message."""
+
+    at = ("chat", "messages[].content[]")
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Fields):
+    """A function that was called; its arguments are an object or the text of one."""
+
+    at = ("chat", "messages[].tool_calls[].function")
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallFields(Fields):
+    """A call in a message that was an answer."""
+
+    at = ("chat", "messages[].tool_calls[]")
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Message(Fields):
+    """One turn."""
+
+    at = ("chat", "messages[]")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | FastList[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: FastList[CallFields] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | dict[str, Any] | list[Any] | None = None  # only a text is read
+    prefix: bool | None = None
+    partial: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """Its content, without empty texts."""
+        given = [self.content] if isinstance(self.content, str) else [part.text or part.refusal for part in self.content or []]
+        return [text for text in given if text] or ([self.refusal] if self.refusal else [])
+
+
+class FunctionFields(Fields):
+    """A function, described."""
+
+    at = ("chat", "tools[].function")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolFields(Fields):
+    """A tool. All tools are functions."""
+
+    at = ("chat", "tools[]")
+
+    type: Literal["function"] = "function"
+    function: FunctionFields
+
+
+class Prediction(Fields):
+    """A text that the answer will resemble."""
+
+    at = ("chat", "prediction")
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
+class StreamOptions(Fields):
+    """How an answer is streamed."""
+
+    at = ("chat", "stream_options")
+
+    include_usage: bool | None = None
+
+
+class ReasoningFields(Fields):
+    """How much to think, as OpenRouter writes it."""
+
+    at = ("chat", "reasoning")
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class ThinkingFields(Fields):
+    """Whether to think, as GLM, Kimi and DeepSeek write it."""
+
+    at = ("chat", "thinking")
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+class TextFields(FormFields):
+    """Fields that chats and completions share."""
+
+    model: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    n_predict: int | None = None
+    stop: str | FastList[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    repeat_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _take_other_names(self) -> "TextFields":
+        self.repetition_penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_prompt_logprobs(self) -> None:
+        """Check that log-probabilities of the prompt are not to be streamed.
+
+        Raises:
+            HttpError: they are.
+        """
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", f"is {self.prompt_logprobs}, and a stream has none: send stream=false")
+
+
+class ChatFields(TextFields):
+    """The body of `/v1/chat/completions`."""
+
+    at = ("chat", "")
+
+    messages: FastList[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prediction: Prediction | None = None
+    tools: FastList[ToolFields] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning: ReasoningFields | None = None
+    thinking: ThinkingFields | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def parameter_names(self) -> Mapping[str, str]:
+        effort = "reasoning_effort" if self.reasoning is None else "reasoning.effort"
+        return {
+            "prompt": "messages",
+            "logprobs": "top_logprobs",
+            "template_options": "chat_template_kwargs",
+            "adapter": "model",
+            "max_tokens": "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
+            "include_stop": "include_stop_str_in_output",
+            "grammar": self.form_name(),
+            "reasoning_effort": effort,
+            "thinking": "thinking" if self.thinking is not None else "enable_thinking",
+        }
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """The route of chats, with and without /v1."""
+    router = APIRouter(tags=["openai"])
+
+    @router.post("/chat/completions", include_in_schema=False)
+    @router.post("/v1/chat/completions", openapi_extra=request_schema(ChatFields))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer_request(request, service, ChatFields, _chat)
+
+    return router
+
+
+def _chat(service: Service, fields: ChatFields) -> "_Chat":
+    adapter = service.adapter_of(fields.model)
+    fields.check_prompt_logprobs()
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
+    messages = conversation(fields.messages, service.settings)
+    prediction = None if fields.prediction is None else fields.prediction.text
+    check_prediction(prediction, is_read=service.reads_predictions)
+    limit = token_limit(fields.parameter_names()["max_tokens"], fields.max_completion_tokens, fields.max_tokens, fields.n_predict)
+    tools = tools_of(fields.tools, service.settings)
+    form = fields.form(service.settings)
+    request = ChatRequest(
+        messages=messages,
+        **_tool_choice(fields.tool_choice, tools),
+        **_ending(fields),
+        parallel_tool_calls=fields.parallel_tool_calls is not False,
+        template_options=_template_options(fields, service),
+        params=sampling_params(
+            fields,
+            service.settings,
+            max_tokens=limit,
+            n=fields.n,
+            stop=fields.stop,
+            include_stop=bool(fields.include_stop_str_in_output),
+            grammar=form and form[1],
+            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            prompt_logprobs=fields.prompt_logprobs,
+        ),
+        options=request_options(fields, prediction, adapter=adapter),
+        takes_the_rest=limit is None,
+    )
+    return _Chat(service, fields, request)
+
+
+def conversation(messages: Sequence[Message], settings: ServerSettings) -> list[dict[str, Any]]:
+    """The messages as chat templates know them.
+
+    Raises:
+        HttpError: they are too long, or one is not served.
+    """
+    turns, names = list[dict[str, Any]](), dict[str, str]()
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        _check_message(place, message)
+        turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+        turn["content"] = plain_content([{"type": "text", "text": text} for text in message.texts])
+        if message.tool_calls:
+            turn["tool_calls"] = [_call(call, f"call_{index}_{at}") for at, call in enumerate(message.tool_calls)]
+            names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and isinstance(reasoning, str):
+            turn["reasoning_content"] = reasoning
+        if message.role == "tool":
+            turn["tool_call_id"] = message.tool_call_id or next(reversed(names), "")
+        if name := message.name or names.get(turn.get("tool_call_id", "")):
+            turn["name"] = name
+        turns.append(turn)
+    check_length("messages", num_chars(turns), settings)
+    return turns
+
+
+def _check_message(place: str, message: Message) -> None:
+    if message.role == "function":
+        raise invalid(f"{place}.role", "is function, the old form of tools: send the role tool", "unsupported_parameter")
+    for name, role in {"tool_calls": "assistant", "tool_call_id": "tool", "reasoning_content": "assistant"}.items():
+        if getattr(message, name) and message.role != role:
+            raise invalid(f"{place}.{name}", f"belongs to the role {role}, and the message is of {message.role}: leave it out")
+    if message.content is None and message.role not in ("assistant", "tool"):
+        raise invalid(f"{place}.content", "is missing: send a text", "missing_required_parameter")
+
+
+def _call(call: CallFields, new_id: str) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or "{}"}
+    return {"id": call.id or new_id, "type": "function", "function": function}
+
+
+def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tuple[Tool, ...]:
+    """The tools of a request.
+
+    Raises:
+        HttpError: they are too many or too long, or a name or a schema is wrong.
+    """
+
+    def tool_of(tool: ToolFields) -> Tool:
+        one = tool.function
+        return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
+
+    return checked_tools(given, tool_of, settings, within=".function")
+
+
+def _tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> dict[str, Any]:
+    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is."""
+    if choice is None or choice in [use.value for use in ToolUse]:
+        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
+    name = None
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return allowed_choice(choice.get("allowed_tools"), tools, "function")
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("function"), Mapping):
+        name = choice["function"].get("name")
+    if not isinstance(name, str):
+        text = 'send none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
+        raise invalid("tool_choice", f"is {shown(choice)}: {text}")
+    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
+
+
+def allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
+    """Fields of a `ChatRequest` for a choice of some of the tools.
+
+    Args:
+        allowed: `mode` and `tools`.
+        within: where a tool has its name; empty = in the tool itself.
+
+    Raises:
+        HttpError: it is none.
+    """
+    given = allowed if isinstance(allowed, Mapping) else {}
+    listed = given.get("tools")
+    ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    names = [one["name"] for one in ones if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+    if given.get("mode") not in ("auto", "required") or not names or not isinstance(listed, list) or len(names) != len(listed):
+        raise invalid("tool_choice.allowed_tools", "is wrong: send the mode auto or required, and tools that are functions with names")
+    return {"tools": allowed_tools(tools, names, "tool_choice.allowed_tools"), "tool_use": ToolUse(given["mode"])}
+
+
+def _ending(fields: ChatFields) -> dict[str, Any]:
+    """Fields of a `ChatRequest`: whether the last message is continued, and whether the model's turn begins."""
+    last = fields.messages[-1] if fields.messages else None
+    continues = bool(fields.continue_final_message) or (last is not None and bool(last.prefix or last.partial))
+    if continues and fields.add_generation_prompt:
+        raise invalid("add_generation_prompt", "and continue_final_message exclude each other: send one of them")
+    if continues and (last is None or last.role != "assistant" or last.tool_calls):
+        raise invalid("continue_final_message", "needs a text of the assistant as the last message: send one, or leave it out")
+    return {"continue_final_message": continues, "add_generation_prompt": not continues and fields.add_generation_prompt is not False}
+
+
+def _template_options(fields: ChatFields, service: Service) -> dict[str, Any]:
+    """Variables of the chat template: `chat_template_kwargs`, and those for how much to think."""
+    effort: str | None = fields.reasoning_effort
+    thinks = fields.enable_thinking
+    if fields.reasoning is not None:
+        effort, thinks = effort or fields.reasoning.effort, fields.reasoning.enabled if thinks is None else thinks
+    if fields.thinking is not None and fields.thinking.type in ("enabled", "disabled"):
+        thinks = fields.thinking.type == "enabled"
+    found = service.chat.thinking_options(effort=effort, thinks=thinks)
+    meant = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    for name, value in (fields.chat_template_kwargs or {}).items():
+        if meant.get(name, value) != value:
+            text = f"is {shown(value)}, which contradicts reasoning_effort {shown(effort)}: send one of them"
+            raise invalid(f"chat_template_kwargs.{name}", text)
+    return {**found, **(fields.chat_template_kwargs or {})}
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """One chat, ready to be answered."""
+
+    service: Service
+    fields: ChatFields
+    request: ChatRequest
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.fields.stream)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        answers = await self.service.chat.collect(self.request)
+        outputs = [answer.output for answer in answers]
+        found = {
+            **answer_head(self.service, self.request.options, "chat.completion", "chatcmpl"),
+            "choices": [self._choice(answer) for answer in answers],
+            "usage": usage_of(outputs),
+            "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.service.texts),
+        }
+        if self.fields.prompt_logprobs is not None:
+            found["prompt_logprobs"] = self.service.texts.prompt_entries(outputs[0].prompt_logprobs or [])
+        return found
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events: for each sample its role, its pieces and its end; then the usage, if it is requested."""
+        top = answer_head(self.service, self.request.options, "chat.completion.chunk", "chatcmpl")
+        if self.fields.includes_usage:
+            top["usage"] = None
+        begun: set[int] = set()
+        outputs: list[RequestOutput] = []
+        async with aclosing(self.service.chat.stream(self.request)) as stream:
+            async for step in stream:
+                if step.sample not in begun:
+                    begun.add(step.sample)
+                    yield data_event({**top, "choices": [_delta(step.sample, {"role": "assistant", "content": ""})]})
+                for fields in self._pieces(step):
+                    yield data_event({**top, **fields})
+                if step.chunk.output is not None:
+                    outputs.append(step.chunk.output)
+        if self.fields.includes_usage:
+            outputs.sort(key=lambda output: output.sample_index)
+            end = {"usage": usage_of(outputs), "speculation": speculation_of(outputs, shows_origins=False)}
+            yield data_event({**top, "choices": [], **end})
+        yield DONE
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": answer.output.sample_index,
+            "message": _message(answer),
+            "logprobs": self.service.texts.chat_content(answer.output.logprobs or []) if self.fields.logprobs else None,
+            "finish_reason": answer.finish_reason,
+        }
+
+    def _pieces(self, step: Step) -> Iterator[dict[str, Any]]:
+        """The events of a step. The first one has the log-probabilities and origins of its tokens, if they are requested."""
+        pieces = [_piece(one) for one in step.events]
+        shows_origins = self.fields.shows_origins
+        if step.chunk.token_ids and (self.fields.logprobs or shows_origins):
+            if not pieces or pieces[0]["finish_reason"] is not None:
+                pieces.insert(0, _delta(step.sample, {"content": ""}))
+            if self.fields.logprobs:
+                pieces[0]["logprobs"] = self.service.texts.chat_content(step.chunk.logprobs)
+        for index, piece in enumerate(pieces):
+            yield {"choices": [piece], **(chunk_origins(step.chunk, self.service.texts) if index == 0 and shows_origins else {})}
+
+
+def answer_head(service: Service, options: RequestOptions, kind: str, prefix: str) -> dict[str, Any]:
+    """The fields that an answer, or every chunk of one, begins with."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name_of(options),
+        "system_fingerprint": service.fingerprint,
+    }
+
+
+def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) -> dict[str, Any]:
+    """Token counts of a request; a prompt counts once, however many samples it has."""
+    first = [output.usage for output in outputs if output.sample_index == 0]
+    num_prompt = sum(one.prompt_tokens for one in first)
+    num_output = sum(output.usage.completion_tokens for output in outputs) if counts_output else 0
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in first)},
+    }
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """The whole message. It has thoughts and calls only if the model wrote some."""
+    calls = [_called(call) for call in answer.tool_calls]
+    message = {"role": "assistant", "content": answer.text if answer.text or not calls else None, "refusal": None}
+    if answer.reasoning:
+        message |= _reasoning(answer.reasoning)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Thoughts by both names: vLLM's newer one, and the older one, which more clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _piece(event: Event) -> dict[str, Any]:
+    if isinstance(event, Finished):
+        return _delta(event.sample, {}, event.finish_reason)
+    if isinstance(event, Text):
+        return _delta(event.sample, {"content": event.text})
+    if isinstance(event, Reasoning):
+        return _delta(event.sample, _reasoning(event.text))
+    return _delta(event.sample, {"tool_calls": [_call_delta(event)]})
+
+
+def _call_delta(event: ToolCallStart | ToolCallArguments) -> dict[str, Any]:
+    if isinstance(event, ToolCallArguments):
+        return {"index": event.call, "function": {"arguments": event.json}}
+    return {"index": event.call, "id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+
+
+def _delta(sample: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": sample, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -1,0 +1,180 @@
+"""Attacks next to a running stream: no request blocks the event loop, and with it every other client, for longer than 50 ms."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.live_server import head_of, post_of
+from harness.server_process import Server
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MAX_STALL_S = 0.05
+NUM_TRIES = 3  # a stall is only counted if every try has it: other programs stop the machine too
+USER = {"role": "user", "content": "Hello"}
+MB = 1_000_000
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [USER], "max_tokens": 1, **fields}).encode()
+
+
+def text(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "Hello", "max_tokens": 1, **fields}).encode()
+
+
+def tool(index: int) -> dict[str, Any]:
+    properties = {f"field_{place}": {"type": "string", "description": "x" * 60} for place in range(100)}
+    return {"type": "function", "function": {"name": f"tool_{index}", "parameters": {"type": "object", "properties": properties}}}
+
+
+def schema(num_properties: int) -> dict[str, Any]:
+    properties = {f"field_{place}": {"type": "array", "items": {"enum": ["a", "b", place]}} for place in range(num_properties)}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": properties}}}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (7 * MB)}}
+BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "blanks in a message": (CHAT, lambda: chat(messages=[{**USER, "content": " " * 3_900_000}])),
+    "blanks in a prompt": (TEXT, lambda: text(prompt=" " * 3_900_000)),
+    "blanks between fields": (CHAT, lambda: chat().replace(b", ", b"," + b" " * (7 * MB), 1)),
+    "words in a prompt": (TEXT, lambda: text(prompt="word " * 700_000)),
+    "100,000 messages": (CHAT, lambda: chat(messages=[USER] * 100_000)),
+    "4,000 messages": (CHAT, lambda: chat(messages=[USER] * 4000)),
+    "100,000 wrong messages": (CHAT, lambda: chat(messages=[1] * 100_000)),
+    "100,000 parts of a message": (CHAT, lambda: chat(messages=[{**USER, "content": [{"type": "text", "text": "a"}] * 100_000}])),
+    "40,000 parts of a message": (CHAT, lambda: chat(messages=[{**USER, "content": [{"type": "text", "text": "a"}] * 40_000}])),
+    "a million wrong parts": (CHAT, lambda: chat(messages=[{**USER, "content": [1] * MB}])),
+    "nested lists": (CHAT, lambda: b"[" * MB),
+    "nested objects": (CHAT, lambda: b'{"a":' * 200_000),
+    "nested lists in a tool": (CHAT, lambda: chat(tools=[{**tool(0), "x": 0}]).replace(b'"x": 0', b'"x":' + b"[" * 900 + b"]" * 900)),
+    "empty lists": (CHAT, lambda: b'{"messages":[' + b"[]," * (2 * MB) + b"1]}"),
+    "long numbers": (CHAT, lambda: b'{"messages":[' + (b"9" * 4300 + b",") * 1700 + b"1]}"),
+    "too long a number": (CHAT, lambda: b'{"seed":' + b"9" * (7 * MB) + b"}"),
+    "256 tools": (CHAT, lambda: chat(tools=[tool(index) for index in range(256)])),
+    "a large schema": (CHAT, lambda: chat(response_format=schema(1000))),
+    "a huge schema": (CHAT, lambda: chat(response_format=schema(50_000))),
+    "long stop texts": (CHAT, lambda: chat(stop=["x" * 1000 + str(index) for index in range(16)])),
+    "many stop texts": (CHAT, lambda: chat(stop=[str(index) for index in range(500_000)])),
+    "many stop ids": (CHAT, lambda: chat(stop_token_ids=list(range(MB)))),
+    "many biases": (CHAT, lambda: chat(logit_bias={str(index): 1 for index in range(100_000)})),
+    "64 prompts": (TEXT, lambda: text(prompt=["word " * 10_000] * 64)),
+    "token ids": (TEXT, lambda: text(prompt=[5] * (2 * MB))),
+    "tokenize": ("/tokenize", lambda: json.dumps({"prompt": "word " * 700_000}).encode()),
+    "detokenize": ("/detokenize", lambda: json.dumps({"tokens": [5] * (2 * MB)}).encode()),
+    "count_tokens": ("/v1/messages/count_tokens", lambda: json.dumps({"model": "mini", "messages": [USER] * 50_000}).encode()),
+    "a large image": (CHAT, lambda: chat(messages=[{**USER, "content": [IMAGE]}])),
+    "unicode escapes": (CHAT, lambda: chat(messages=[{**USER, "content": "\U0001f600" * 600_000}])),
+    "repeated keys": (CHAT, lambda: b"{" + b'"messages":[],' * 500_000 + b'"n":1}'),
+    "1,000 unknown fields": (CHAT, lambda: chat(**{f"field_{index}": index for index in range(1000)})),
+    "100,000 unknown fields": (CHAT, lambda: chat(**{f"field_{index}": index for index in range(100_000)})),
+}
+
+
+class Stream:
+    """An endless stream and the moments of its events; begun again when it ends."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._is_over = url, threading.Event()
+        self.arrivals: list[float] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        fields = {"messages": [USER], "max_tokens": 1900, "ignore_eos": True, "temperature": 1.0, "stream": True}
+        with httpx.Client(base_url=self._url, timeout=120) as client:
+            while not self._is_over.is_set():
+                with client.stream("POST", CHAT, json=fields) as answer:
+                    for _ in answer.iter_raw():
+                        self.arrivals.append(time.monotonic())
+                        if self._is_over.is_set():
+                            break
+                self.arrivals.append(float("nan"))  # the gap to the next stream does not count
+
+    def gaps(self, since: int) -> list[float]:
+        times = self.arrivals[since:]
+        return [after - before for before, after in pairwise(times) if after == after and before == before]
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with closing(Server("--max-num-seqs", "4")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stream(server: Server) -> Iterator[Stream]:
+    with closing(Stream(server.url)) as stream:
+        while len(stream.arrivals) < 50:
+            time.sleep(0.01)
+        yield stream
+
+
+def check_stalls(stream: Stream, server: Server, attack: Callable[[], object]) -> None:
+    """Run an attack, and ask for /health meanwhile."""
+    stalls = []
+    for _ in range(NUM_TRIES):
+        begin = len(stream.arrivals)
+        time.sleep(0.5)
+        step_s = max(stream.gaps(begin))  # with what other programs add
+        attacking = threading.Thread(target=attack)
+        attacking.start()
+        attacking.join(60)
+        time.sleep(0.2)
+        assert not attacking.is_alive(), "the attack is not answered"
+        stalls.append(max(stream.gaps(begin)) - step_s)
+        if stalls[-1] <= MAX_STALL_S:
+            return
+    raise AssertionError(f"the stream stood still for {min(stalls):.3f} s in each of {NUM_TRIES} tries")
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
+    path, make = BODIES[name]
+    body = make()
+    assert len(body) < 8 * MB, "the size is not what it is refused for"
+    status = 0
+
+    def attack() -> None:
+        nonlocal status
+        headers = {"Content-Type": "application/json"}
+        status = httpx.post(server.url + path, content=body, headers=headers, timeout=60).status_code
+
+    check_stalls(stream, server, attack)
+    assert status in (200, 400)
+
+
+def raw(server: Server, parts: list[bytes], wait_s: float = 0.0) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection, suppress(OSError):
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(wait_s)
+
+
+CHUNKED = {"Content_Type": "application/json", "Transfer_Encoding": "chunked"}
+TRAFFIC: dict[str, Callable[[Server], None]] = {
+    "model list": lambda server: raw(server, [head_of("/v1/models") * 300]),
+    "tiny chunks": lambda server: raw(server, [head_of(CHAT, method="POST", **CHUNKED) + b"1\r\n1\r\n" * 100_000 + b"0\r\n\r\n"]),
+    "slow bodies": lambda server: [raw(server, [post_of(CHAT, chat())[:-20], b" "], 0.05) for _ in range(8)] and None,
+    "disconnects": lambda server: [raw(server, [post_of(CHAT, chat(stream=True, max_tokens=500))], 0.01) for _ in range(20)] and None,
+    "wrong hosts": lambda server: raw(server, [head_of("/v1/models", Host="evil.example") * 300]),
+    "no HTTP": lambda server: [raw(server, [b"\x16\x03\x01" + b"x" * 200_000]) for _ in range(10)] and None,
+    "idle connections": lambda server: [raw(server, []) for _ in range(300)] and None,
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_traffic_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
+    check_stalls(stream, server, lambda: TRAFFIC[name](server))
+    assert httpx.get(server.url + "/health").status_code == 200

@@ -1,0 +1,80 @@
+"""`LLM.chat` with tools: what the model is shown, and what its text consists of."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.tool_model import write_tool_model
+from paceline import LLM, AsyncEngine, ConfigError, Grammar, SamplingParams
+
+CHAT = [{"role": "user", "content": "I need a taxi."}]
+BOOK = {"name": "book", "parameters": {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}}
+WRITTEN = '<think>\nA ride.\n</think>\n\nI book it.<tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'
+FORM = SamplingParams(max_tokens=200, grammar=Grammar.choice([WRITTEN]))
+
+
+@pytest.fixture(scope="module")
+def directory(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tool_model(mini_dir, tmp_path_factory.mktemp("tools") / "mini")
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(str(directory), drafter="none", threads=1) as llm:
+        yield llm
+
+
+def test_a_chat_with_tools_returns_calls_content_and_reasoning(llm: LLM) -> None:
+    one = llm.chat(CHAT, FORM, tools=[BOOK])
+    assert one.text == WRITTEN
+    assert (one.content, one.reasoning) == ("I book it.", "A ride.")
+    assert [(call.name, call.arguments) for call in one.tool_calls] == [("book", {"kind": "taxi"})]
+
+
+def test_a_chat_without_tools_has_no_calls(llm: LLM) -> None:
+    one = llm.chat(CHAT, FORM)
+    assert one.reasoning == "A ride."
+    assert one.tool_calls == ()
+    assert one.content is not None
+    assert "<tool_call>" in one.content
+
+
+def test_parsers_that_are_switched_off_leave_the_text(llm: LLM) -> None:
+    one = llm.chat(CHAT, FORM, tools=[BOOK], tool_call_parser="none", reasoning_parser="none")
+    assert (one.content, one.reasoning, one.tool_calls) == (WRITTEN, None, ())
+
+
+def test_a_generated_text_is_not_parsed(llm: LLM) -> None:
+    (one,) = llm.generate("Hm.", FORM)
+    assert (one.content, one.reasoning, one.tool_calls) == (None, None, ())
+
+
+def test_an_unknown_parser_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="tool_call_parser is 'hermez'"):
+        llm.chat(CHAT, FORM, tools=[BOOK], tool_call_parser="hermez")
+
+
+def test_calls_and_results_of_earlier_turns_are_shown(llm: LLM) -> None:
+    (call,) = llm.chat(CHAT, FORM, tools=[BOOK]).tool_calls
+    called = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    turns = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": call.id, "content": "ok"},
+    ]
+    shown = llm.tokenizer.decode(llm.chat(turns, FORM, tools=[BOOK]).prompt_token_ids)
+    assert '"arguments": {"kind": "taxi"}' in shown
+    assert "book: ok" in shown
+
+
+def test_an_async_engine_returns_the_same(directory: Path) -> None:
+    async def chat() -> tuple[str, ...]:
+        engine = AsyncEngine.open(str(directory), drafter="none", threads=1)
+        try:
+            return tuple(call.name for one in await engine.chat(CHAT, FORM, tools=[BOOK]) for call in one.tool_calls)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(chat()) == ("book",)

@@ -1,0 +1,159 @@
+"""Fields of a request: which are served, ignored or refused, and what an error says of a wrong one."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.server import adapter_routes, anthropic, model_routes, ollama, openai_chat, openai_completions, responses
+from paceline.server.errors import HttpError
+from paceline.server.field_table import NOTHING, TABLE, Refusal
+from paceline.server.fields import IGNORED_HEADER, Fields, closest_name, ignored_header, log_ignored, read_body
+from paceline.server.framing import data_event, line, named_event
+from paceline.server.openai_chat import ChatFields
+from paceline.server.settings import ServerSettings
+
+MESSAGES = [{"role": "user", "content": "a"}]
+STRICT = ServerSettings(unknown_fields="refuse")
+
+
+def read(body: dict[str, Any], settings: ServerSettings | None = None) -> tuple[ChatFields, list[str]]:
+    fields, ignored = read_body(ChatFields, json.dumps({"messages": MESSAGES, **body}).encode(), settings or ServerSettings())
+    return fields, list(ignored)
+
+
+def refusal(body: dict[str, Any], settings: ServerSettings | None = None) -> HttpError:
+    with pytest.raises(HttpError) as caught:
+        read(body, settings)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("tempereture", "temperature"),
+        ("temperatrue", "temperature"),
+        ("temperatures", "temperature"),
+        ("max_token", "max_tokens"),
+        ("top-p", "top_p"),
+        ("maxTokens", "max_tokens"),
+        ("Model", "model"),
+        ("mesages", "messages"),
+    ],
+)
+@pytest.mark.parametrize("settings", [ServerSettings(), STRICT])
+def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settings: ServerSettings) -> None:
+    error = refusal({name: 1}, settings)
+    assert (error.parameter, error.code) == (name, "unknown_parameter")
+    assert error.message == f"{name} is no parameter of this request: did you mean {meant}?"
+
+
+@pytest.mark.parametrize("name", ["temp", "temperaturess", "tokens", "k", "nn", "tag", "x" * 10_000, "", "\u00e4\u00f6"])
+def test_name_unlike_known_ones_is_ignored(name: str) -> None:
+    assert len(read({name: 1})[1]) == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [("stop", "stopp"), ("stop", "stp"), ("abcd", "abdc"), ("abcd", "xbcd"), ("abcd", "abcx")])
+def test_closest_name_is_symmetric(first: str, second: str) -> None:
+    short = min(len(first), len(second)) < 4
+    assert (closest_name(first, [second]), closest_name(second, [first])) == ((None, None) if short else (second, first))
+
+
+def test_no_listed_name_is_taken_for_a_misspelling() -> None:
+    for dialect, rows in TABLE.items():
+        for place, rules in rows.items():
+            assert not rules.ignored & set(rules.refused), (dialect, place)
+
+
+def test_unknown_fields_are_named_by_their_place_in_order() -> None:
+    message = {**MESSAGES[0], "mood": 1}
+    tool = {"type": "function", "function": {"name": "f", "colour": 1}}
+    _, ignored = read({"zeta": 1, "messages": [message, message], "tools": [tool], "alpha": 1})
+    assert ignored == ["zeta", "alpha", "messages[].mood", "tools[].function.colour"]
+
+
+def test_unknown_field_is_refused_by_name_where_the_setting_says_so() -> None:
+    error = refusal({"messages": [*MESSAGES, {**MESSAGES[0], "mood": 1}]}, STRICT)
+    assert (error.parameter, error.code) == ("messages[1].mood", "unknown_parameter")
+    assert "--unknown-fields ignore" in error.message
+    read({"metadata": {}, "cache_prompt": True, "messages": [{**MESSAGES[0], "cache_control": {}}]}, STRICT)
+
+
+def test_refused_field_passes_with_harmless_values() -> None:
+    for value in (None, False, "", [], {}, 0, ["text"]):
+        read({"modalities": value})
+    assert refusal({"modalities": ["audio"]}).message == "modalities is not served: this server reads and writes text only"
+    read({"skip_special_tokens": True, "repeat_last_n": 64, "typical_p": 1.0})
+    assert refusal({"skip_special_tokens": False}).parameter == "skip_special_tokens"
+    assert refusal({"repeat_last_n": 64, "repeat_penalty": 1.1}).parameter == "repeat_last_n"
+
+
+def test_many_unknown_fields_are_named_in_a_short_header() -> None:
+    _, ignored = read({f"x{index}" * 30: 1 for index in range(5000)})
+    value = ignored_header(ignored)[IGNORED_HEADER]
+    assert len(value) < 1500
+    assert value.endswith(", ...")
+    assert ignored_header([]) == {}
+
+
+@pytest.mark.parametrize("name", ["a\r\nSet-Cookie: b", "\ud800", "\u202e", "a,b", "\x00", " "])
+def test_names_are_printable_in_header_and_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline.server")
+    _, ignored = read({name * 3: 1})
+    (value,) = ignored_header(ignored).values()
+    assert value.isascii()
+    assert value.isprintable()
+    assert "," not in value
+    log_ignored(ignored, set())
+    assert json.loads(caplog.messages[0]) == {"event": "field_ignored", "field": value}
+
+
+def test_ignored_names_are_logged_once_and_in_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline.server")
+    logged = set[str]()
+    for _ in range(3):
+        log_ignored(["a", "b"], logged)
+    assert len(caplog.messages) == 2
+    log_ignored((f"x{index}" for index in range(10_000)), logged)
+    assert len(logged) == len(caplog.messages) == 1000
+
+
+@pytest.mark.parametrize("encode", [data_event, named_event, line])
+def test_streamed_line_has_no_line_break_within(encode: Any) -> None:
+    fields = {"type": "a", "text": "a\u2028b\u2029c\u0085d\x0b\x0c\x1c\x1d\x1ee\nf"}
+    sent = encode(fields).decode()
+    lines = sent.rstrip("\n").splitlines()
+    assert len(lines) == (2 if encode is named_event else 1)
+    assert json.loads(lines[-1].removeprefix("data: ")) == fields
+
+
+def models() -> Iterator[type[Fields]]:
+    for module in (openai_chat, openai_completions, model_routes, responses, anthropic, ollama, adapter_routes):
+        for one in vars(module).values():
+            if isinstance(one, type) and issubclass(one, Fields) and one.__module__ == module.__name__ and one.at[0]:
+                yield one
+
+
+@pytest.mark.parametrize("kind", list(models()), ids=lambda kind: f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}")
+def test_served_field_is_not_refused_too(kind: type[Fields]) -> None:
+    assert not kind.served & set(kind.rules().refused)
+
+
+def test_every_row_of_the_table_belongs_to_a_model() -> None:
+    rows = {(dialect, place) for dialect, places in TABLE.items() for place in places}
+    shared = {("chat", name) for name in ("response_format", "structured_outputs", "speculation")}
+    assert rows - {kind.at for kind in models()} == shared
+
+
+def test_every_refusal_says_why_and_lets_nothing_pass() -> None:
+    for rows in TABLE.values():
+        for rules in rows.values():
+            for name, rule in rules.refused.items():
+                assert isinstance(rule, Refusal)
+                assert rule.reason, name
+                assert not rule.applies(None, {}), name
+                assert NOTHING[0] is None

@@ -1,0 +1,58 @@
+"""Large JSON bodies: the same values as `json.loads`, in pieces, and counted."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from paceline.server import json_body
+from paceline.server.errors import HttpError
+from paceline.server.json_body import MAX_CONTAINERS, MAX_MEMBERS, parse_json
+
+CHARACTERS = ["a", '"', "\\", "\n", "é", "😀", "\ud83d", "\udc00", "\u2028", " "]
+
+
+def result(parse: Any, body: bytes) -> Any:
+    try:
+        return parse(body)
+    except ValueError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("piece_chars", [1, 7, 64])
+@pytest.mark.parametrize("ensure_ascii", [True, False])
+def test_strings_in_pieces_are_those_of_json(piece_chars: int, ensure_ascii: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and cut anywhere, also within escapes and surrogate pairs."""
+    monkeypatch.setattr(json_body, "_PIECE_CHARS", piece_chars)
+    generator = random.Random(seed)
+    for _ in range(300):
+        text = "".join(generator.choices(CHARACTERS, k=generator.randrange(80)))
+        body = json.dumps({text: [text, 1.5, None, {"a": True}]}, ensure_ascii=ensure_ascii).encode("utf-8", "replace")
+        assert parse_json(body) == json.loads(body)
+        cut = body[: generator.randrange(len(body))]
+        assert result(parse_json, cut) == result(json.loads, cut)
+
+
+def test_a_raw_line_end_in_a_string_is_refused() -> None:
+    with pytest.raises(json.JSONDecodeError):
+        parse_json(b'{"a": "' + b"x" * 200_000 + b'\n"}')
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"[]," * MAX_CONTAINERS + b"1]",
+        b"[" + b"{}," * MAX_CONTAINERS + b"1]",
+        b"{" + b",".join(b'"%d":1' % index for index in range(MAX_MEMBERS + 1)) + b"}",
+    ],
+    ids=["lists", "objects", "members"],
+)
+def test_too_many_parts_are_refused(body: bytes) -> None:
+    with pytest.raises(HttpError, match="send "):
+        parse_json(body)
+
+
+def test_deep_nesting_is_an_error_and_no_crash() -> None:
+    with pytest.raises(RecursionError):
+        parse_json(b"[" * 1_000_000)
