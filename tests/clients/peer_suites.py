@@ -6,7 +6,7 @@ C-like expressions reads both. A test whose expressions need more than literals 
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -502,11 +502,3 @@ def _tools(row: Mapping[str, Any], calls: list[tuple[str, Any]]) -> dict[str, An
 def _ollama_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     properties = (tool["Function"].get("Parameters") or {}).get("Properties") or {}
     return {"type": "object", "properties": {name: {"type": one.get("Type") or []} for name, one in properties.items()}}
-
-
-def all_suites(llama_cpp: Path | None, ollama: Path | None) -> Iterator[tuple[str, Suite]]:
-    """The suites whose sources are there."""
-    if llama_cpp is not None:
-        yield "llama.cpp", llama_cpp_suite(llama_cpp)
-    if ollama is not None:
-        yield "ollama", ollama_suite(ollama)

@@ -1,0 +1,73 @@
+"""Two-turn agent loops of the official clients, over the mini with each chat template of llama.cpp's sources (make test-clients)."""
+
+import asyncio
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from clients.test_peer_parsers import TEMPLATES
+from harness.live_server import live_server
+from harness.tool_model import write_tool_model
+from paceline import AsyncEngine
+
+SCRIPT = Path(__file__).with_name("agent_loop_calls.py")
+KEY = "a-key-of-enough-characters"
+
+
+class LoopClients:
+    """The process with the official clients."""
+
+    def __init__(self, python: Path) -> None:
+        command = [str(python), str(SCRIPT), KEY]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def failures(self, url: str) -> dict[str, str]:
+        """Return the loops that failed against a server, with their errors."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(url + "\n")
+        self._process.stdin.flush()
+        found: dict[str, str] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def loop_clients(clients: Path) -> Iterator[LoopClients]:
+    python = clients / "servers" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no environment {python.parent.parent}")
+    with closing(LoopClients(python)) as started:
+        yield started
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """A server of a model; yields its address."""
+    engine = AsyncEngine.open(str(model), drafter="none", max_num_seqs=4, threads=1)
+    try:
+        with live_server(engine, served_name="mini") as server:
+            yield server.url
+    finally:
+        asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_agent_loop_fails_with_a_public_template(
+    name: str, clients: Path, loop_clients: LoopClients, mini_dir: Path, tmp_path: Path, tally: "Counter[str]"
+) -> None:
+    template = clients / "parsers/llama.cpp/models/templates" / f"{name}.jinja"
+    if not template.exists():
+        pytest.skip("the environment of other projects' parsers is not there: make test-clients builds it")
+    with served(write_tool_model(mini_dir, tmp_path / "model", template.read_text(encoding="utf-8"))) as url:
+        failures = loop_clients.failures(url)
+    assert failures == {}
+    tally["chat templates with which all agent loops run"] += 1
