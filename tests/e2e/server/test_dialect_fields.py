@@ -48,7 +48,6 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"messages": turns("a", [{"type": "tool_use", "id": "a", "name": "f", "input": {}}])}, "messages"),
     (MESSAGES, {"messages": turns("a " * 5000)}, "messages"),
     (MESSAGES, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
-    (MESSAGES, {"tools": [TOOL]}, "tools"),
     (MESSAGES, {"tools": [{**TOOL, "name": "no name"}]}, "tools[0].name"),
     (MESSAGES, {"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
@@ -82,7 +81,6 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     (RESPONSES, {"input": "a " * 5000}, "input"),
-    (RESPONSES, {"tools": [FUNCTION]}, "tools"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -105,7 +103,6 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images"),
     (OLLAMA, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     (OLLAMA, {"messages": turns("a " * 5000)}, "messages"),
-    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     (OLLAMA, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
 ]
 
@@ -121,6 +118,9 @@ def test_what_is_wrong_or_not_served_is_named(client: HttpClient, dialect: Spoke
 
 TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
     (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
+    (MESSAGES, {"tools": [TOOL]}),
+    (RESPONSES, {"tools": [FUNCTION]}),
+    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "tools": [], "mcp_servers": []}),
     (MESSAGES, {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
     (MESSAGES, {"stop_sequences": ["", ""], "thinking": {"type": "disabled", "display": "omitted"}, "betas": ["a"]}),
