@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any, take_fence
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -14,6 +16,8 @@ OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
 TYPE = "function"
+# marks of the results of tools, which the model at times writes itself; what is between them is text
+_OUTPUTS = tuple(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "output▁begin", "output▁end", "outputs▁end"))
 _OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
 
 
@@ -61,7 +65,7 @@ def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from read_calls(stream, sink)
 
 
-MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call})
+MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call, **dict.fromkeys(_OUTPUTS, drop_mark)})
 
 
 def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -73,3 +77,7 @@ def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several
 def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
     return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT_V3 = ToolCallFormat(MARKERS, (OPEN, "```json"), TOKENS, calls_grammar_v3, OPEN)
+FORMAT_V31 = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar_v31, OPEN)

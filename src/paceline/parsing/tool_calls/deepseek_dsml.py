@@ -11,6 +11,7 @@ from paceline.parsing.argument_types import is_text, parameter_schema
 from paceline.parsing.argument_value import value_grammar
 from paceline.parsing.closed_value import read_closed_value
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
@@ -101,4 +102,5 @@ def _parameters(grammar: ToolCallGrammar, tool: Tool) -> str:
     return " ".join(parts)
 
 
-calls_grammar_v32, calls_grammar_v4 = (partial(calls_grammar, block=block) for block in BLOCKS)
+FORMAT_V32 = ToolCallFormat(MARKERS, (DSML,), (DSML,), partial(calls_grammar, block=BLOCKS[0]))
+FORMAT_V4 = ToolCallFormat(MARKERS, (DSML, "tool_calls>"), (DSML,), partial(calls_grammar, block=BLOCKS[1]))

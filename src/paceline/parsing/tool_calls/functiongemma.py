@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.parsing.argument_types import coerce_argument, parameter_schema, resolve_ref
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_writer import HeldCall, JsonWriter
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json, json_word, read_short_string
 from paceline.parsing.output_parser import Markers
@@ -186,3 +187,6 @@ def _object_rule(grammar: ToolCallGrammar, schema: Mapping[str, Any], root: Mapp
         first = grammar.rule(f"{value} {following}" + ("" if is_required else f" | {first}"))
         following = grammar.rule(f'"," {value} {following}' if is_required else f'("," {value})? {following}')
     return f'"{{" {first} "}}"'
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
@@ -41,3 +42,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     newline = "\n"
     return f"{grammar.text(TOOL_CODE + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + FENCE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (TOOL_CODE,), (), calls_grammar)

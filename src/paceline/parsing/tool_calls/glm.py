@@ -7,6 +7,7 @@ from paceline.parsing.argument_types import parameter_schema, resolve_ref
 from paceline.parsing.argument_value import value_grammar
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_values import TaggedValues, ValueTags
@@ -52,11 +53,13 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 def _read_key(stream: TextStream) -> Parse[str]:
     """Pass a key up to its value; the key's closing tag and the value's opening tag may be missing."""
-    key = (yield from stream.matching(_KEY)).strip()
+    key = yield from stream.matching(_KEY)
+    while (yield from stream.one_of((KEY_END, VALUE, VALUE_END, KEY, CLOSE))) is None and (yield from stream.take("<")):
+        key += "<" + (yield from stream.matching(_KEY))
     yield from stream.take(KEY_END)
     yield from stream.skip()
     yield from stream.take(VALUE)
-    return key
+    return key.strip()
 
 
 MARKERS = Markers(anywhere={OPEN: read_call})
@@ -78,3 +81,6 @@ def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
         one = grammar.rule(f"{key} {value} {_LINE_END}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import json_call_head, read_json_calls
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import Parse, TextStream
@@ -32,3 +33,7 @@ MARKERS = Markers(anywhere={OPEN: read_call})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{OPEN}\n{json_call_head(tool.name)}", tool, "}\n" + CLOSE) for tool in tools]
     return grammar.listed(calls, "\n", several=several)
+
+
+_OTHER_SIGNS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # of formats that write other things after <tool_call>
+FORMAT = ToolCallFormat(MARKERS, (OPEN, *_OTHER_SIGNS), (OPEN, CLOSE), calls_grammar, OPEN)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -25,3 +26,6 @@ MARKERS = Markers(anywhere={f"{TAGS.function} ": TAGS.read, f"{TAGS.function}{_A
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     return grammar.listed([attribute_xml_grammar(grammar, TAGS, tool) for tool in tools], "\n", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, SIGNS, (), calls_grammar)

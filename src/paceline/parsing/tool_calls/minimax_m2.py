@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.end_mark import skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
@@ -32,3 +33,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     end = grammar.text(f"{TAGS.function_end}\n")
     calls = [f"{head} {parameters_grammar(grammar, tool, TAGS)} {end}" for head, tool in zip(heads, tools, strict=True)]
     return f"{grammar.text(f'{OPEN}{chr(10)}')} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, TAGS.function), (OPEN, CLOSE), calls_grammar, OPEN)

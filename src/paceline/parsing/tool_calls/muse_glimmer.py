@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.reasoning import drop_mark
+from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -16,8 +18,8 @@ OPEN, CLOSE = "<atem:function_calls>", "</atem:function_calls>"
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
 TOKENS = (START, MESSAGE, *ENDS)
 TAGS = AttributeXml("<atem:invoke", "<atem:parameter", "</atem:invoke>", "</atem:parameter>")
-_SELF = "self"
-THINK_OPEN = f" to={_SELF}{MESSAGE}"
+_TO, _SELF, _USER = "to=", "self", "user"
+THINK_OPEN = f" {_TO}{_SELF}{MESSAGE}"
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -41,18 +43,16 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Read the header of a message, and the message if it is reasoning."""
-    recipient = yield from stream.until(MESSAGE)
-    if recipient.strip().endswith(_SELF):
+    """Read the header of a message, and the message if it is reasoning or for the user."""
+    recipient = (yield from stream.until(MESSAGE)).rpartition(_TO)[2].strip()
+    if recipient == _SELF:
         yield from read_reasoning(stream, sink)
+    elif recipient == _USER:  # calls that it quotes are text
+        stream.mark_emitted()
+        yield from stream.emit_until((*ENDS, START), sink.text, held=WHITESPACE)
 
 
-def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Ignore a mark between messages."""
-    yield from ()
-
-
-_HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), _skip)}
+_HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), drop_mark)}
 # the first header begins in the prompt
 MARKERS = Markers(anywhere={OPEN: read_calls, **_HEADERS}, first={"to=": read_header})
 THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
@@ -65,3 +65,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
         head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
         calls.append(f"{head} {attribute_xml_grammar(grammar, TAGS, tool, chr(10))} {grammar.text(chr(10) + CLOSE)}")
     return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (_TO + _SELF, MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning)

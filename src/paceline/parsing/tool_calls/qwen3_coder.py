@@ -8,6 +8,7 @@ from paceline.parsing.argument_types import parameter_schema, resolve_ref
 from paceline.parsing.argument_value import value_grammar
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.output_parser import Markers
@@ -140,3 +141,6 @@ def parameters_grammar(grammar: ToolCallGrammar, tool: Tool, tags: Tags) -> str:
         one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, f'{tags.border}{tags.parameter_end}{chr(10)}')}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)
+
+
+FORMAT = ToolCallFormat(MARKERS, (FUNCTION, PARAMETER, "!<seed:"), (OPEN, CLOSE), calls_grammar, OPEN)

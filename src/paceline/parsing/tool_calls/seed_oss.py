@@ -6,6 +6,7 @@ Reasoning is between <seed:think> and </seed:think>. Remarks on the thinking bud
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import reasoning_until
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -50,3 +51,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     heads = [grammar.text(f"{OPEN}\n{FUNCTION}{tool.name}>\n") for tool in tools]
     calls = [f"{head} {parameters_grammar(grammar, tool, TAGS)} {closing}" for head, tool in zip(heads, tools, strict=True)]
     return grammar.listed(calls, "\n", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (*THINK, *BUDGET), *THINK, read_reasoning)
