@@ -118,9 +118,6 @@ def test_what_is_wrong_or_not_served_is_named(client: HttpClient, dialect: Spoke
 
 TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
     (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
-    (MESSAGES, {"tools": [TOOL]}),
-    (RESPONSES, {"tools": [FUNCTION]}),
-    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "tools": [], "mcp_servers": []}),
     (MESSAGES, {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
     (MESSAGES, {"stop_sequences": ["", ""], "thinking": {"type": "disabled", "display": "omitted"}, "betas": ["a"]}),
@@ -139,6 +136,22 @@ TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
 @pytest.mark.parametrize(("dialect", "more"), TAKEN, ids=[f"{case[0].path} {at}" for at, case in enumerate(TAKEN)])
 def test_what_says_nothing_about_the_text_is_taken(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
     assert dialect.said(dialect.whole(client, asked(dialect, **more))) == dialect.said(dialect.whole(client, asked(dialect)))
+
+
+DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
+    (MESSAGES, {"tools": [TOOL]}),
+    (RESPONSES, {"tools": [FUNCTION]}),
+    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
+def test_tools_without_place_in_the_template_lengthen_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+    """The embedded model's template knows no tools: they are described in the system message."""
+    whole = dialect.whole(client, asked(dialect, **more))
+    assert dialect.said(whole)
+    assert dialect.ending(whole)[1] > dialect.ending(dialect.whole(client, asked(dialect)))[1] + 50
+    assert dialect.streamed(dialect.stream(client, asked(dialect, **more))) == dialect.said(whole)
 
 
 FORMS: list[tuple[Spoken, dict[str, Any]]] = [

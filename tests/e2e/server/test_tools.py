@@ -274,11 +274,23 @@ def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], mo
         assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
 
-def test_a_model_whose_template_knows_no_tools_calls_them_in_a_generic_form(client: HttpClient) -> None:
-    answer = client.json(PATH, {**ASKED, "tool_choice": "required", "parallel_tool_calls": False})
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"])["kind"] in ("taxi", "bus") or call["function"]["name"] == "cancel"
+def test_a_required_tool_without_place_in_the_template_is_called(client: HttpClient) -> None:
+    """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
+    only = {"type": "function", "function": {"name": "book"}}
+    said, reason = whole(client, {**ASKED, "tool_choice": only})
+    ((kind, name, arguments),) = said
+    assert (kind, name, reason) == ("call", "book", "tool_calls")
+    booked = json.loads(arguments)
+    assert booked["kind"] in ("taxi", "bus")
+    assert booked["seats"] in range(1, 5)
+    assert streamed(client, {**ASKED, "tool_choice": only}) == (said, reason)
+
+
+def test_a_conversation_with_calls_is_answered_without_tools(client: HttpClient) -> None:
     client.json(PATH, {"messages": CALLED, "max_tokens": 1})
+
+
+def test_an_effort_without_place_in_the_template_is_refused(client: HttpClient) -> None:
     assert client.refusal(PATH, {"messages": [USER], "reasoning_effort": "low"})["param"] == "reasoning_effort"
 
 
