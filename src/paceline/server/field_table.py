@@ -1,7 +1,7 @@
 """Fields of all dialects that are not served: which are ignored and which are refused, by dialect and kind of object.
 
 Served fields are those of the pydantic models, each of which names its row here. A field in neither place is unknown:
-`ServerSettings.unknown_fields` decides whether it is ignored or refused. docs/server.md is generated from both.
+`ServerSettings.unknown_fields` decides whether it is ignored or refused. tools/list_server_tables.py lists both in docs/server.md.
 """
 
 from collections.abc import Mapping
