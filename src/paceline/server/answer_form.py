@@ -19,10 +19,8 @@ Form = tuple[str, Grammar]
 """The name of the field that holds an answer to a form, and the grammar."""
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(Fields, at=("chat", "response_format")):
     """OpenAI's `response_format`. TGI writes the form in `value`, llama.cpp the schema in `schema`."""
-
-    at = ("chat", "response_format")
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -56,11 +54,7 @@ class ResponseFormat(Fields):
         raise invalid(f"{name}.type", f"is {shown(self.type)}: send {_TYPES}")
 
 
-class StructuredOutputs(Fields):
-    """vLLM's `structured_outputs`."""
-
-    at = ("chat", "structured_outputs")
-
+class StructuredOutputs(Fields, at=("chat", "structured_outputs")):
     json_form: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: FastList[str] | None = None

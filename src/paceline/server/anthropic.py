@@ -31,47 +31,31 @@ _BILLING_MARK = "x-anthropic-"
 """A first system text that begins so is a note to Anthropic's servers. It changes with every turn, so that no prefix would be reused."""
 
 
-class TextBlock(Fields):
-    """A text."""
-
-    at = ("messages", "content[]")
-
+class TextBlock(Fields, at=("messages", "content[]")):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Fields):
-    """Thoughts of an answer."""
-
-    at = ("messages", "content[]")
-
+class ThinkingBlock(Fields, at=("messages", "content[]")):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Fields):
+class RedactedThinkingBlock(Fields, at=("messages", "content[]")):
     """Thoughts that another server encrypted: there is nothing to read."""
-
-    at = ("messages", "content[]")
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Fields):
-    """A call in an answer."""
-
-    at = ("messages", "content[]")
-
+class ToolUseBlock(Fields, at=("messages", "content[]")):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Fields):
+class ToolResultBlock(Fields, at=("messages", "content[]")):
     """The result of a call. If the call failed, its text must say so: chat templates have no place for `is_error`."""
-
-    at = ("messages", "content[]")
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -82,11 +66,7 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 _ROLES: dict[type[Block], str] = {ThinkingBlock: "assistant", ToolUseBlock: "assistant", ToolResultBlock: "user"}
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("messages", "messages[]")
-
+class Message(Fields, at=("messages", "messages[]")):
     role: Literal["user", "assistant", "system"]
     content: str | FastList[Annotated[Block, Field(discriminator="type")]]
 
@@ -95,45 +75,27 @@ class Message(Fields):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
 
 
-class Thinking(Fields):
-    """Whether the model thinks before it answers."""
-
-    at = ("messages", "thinking")
-
+class Thinking(Fields, at=("messages", "thinking")):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class Format(Fields):
-    """The form of the text."""
-
-    at = ("messages", "output_config.format")
-
+class Format(Fields, at=("messages", "output_config.format")):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Fields):
-    """How much to think, and the form of the text."""
-
-    at = ("messages", "output_config")
-
+class OutputConfig(Fields, at=("messages", "output_config")):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Format | None = None
 
 
-class ContextManagement(Fields):
+class ContextManagement(Fields, at=("messages", "context_management")):
     """Parts of a conversation that the model shall not see."""
-
-    at = ("messages", "context_management")
 
     edits: list[dict[str, Any]] | None = None
 
 
-class ToolFields(Fields):
-    """A function that the model may call."""
-
-    at = ("messages", "tools[]")
-
+class ToolFields(Fields, at=("messages", "tools[]")):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -141,20 +103,14 @@ class ToolFields(Fields):
     strict: bool | None = None
 
 
-class ToolChoice(Fields):
-    """Whether tools are called, and how many at once."""
-
-    at = ("messages", "tool_choice")
-
+class ToolChoice(Fields, at=("messages", "tool_choice")):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ConversationFields(SamplingFields):
+class ConversationFields(SamplingFields, at=("messages", "")):
     """The body of `/v1/messages/count_tokens`: also the fields of `/v1/messages` that make the prompt."""
-
-    at = ("messages", "")
 
     model: str | None = None
     messages: FastList[Message]

@@ -79,6 +79,9 @@ class Fields(BaseModel):
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
 
+    def __init_subclass__(cls, *, at: tuple[str, str] | None = None, **options: Any) -> None:
+        cls.at = cls.at if at is None else at
+
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.served = frozenset(field.alias or name for name, field in cls.model_fields.items())
@@ -222,10 +225,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-class SpeculationFields(Fields):
+class SpeculationFields(Fields, at=("chat", "speculation")):
     """How a request may be drafted for, and what the answer reports of it. It changes no token. `trees` implies `origins`."""
-
-    at = ("chat", "speculation")
 
     enabled: bool = True
     drafter: str | None = None

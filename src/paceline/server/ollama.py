@@ -33,29 +33,17 @@ _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
-class CalledFunction(Fields):
-    """A function that was called."""
-
-    at = ("ollama", "messages[].tool_calls[].function")
-
+class CalledFunction(Fields, at=("ollama", "messages[].tool_calls[].function")):
     name: str
     arguments: dict[str, Any] | str | None = None
 
 
-class CallFields(Fields):
-    """A call in an answer."""
-
-    at = ("ollama", "messages[].tool_calls[]")
-
+class CallFields(Fields, at=("ollama", "messages[].tool_calls[]")):
     id: str | None = None
     function: CalledFunction
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("ollama", "messages[]")
-
+class Message(Fields, at=("ollama", "messages[]")):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -64,29 +52,21 @@ class Message(Fields):
     tool_call_id: str | None = None
 
 
-class FunctionFields(Fields):
-    """A function, described."""
-
-    at = ("ollama", "tools[].function")
-
+class FunctionFields(Fields, at=("ollama", "tools[].function")):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ToolFields(Fields):
+class ToolFields(Fields, at=("ollama", "tools[]")):
     """A tool. All tools are functions."""
-
-    at = ("ollama", "tools[]")
 
     type: Literal["function"] | None = None
     function: FunctionFields
 
 
-class Options(Fields):
+class Options(Fields, at=("ollama", "options")):
     """How tokens are chosen. `num_ctx` must fit into the model's context."""
-
-    at = ("ollama", "options")
 
     num_predict: int | None = None
     num_ctx: int | None = None
@@ -101,11 +81,7 @@ class Options(Fields):
     frequency_penalty: float | None = None
 
 
-class RequestFields(Fields):
-    """Fields that chats and single prompts share."""
-
-    at = ("ollama", "")
-
+class RequestFields(Fields, at=("ollama", "")):
     model: str
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -147,11 +123,7 @@ class GenerateFields(RequestFields):
     raw: bool | None = None
 
 
-class ShowFields(Fields):
-    """The body of `/api/show`."""
-
-    at = ("ollama", "show")
-
+class ShowFields(Fields, at=("ollama", "show")):
     model: str | None = None
     name: str | None = None
 

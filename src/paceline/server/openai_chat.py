@@ -29,40 +29,26 @@ from paceline.server.settings import ServerSettings
 DONE = b"data: [DONE]\n\n"
 
 
-class ContentPart(Fields):
-    """A text within a message."""
-
-    at = ("chat", "messages[].content[]")
-
+class ContentPart(Fields, at=("chat", "messages[].content[]")):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
-class CalledFunction(Fields):
+class CalledFunction(Fields, at=("chat", "messages[].tool_calls[].function")):
     """A function that was called; its arguments are an object or the text of one."""
-
-    at = ("chat", "messages[].tool_calls[].function")
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class CallFields(Fields):
-    """A call in a message that was an answer."""
-
-    at = ("chat", "messages[].tool_calls[]")
-
+class CallFields(Fields, at=("chat", "messages[].tool_calls[]")):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("chat", "messages[]")
-
+class Message(Fields, at=("chat", "messages[]")):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | FastList[ContentPart] | None = None
     name: str | None = None
@@ -81,31 +67,21 @@ class Message(Fields):
         return [text for text in given if text] or ([self.refusal] if self.refusal else [])
 
 
-class FunctionFields(Fields):
-    """A function, described."""
-
-    at = ("chat", "tools[].function")
-
+class FunctionFields(Fields, at=("chat", "tools[].function")):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolFields(Fields):
+class ToolFields(Fields, at=("chat", "tools[]")):
     """A tool. All tools are functions."""
-
-    at = ("chat", "tools[]")
 
     type: Literal["function"] = "function"
     function: FunctionFields
 
 
-class Prediction(Fields):
-    """A text that the answer will resemble."""
-
-    at = ("chat", "prediction")
-
+class Prediction(Fields, at=("chat", "prediction")):
     type: Literal["content"]
     content: str | list[ContentPart]
 
@@ -114,27 +90,17 @@ class Prediction(Fields):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
-class StreamOptions(Fields):
-    """How an answer is streamed."""
-
-    at = ("chat", "stream_options")
-
+class StreamOptions(Fields, at=("chat", "stream_options")):
     include_usage: bool | None = None
 
 
-class ReasoningFields(Fields):
-    """How much to think, as OpenRouter writes it."""
-
-    at = ("chat", "reasoning")
-
+class ReasoningFields(Fields, at=("chat", "reasoning")):
     effort: str | None = None
     enabled: bool | None = None
 
 
-class ThinkingFields(Fields):
+class ThinkingFields(Fields, at=("chat", "thinking")):
     """Whether to think, as GLM, Kimi and DeepSeek write it."""
-
-    at = ("chat", "thinking")
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
@@ -173,11 +139,7 @@ class TextFields(FormFields):
             raise invalid("prompt_logprobs", f"is {self.prompt_logprobs}, and a stream has none: send stream=false")
 
 
-class ChatFields(TextFields):
-    """The body of `/v1/chat/completions`."""
-
-    at = ("chat", "")
-
+class ChatFields(TextFields, at=("chat", "")):
     messages: FastList[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -22,11 +22,7 @@ from paceline.server.service import Service
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionFields(TextFields):
-    """The body of `/v1/completions`."""
-
-    at = ("completions", "")
-
+class CompletionFields(TextFields, at=("completions", "")):
     prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     echo: bool | None = None
     logprobs: int | None = None

@@ -32,20 +32,12 @@ _LOGPROBS = "message.output_text.logprobs"  # the other values of `include` are 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class TextPart(Fields):
-    """A text within an item."""
-
-    at = ("responses", "input[].content[]")
-
+class TextPart(Fields, at=("responses", "input[].content[]")):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
 
 
-class RefusalPart(Fields):
-    """A text by which another server's model refused."""
-
-    at = ("responses", "input[].content[]")
-
+class RefusalPart(Fields, at=("responses", "input[].content[]")):
     type: Literal["refusal"]
     refusal: str
 
@@ -53,41 +45,27 @@ class RefusalPart(Fields):
 Content = str | FastList[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 
 
-class MessageItem(Fields):
-    """One turn, or a part of one."""
-
-    at = ("responses", "input[]")
-
+class MessageItem(Fields, at=("responses", "input[]")):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class CallItem(Fields):
-    """A call in an answer."""
-
-    at = ("responses", "input[]")
-
+class CallItem(Fields, at=("responses", "input[]")):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class ResultItem(Fields):
-    """The result of a call."""
-
-    at = ("responses", "input[]")
-
+class ResultItem(Fields, at=("responses", "input[]")):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
-class ReasoningItem(Fields):
+class ReasoningItem(Fields, at=("responses", "input[]")):
     """Thoughts of an answer. Without `content`, as other servers send it, there are none to read."""
-
-    at = ("responses", "input[]")
 
     type: Literal["reasoning"]
     summary: list[dict[str, Any]] | None = None
@@ -107,11 +85,7 @@ Item = Annotated[
 ]
 
 
-class Format(Fields):
-    """The form of the text."""
-
-    at = ("responses", "text.format")
-
+class Format(Fields, at=("responses", "text.format")):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -119,27 +93,15 @@ class Format(Fields):
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextForm(Fields):
-    """The form of the text."""
-
-    at = ("responses", "text")
-
+class TextForm(Fields, at=("responses", "text")):
     format: Format | None = None
 
 
-class ReasoningFields(Fields):
-    """How much to think."""
-
-    at = ("responses", "reasoning")
-
+class ReasoningFields(Fields, at=("responses", "reasoning")):
     effort: str | None = None
 
 
-class FunctionTool(Fields):
-    """A function that the model may call."""
-
-    at = ("responses", "tools[]")
-
+class FunctionTool(Fields, at=("responses", "tools[]")):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -147,11 +109,7 @@ class FunctionTool(Fields):
     strict: bool | None = None
 
 
-class ResponsesFields(SamplingFields):
-    """The body of `/v1/responses`."""
-
-    at = ("responses", "")
-
+class ResponsesFields(SamplingFields, at=("responses", "")):
     model: str | None = None
     input: str | FastList[Item]
     instructions: str | None = None
