@@ -52,7 +52,7 @@ class AdmissionControl:
             raise _unavailable("the server is shutting down", "draining")
         limit = self.limit
         if num_samples > limit:
-            text = f"{parameter} asks for {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
+            text = f"{parameter} requests {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
             raise HttpError(400, text, parameter=parameter)
         if self.num_open + num_samples > limit:
             retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, Usage
 from paceline.parsing.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool, ToolUse
+from paceline.parsing.tools import ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
@@ -186,7 +186,7 @@ def _chat_request(
     check_length("messages", num_chars(messages), service.settings)
     return ChatRequest(
         messages=messages,
-        tools=_tools(fields, service),
+        tools=checked_tools(fields.tools, service.settings, parameters="input_schema"),
         **_tool_choice(fields.tool_choice),
         template_options=_template_options(fields, service),
         continue_final_message=turns.last is not None and turns.last["role"] == "assistant",
@@ -242,13 +242,6 @@ def _add(turns: Turns, role: str, block: Block) -> None:
     elif isinstance(block, ToolResultBlock):
         given = block.content or ""
         turns.add_result(block.tool_use_id, None, [given] if isinstance(given, str) else [one.text for one in given])
-
-
-def _tools(fields: ConversationFields, service: Service) -> tuple[Tool, ...]:
-    def tool_of(one: ToolFields) -> Tool:
-        return Tool(name=one.name, description=one.description, parameters=one.input_schema, strict=bool(one.strict))
-
-    return checked_tools(fields.tools, tool_of, service.settings, parameters="input_schema")
 
 
 def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:

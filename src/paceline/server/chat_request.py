@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.engine.chat_prompt import ChatPrompt, PromptLimits, chat_prompt
 from paceline.engine.inputs import Messages, RequestOptions
@@ -14,7 +14,6 @@ from paceline.sampling.params import SamplingParams
 from paceline.server.errors import check_count, invalid
 from paceline.server.settings import ServerSettings
 
-Given = TypeVar("Given")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -144,17 +143,13 @@ def plain_content(content: list[dict[str, str]]) -> str | list[dict[str, str]]:
 
 
 def checked_tools(
-    given: Sequence[Given] | None,
-    tool_of: Callable[[Given], Tool],
-    settings: ServerSettings,
-    *,
-    within: str = "",
-    parameters: str = "parameters",
+    given: Sequence[Any] | None, settings: ServerSettings, *, within: str = "", parameters: str = "parameters"
 ) -> tuple[Tool, ...]:
     """The tools of a request.
 
     Args:
-        within: where in a tool the dialect has name and schema, such as ".function".
+        given: the dialect's objects.
+        within: the field of a tool that has its name and schema; empty = the tool itself has them.
         parameters: the dialect's name of the schema.
 
     Raises:
@@ -162,8 +157,11 @@ def checked_tools(
     """
     check_count("tools", len(given or ()), settings.max_tools)
     found = []
-    for index, tool in enumerate(map(tool_of, given or ())):
-        place = f"tools[{index}]{within}"
+    for index, outer in enumerate(given or ()):
+        place, one = (f"tools[{index}].{within}", getattr(outer, within)) if within else (f"tools[{index}]", outer)
+        strict = bool(getattr(one, "strict", False))
+        schema_place = f"{place}.{parameters}"
+        tool = Tool(name=one.name, description=one.description, parameters=getattr(one, parameters), strict=strict, place=schema_place)
         if not _TOOL_NAME.fullmatch(tool.name):
             raise invalid(f"{place}.name", "is no name: use 1 to 128 letters, digits, dots, underscores and hyphens")
         num_chars = len(json.dumps(tool.parameters)) + len(tool.description or "")
@@ -172,8 +170,8 @@ def checked_tools(
             raise invalid(place, f"has {num_chars} characters, and may have {limit}: shorten its description and schema")
         if (tool.parameters or {}).get("type", "object") != "object":
             text = "describes no object: arguments have names; send a schema of the type object"
-            raise invalid(f"{place}.{parameters}", text)
-        found.append(replace(tool, place=f"{place}.{parameters}"))
+            raise invalid(schema_place, text)
+        found.append(tool)
     return tuple(found)
 
 

@@ -75,7 +75,7 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     at: ClassVar[tuple[str, str]] = ("", "")
-    """Dialect and kind of object: the row of the table."""
+    """Dialect and kind of object, a class argument: the row of the table."""
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
 

@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
@@ -175,7 +174,7 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
         return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
     request = ChatRequest(
         messages=conversation(fields, service.settings),
-        tools=_tools(fields, service),
+        tools=checked_tools(fields.tools, service.settings, within="function"),
         template_options=_template_options(fields, service),
         params=_params(fields, service),
         options=request_options(_sampling(fields), adapter=adapter),
@@ -235,14 +234,6 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     messages = turns.messages()
     check_length("messages", num_chars(messages), settings)
     return messages
-
-
-def _tools(fields: ChatFields, service: Service) -> tuple[Tool, ...]:
-    def tool_of(one: ToolFields) -> Tool:
-        function = one.function
-        return Tool(name=function.name, description=function.description, parameters=function.parameters)
-
-    return checked_tools(fields.tools, tool_of, service.settings, within=".function")
 
 
 def _check_logprobs(fields: RequestFields) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -197,7 +198,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
     form = fields.form(service.settings)
     request = ChatRequest(
         messages=messages,
-        **_tool_choice(fields.tool_choice, tools),
+        **tool_choice(fields.tool_choice, tools),
         **_ending(fields),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=_template_options(fields, service),
@@ -260,45 +261,35 @@ def _call(call: CallFields, new_id: str) -> dict[str, Any]:
     return {"id": call.id or new_id, "type": "function", "function": function}
 
 
-def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tuple[Tool, ...]:
-    """The tools of a request.
-
-    Raises:
-        HttpError: they are too many or too long, or a name or a schema is wrong.
-    """
-
-    def tool_of(tool: ToolFields) -> Tool:
-        one = tool.function
-        return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
-
-    return checked_tools(given, tool_of, settings, within=".function")
+tools_of = partial(checked_tools, within="function")
+"""The tools of a request; arguments and errors as for `checked_tools`."""
 
 
-def _tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> dict[str, Any]:
-    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is."""
-    if choice is None or choice in [use.value for use in ToolUse]:
-        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
-    name = None
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        return allowed_choice(choice.get("allowed_tools"), tools, "function")
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("function"), Mapping):
-        name = choice["function"].get("name")
-    if not isinstance(name, str):
-        text = 'send none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
-        raise invalid("tool_choice", f"is {shown(choice)}: {text}")
-    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
-
-
-def allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
-    """Fields of a `ChatRequest` for a choice of some of the tools.
+def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], within: str = "function") -> dict[str, Any]:
+    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is.
 
     Args:
-        allowed: `mode` and `tools`.
-        within: where a tool has its name; empty = in the tool itself.
+        within: the field of a tool that has its name; empty = the tool itself has it.
 
     Raises:
         HttpError: it is none.
     """
+    if choice is None or choice in [use.value for use in ToolUse]:
+        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
+    given = choice if isinstance(choice, Mapping) else {}
+    if given.get("type") == "allowed_tools":
+        return _allowed_choice(given.get("allowed_tools") if within else given, tools, within)
+    one = given.get(within) if within else given
+    name = one.get("name") if isinstance(one, Mapping) and given.get("type") == "function" else None
+    if not isinstance(name, str):
+        function = '"function": {"name": ...}' if within else '"name": ...'
+        text = f'send none, auto, required, {{"type": "function", {function}}} or {{"type": "allowed_tools", ...}}'
+        raise invalid("tool_choice", f"is {shown(choice)}: {text}")
+    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
+
+
+def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
+    """The same for a choice of some of the tools, which has `mode` and `tools`."""
     given = allowed if isinstance(allowed, Mapping) else {}
     listed = given.get("tools")
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,15 +15,14 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
-from paceline.server.errors import check_length, http_error_of, invalid, num_chars, shown, unsupported
+from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.framing import named_event
-from paceline.server.openai_chat import allowed_choice
+from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -147,7 +146,7 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/responses", include_in_schema=False)
     @router.post("/v1/responses", openapi_extra=request_schema(ResponsesFields))
     async def responses(request: Request) -> Response:
-        """Answer a conversation, of which nothing is stored."""
+        """Answer a conversation. Nothing is stored."""
         return await answer_request(request, service, ResponsesFields, _response)
 
     return router
@@ -160,7 +159,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
     limit = token_limit("max_output_tokens", fields.max_output_tokens)
     request = ChatRequest(
         messages=conversation(fields, service.settings),
-        **_tool_choice(fields.tool_choice, _tools(fields.tools, service.settings)),
+        **tool_choice(fields.tool_choice, checked_tools(fields.tools, service.settings), within=""),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=service.chat.thinking_options(effort=None if fields.reasoning is None else fields.reasoning.effort),
         params=sampling_params(fields, service.settings, max_tokens=limit, stop=fields.stop, grammar=_grammar(fields, service.settings)),
@@ -197,26 +196,6 @@ def _texts(content: Content) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part.refusal if isinstance(part, RefusalPart) else part.text for part in content]
-
-
-def _tools(given: Sequence[FunctionTool] | None, settings: ServerSettings) -> tuple[Tool, ...]:
-    def tool_of(one: FunctionTool) -> Tool:
-        return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
-
-    return checked_tools(given, tool_of, settings)
-
-
-def _tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> dict[str, Any]:
-    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is."""
-    if choice is None or isinstance(choice, str):
-        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
-    if choice.get("type") == "allowed_tools":
-        return allowed_choice(choice, tools, "")
-    name = choice.get("name")
-    if choice.get("type") != "function" or not isinstance(name, str):
-        text = 'send none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", "mode": ..., "tools": ...}'
-        raise invalid("tool_choice", f"has the type {shown(choice.get('type'))}: {text}")
-    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
 
 
 def _grammar(fields: ResponsesFields, settings: ServerSettings) -> Grammar | None:

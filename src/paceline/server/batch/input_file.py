@@ -96,7 +96,7 @@ def _wrong_in(fields: Any) -> str | None:
         if name not in fields:
             return f"{name} is missing: write {{custom_id, method, url, body}}"
     if unknown := sorted(set(fields) - set(_FIELDS)):
-        return f"{unknown[0]} is no field of a batch line: what belongs to the request stands in its body"
+        return f"{unknown[0]} is no field of a batch line: fields of the request belong into its body"
     custom_id = fields["custom_id"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not _is_unicode(custom_id):
         return f"custom_id is no text of 1 to {MAX_ID_CHARS} characters: name the line"
@@ -106,7 +106,7 @@ def _wrong_in(fields: Any) -> str | None:
         return f"url is none of {' and '.join(ENDPOINTS)}: write one of them"
     if not isinstance(fields["body"], dict):
         return "body is no JSON object: write the fields of the request"
-    return "body asks for a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
+    return "body requests a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
 
 
 def _is_unicode(text: str) -> bool:
@@ -176,7 +176,7 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
             if answered is None:
                 pending.extend((line.number, line.offset, line.num_bytes))
             elif answered != line.id:
-                text = f"line {line.number} of {path} asks something else than what was answered as {line.custom_id!r}"
+                text = f"line {line.number} of {path} is not the request that was answered as {line.custom_id!r}"
                 raise ConfigError(f"{text}: undo the change, or give another output file")
     if twice:
         more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""The file of answers: one writer, whole lines only, and what an earlier run left in it."""
+"""The output file of a batch: one writer, whole lines only, continued by later runs."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 from paceline.errors import CapacityError, ConfigError, RequestError
 
 _BEGINNING = b'{"id":"batch_req_'
-_HEAD_BYTES = 200  # of a line, that tell whether it is ours
+_HEAD_BYTES = 200  # of a line, which show whether a batch wrote it
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class Finished:
-    """What stands in an output file.
+    """Content of an output file.
 
     Attributes:
         ids: the line's id by its custom_id.
@@ -51,7 +51,7 @@ class OutputFile:
     of power. Whatever ended the last run, what it left half written at the end is cut off when the file is opened.
 
     Args:
-        path: made where it is not there; nobody else may write it while this object is open.
+        path: created if it does not exist; locked against other writers while this object is open.
 
     Raises:
         ConfigError: another run is writing it, or its content is not a batch's output, each answer once.
@@ -83,9 +83,9 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_left_over = kind is not None and self._is_new and self._end == 0  # a run that was refused leaves nothing behind
+        is_left_over = kind is not None and self._is_new and self._end == 0  # a refused run leaves no file
         if is_left_over and sys.platform != "win32":
-            self.path.unlink(missing_ok=True)  # while nobody else can have the lock
+            self.path.unlink(missing_ok=True)  # while this process has the lock
         self.close()
         if is_left_over and sys.platform == "win32":
             self.path.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ class OutputFile:
         self.finished.add(line)
 
     def sync(self) -> None:
-        """What was written survives a loss of power, once this returns. May be called in a thread."""
+        """Make what was written survive a loss of power. May be called in a thread."""
         if not self._is_synced:
             self._is_synced = True
             os.fsync(self._file.fileno())
@@ -123,7 +123,7 @@ class OutputFile:
                 self._file.close()
 
     def _take_stock(self) -> int:
-        """Read what is there; the length of what stays.
+        """Read the lines of earlier runs; return the length of the whole ones.
 
         Raises:
             ConfigError: it is not a batch's output.
@@ -146,7 +146,7 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """That a line which is not whole is the end of what a killed run wrote, and may be cut.
+        """Check that an incomplete line is the last one of a killed run, which may be cut.
 
         Raises:
             ConfigError: it is not.
@@ -171,7 +171,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """The system gives the lock back when the process ends, however that happens.
+    """Lock a file; the system releases the lock when the process ends.
 
     Raises:
         ConfigError: another process has it.

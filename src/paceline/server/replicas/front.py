@@ -153,7 +153,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
     )
     parts = _parts(service, forwarded)
     async with _closed_on_error(parts):
-        head = await cancel_on_disconnect(request, _next(parts))
+        head = await cancel_on_disconnect(request, anext(parts))
         assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
@@ -194,10 +194,6 @@ class _closed_on_error:  # noqa: N801  # reads as a block
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             await self._parts.aclose()
-
-
-async def _next(parts: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead | bytes:
-    return await anext(parts)
 
 
 async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
