@@ -197,11 +197,7 @@ def _chat_request(
 
 
 def conversation(fields: ConversationFields) -> Turns:
-    """The messages as chat templates know them. If the last one is an answer, the model continues it.
-
-    Raises:
-        HttpError: a block does not fit its message.
-    """
+    """Return the messages as chat templates take them; HttpError if a block does not fit its message."""
     turns = Turns()
     if system := _system_texts(fields.system):
         turns.add_text("system", system)

@@ -54,11 +54,7 @@ class ChatRequest:
         return () if self.tool_use is ToolUse.NONE else self.tools
 
     def prompt(self, limits: PromptLimits) -> ChatPrompt:
-        """The conversation as the model reads it. Takes time: call it in a thread.
-
-        Raises:
-            RequestError, BackendUnavailableError: as `chat_prompt`.
-        """
+        """Return the conversation as the model reads it, with the errors of `chat_prompt`. Slow: call it in a thread."""
         return chat_prompt(
             limits,
             self.messages,
@@ -176,11 +172,7 @@ def checked_tools(
 
 
 def check_tools(request: ChatRequest) -> None:
-    """Check that the tools have different names and fit the tool choice.
-
-    Raises:
-        RequestError: they do not.
-    """
+    """Raise RequestError if two tools have one name, or the tool choice names none of them."""
     names = [tool.name for tool in request.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -194,11 +186,7 @@ def check_tools(request: ChatRequest) -> None:
 
 
 def allowed_tools(tools: Sequence[Tool], names: Sequence[str], parameter: str) -> tuple[Tool, ...]:
-    """Those of `tools` that a request allows by name.
-
-    Raises:
-        HttpError: a name is not among them.
-    """
+    """Return those of `tools` that a request allows by name; HttpError if one is missing."""
     known = {tool.name for tool in tools}
     for name in names:
         if name not in known:

@@ -15,11 +15,7 @@ Result = TypeVar("Result")
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Result:
-    """Return what `work` returns; cancel it when the client disconnects.
-
-    Raises:
-        ClientGoneError: the client disconnected first.
-    """
+    """Return what `work` returns; cancel it and raise ClientGoneError when the client disconnects."""
     return await _first(work, request.receive)
 
 

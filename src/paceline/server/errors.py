@@ -126,21 +126,13 @@ def head_too_large() -> HttpError:
 
 
 def check_count(name: str, count: int, limit: int) -> None:
-    """Check the length of a list.
-
-    Raises:
-        HttpError: it is longer than `limit`.
-    """
+    """Raise HttpError if a list is longer than `limit`."""
     if count > limit:
         raise invalid(name, f"has {count} items, and may have {limit}: send fewer")
 
 
 def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
-    """Check the length of a prompt, in characters.
-
-    Raises:
-        HttpError: it is too long to be tokenized.
-    """
+    """Raise HttpError if a prompt has too many characters to be tokenised."""
     if num_chars > settings.max_prompt_chars:
         text = f"has {num_chars} characters, and may have {settings.max_prompt_chars}: shorten it"
         raise invalid(name, text, "context_length_exceeded")

@@ -215,11 +215,7 @@ def _loaded(model: str, fields: dict[str, Any]) -> Response:
 
 
 def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str, Any]]:
-    """The messages as chat templates know them.
-
-    Raises:
-        HttpError: they are too long.
-    """
+    """Return the messages as chat templates take them; HttpError if they are too long."""
     turns = Turns()
     for message in fields.messages or []:
         if message.role == "tool":

@@ -131,11 +131,7 @@ class TextFields(FormFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_prompt_logprobs(self) -> None:
-        """Check that log-probabilities of the prompt are not to be streamed.
-
-        Raises:
-            HttpError: they are.
-        """
+        """Raise HttpError if log-probabilities of the prompt are requested of a stream."""
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", f"is {self.prompt_logprobs}, and a stream has none: send stream=false")
 
@@ -220,11 +216,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
 
 
 def conversation(messages: Sequence[Message], settings: ServerSettings) -> list[dict[str, Any]]:
-    """The messages as chat templates know them.
-
-    Raises:
-        HttpError: they are too long, or one is not served.
-    """
+    """Return the messages as chat templates take them; HttpError if they are too long, or one is not served."""
     turns, names = list[dict[str, Any]](), dict[str, str]()
     for index, message in enumerate(messages):
         place = f"messages[{index}]"

@@ -170,11 +170,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
 
 
 def conversation(fields: ResponsesFields, settings: ServerSettings) -> list[dict[str, Any]]:
-    """The input as chat templates know it.
-
-    Raises:
-        HttpError: it is too long.
-    """
+    """Return the input as chat templates take it; HttpError if it is too long."""
     turns = Turns()
     if fields.instructions is not None:
         turns.add_text("system", [fields.instructions])

@@ -136,11 +136,7 @@ class ServerSettings:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read keys from a file, one a line; empty lines and lines that begin with # are skipped.
-
-    Raises:
-        ConfigError: it cannot be read, holds no key, or one that cannot be used.
-    """
+    """Read keys from a file, one a line, without lines that begin with #; ConfigError if it has none."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_KEY_FILE_BYTES + 1)

@@ -51,11 +51,7 @@ class BadLine:
 
 
 def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]:
-    """Yield the lines of a batch file, without empty ones.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
+    """Yield the lines of a batch file without empty ones; RequestError if it cannot be read."""
     if path.exists() and not path.is_file():
         raise RequestError(f"the batch file {path} is no regular file, and it is read twice: give a file with a request on each line")
     number, offset = 0, 0
@@ -139,11 +135,7 @@ class Plan:
         return len(self.pending) // 3
 
     def lines(self) -> Iterator[BatchLine]:
-        """Read the lines to be answered again.
-
-        Raises:
-            RequestError: the file was changed in the meantime.
-        """
+        """Read the lines to be answered again; RequestError if the file was changed."""
         with self.path.open("rb") as file:
             for place in range(0, len(self.pending), 3):
                 number, offset, num_bytes = self.pending[place : place + 3]

@@ -31,11 +31,7 @@ class Finished:
     models: set[str] = field(default_factory=set)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count a line.
-
-        Raises:
-            KeyError, TypeError, AttributeError: it is none of ours.
-        """
+        """Count a line; KeyError, TypeError or AttributeError if a batch has not written it."""
         response = line["response"]
         status, model = int(response["status_code"]), response["body"].get("model")
         self.ids[line["custom_id"]] = line["id"]
@@ -91,11 +87,7 @@ class OutputFile:
             self.path.unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write an answer.
-
-        Raises:
-            CapacityError: the disk is full, or the like; nothing of the line stays.
-        """
+        """Write an answer; CapacityError, and no part of the line, if the disk is full."""
         content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
             written = 0
@@ -123,11 +115,7 @@ class OutputFile:
                 self._file.close()
 
     def _take_stock(self) -> int:
-        """Read the lines of earlier runs; return the length of the whole ones.
-
-        Raises:
-            ConfigError: it is not a batch's output.
-        """
+        """Read the lines of earlier runs and return the length of the whole ones; ConfigError if they are not a batch's."""
         end = 0
         for number, line in enumerate(_lines(self._file), 1):
             try:
@@ -146,11 +134,7 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """Check that an incomplete line is the last one of a killed run, which may be cut.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError unless a line is the last, incomplete one of a killed run, which may be cut."""
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
         kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
@@ -171,11 +155,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """Lock a file; the system releases the lock when the process ends.
-
-    Raises:
-        ConfigError: another process has it.
-    """
+    """Lock a file until the process ends; ConfigError if another process has it."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -166,11 +166,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
 
 
 async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
-    """ResponseHead and body of an answer, while the admission holds a place for it.
-
-    Raises:
-        HttpError: it is not let in, or its replica ended.
-    """
+    """Yield head and body of an admitted request; HttpError if it is refused or its replica ended."""
     with service.admission.admitted(1):
         if not await service.engine.num_running():
             raise no_replica()
