@@ -156,7 +156,7 @@ def lark_grammar(name: str, text: object, settings: ServerSettings) -> Grammar:
 
 
 def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
-    """The grammar of free text in which a schema holds what follows each of some tags: vLLM's structural tags, in both of its forms.
+    """Return the grammar of free text with tags that a schema follows: vLLM's structural tags, in both of its forms.
 
     A trigger is the beginning of a tag's `begin`. Text is free until a trigger is complete.
 

@@ -42,7 +42,7 @@ class ThinkingBlock(Fields, at=("messages", "content[]")):
 
 
 class RedactedThinkingBlock(Fields, at=("messages", "content[]")):
-    """Thoughts that another server encrypted: there is nothing to read."""
+    """Reasoning that another server encrypted. It is not read."""
 
     type: Literal["redacted_thinking"]
 

@@ -27,7 +27,7 @@ class ChatService:
     """Answers chats.
 
     Args:
-        formats: how the model writes calls and thoughts.
+        formats: formats of calls and reasoning.
     """
 
     def __init__(self, generation: Generation, formats: OutputFormat) -> None:

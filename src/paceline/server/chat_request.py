@@ -32,7 +32,7 @@ class ChatRequest:
         add_generation_prompt: whether the prompt begins the model's turn.
         continue_final_message: whether the last message is left open, so that the answer continues its text.
         allow_special_tokens: whether control tokens that the messages spell out are control tokens.
-        takes_the_rest: whether `params.max_tokens` gives way to what the context holds after the prompt.
+        takes_the_rest: whether `params.max_tokens` is replaced by the rest of the context after the prompt.
     """
 
     messages: Messages
@@ -79,7 +79,7 @@ class Turns:
         self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
 
     def add_reasoning(self, text: str) -> None:
-        """Add thoughts that precede an answer's next text."""
+        """Add reasoning that precedes an answer's next text."""
         turn = self._turn("assistant")
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 

@@ -195,10 +195,10 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     params, options = _params(fields, service), request_options(_sampling(fields), adapter=adapter)
     takes_the_rest = _limit(fields) is None
     if fields.raw:
-        job = GenerationRequest(
+        raw = GenerationRequest(
             prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
         )
-        return _OllamaAnswer(service, adapter or service.model, fields, job, is_chat=False)
+        return _OllamaAnswer(service, adapter or service.model, fields, raw, is_chat=False)
     request = ChatRequest(
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
         template_options=_template_options(fields, service),
@@ -317,8 +317,8 @@ class _OllamaAnswer:
                 for fields in self._lines(step, calls):
                     yield line(fields)
 
-    async def _raw_steps(self, job: GenerationRequest) -> AsyncGenerator[Step, None]:
-        async with aclosing(self.service.generation.stream(job)) as stream:
+    async def _raw_steps(self, request: GenerationRequest) -> AsyncGenerator[Step, None]:
+        async with aclosing(self.service.generation.stream(request)) as stream:
             async for _, chunk in stream:
                 events: list[Event] = [Text(0, chunk.text)] if chunk.text else []
                 if chunk.output is not None:

@@ -413,7 +413,7 @@ def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) ->
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """The whole message. It has thoughts and calls only if the model wrote some."""
+    """The whole message. It has reasoning and calls only if the model wrote some."""
     calls = [_called(call) for call in answer.tool_calls]
     message = {"role": "assistant", "content": answer.text if answer.text or not calls else None, "refusal": None}
     if answer.reasoning:
@@ -426,7 +426,7 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Thoughts by both names: vLLM's newer one, and the older one, which more clients read."""
+    """Reasoning by both names: vLLM's newer one, and the older one, which more clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -79,14 +79,14 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
-    job = GenerationRequest(
+    request = GenerationRequest(
         prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
         options=request_options(fields, fields.prediction, adapter=adapter),
         takes_the_rest=limit is None,
     )
-    return _Completion(service, fields, job, shows_output=limit != 0)
+    return _Completion(service, fields, request, shows_output=limit != 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _Completion:
 
     service: Service
     fields: CompletionFields
-    job: GenerationRequest
+    request: GenerationRequest
     shows_output: bool
 
     @property
@@ -104,9 +104,9 @@ class _Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        outputs = await self.service.generation.collect(self.job)
+        outputs = await self.service.generation.collect(self.request)
         return {
-            **answer_head(self.service, self.job.options, "text_completion", "cmpl"),
+            **answer_head(self.service, self.request.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self.shows_output),
             "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.service.texts),
@@ -114,14 +114,14 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events; the usage is the last one, if it is requested."""
-        top = answer_head(self.service, self.job.options, "text_completion", "cmpl")
+        top = answer_head(self.service, self.request.options, "text_completion", "cmpl")
         if self.fields.includes_usage:
             top["usage"] = None
         num_chars: dict[int, int] = {}  # of the tokens so far, by choice
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self.service.generation.stream(self.job)) as stream:
+        async with aclosing(self.service.generation.stream(self.request)) as stream:
             async for index, chunk in stream:
-                place = index * self.job.params.n + chunk.sample_index
+                place = index * self.request.params.n + chunk.sample_index
                 text = self._prefix(index) if place not in num_chars else ""
                 num_chars.setdefault(place, 0)
                 choice = self._piece(place, text, chunk, num_chars)
@@ -148,7 +148,7 @@ class _Completion:
             known, ids = (output.prompt_logprobs or [], output.prompt_token_ids) if self.fields.echo else ([], [])
             new, new_ids = (output.logprobs or [], output.token_ids) if self.shows_output else ([], [])
             logprobs = self.service.texts.completion_lists([*known, *new], [*ids, *new_ids], 0)
-        text = self._prefix(place // self.job.params.n) + (output.text if self.shows_output else "")
+        text = self._prefix(place // self.request.params.n) + (output.text if self.shows_output else "")
         choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": self._reason(output)}
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self.service.texts.prompt_entries(output.prompt_logprobs or [])

@@ -64,7 +64,7 @@ class ResultItem(Fields, at=("responses", "input[]")):
 
 
 class ReasoningItem(Fields, at=("responses", "input[]")):
-    """Thoughts of an answer. Without `content`, as other servers send it, there are none to read."""
+    """Reasoning of an answer. Other servers send it without `content`."""
 
     type: Literal["reasoning"]
     summary: list[dict[str, Any]] | None = None
@@ -300,8 +300,8 @@ class _Response:
     def _usage(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
         """Token counts; those of the reasoning are what its text has by itself."""
         tokenizer, usage = self.service.engine.opened.maker.tokenizer, output.usage
-        thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
-        num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in thoughts)
+        texts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
+        num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
