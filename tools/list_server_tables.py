@@ -132,7 +132,6 @@ def request_fields() -> Iterator[str]:
         ignored_before |= set() if rules is LEFTOVERS else rules.ignored
     for dialect, title in TITLES.items():
         places = dict.fromkeys([place for at, place in served if at == dialect] + list(TABLE.get(dialect, {})))
-        only_served: list[str] = []
         for place in sorted(places, key=bool):  # the request first
             rules, own = TABLE.get(dialect, {}).get(place, FieldRules()), served.get((dialect, place), [])
             if not place and dialect in _FOR_TEXT:
@@ -140,12 +139,9 @@ def request_fields() -> Iterator[str]:
                 own = [name for name in own if name not in shared]
             ignored = rules.ignored - _shared_names(rules) - set(own)
             refused = {name: rule for name, rule in rules.refused.items() if TEXT_REQUEST.refused.get(name) != rule}
-            if not ignored and not refused:
-                only_served += [f"{place}.{name}" for name in own]
-                continue
+            if place and not ignored and not refused and dialect != "tokenize":
+                continue  # /openapi.json describes it
             yield f"| {title}{f' `{place}`' if place else ''} | {_named(own)} | {_named(sorted(ignored))} | {_refused(refused)} |"
-        if only_served:
-            yield f"| {title}, other objects | {_named(only_served)} | {NONE} | {NONE} |"
 
 
 def _shared_names(rules: FieldRules) -> frozenset[str]:

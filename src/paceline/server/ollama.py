@@ -23,7 +23,7 @@ from paceline.server.errors import check_length, invalid, num_chars
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
-from paceline.server.parameters import request_options, sampling_params, token_limit
+from paceline.server.parameters import num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import LATEST, Service
 from paceline.server.settings import ServerSettings
 
@@ -169,7 +169,6 @@ def ollama_routes(service: Service) -> APIRouter:
 
 def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
     adapter = _adapter_of(service, fields.model)
-    _check_logprobs(fields)
     if not fields.messages:
         return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
     request = ChatRequest(
@@ -185,7 +184,6 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
 
 def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
     adapter = _adapter_of(service, fields.model)
-    _check_logprobs(fields)
     prompt, system = fields.prompt, fields.system
     if not prompt:
         return _loaded(adapter or service.model, {"response": ""})
@@ -232,11 +230,6 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     return messages
 
 
-def _check_logprobs(fields: RequestFields) -> None:
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
-
-
 def _sampling(fields: RequestFields) -> SamplingFields:
     options = fields.options or Options()
     given = {name: value for name in _SAME_NAMES if (value := getattr(options, name)) is not None}
@@ -256,7 +249,7 @@ def _params(fields: RequestFields, service: Service) -> SamplingParams:
         max_tokens=_limit(fields),
         stop=options.stop,
         grammar=_grammar(fields, service),
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
 
 

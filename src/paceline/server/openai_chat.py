@@ -23,7 +23,7 @@ from paceline.server.chat_request import ChatRequest, allowed_tools, checked_too
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields
 from paceline.server.framing import data_event
-from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
+from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 
@@ -184,8 +184,6 @@ def chat_routes(service: Service) -> APIRouter:
 def _chat(service: Service, fields: ChatFields) -> "_Chat":
     adapter = service.adapter_of(fields.model)
     fields.check_prompt_logprobs()
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
     messages = conversation(fields.messages, service.settings)
     prediction = None if fields.prediction is None else fields.prediction.text
     check_prediction(prediction, is_read=service.reads_predictions)
@@ -206,7 +204,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
             stop=fields.stop,
             include_stop=bool(fields.include_stop_str_in_output),
             grammar=form and form[1],
-            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
             prompt_logprobs=fields.prompt_logprobs,
         ),
         options=request_options(fields, prediction, adapter=adapter),
@@ -276,7 +274,8 @@ def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], w
     if not isinstance(name, str):
         function = '"function": {"name": ...}' if within else '"name": ...'
         text = f'send none, auto, required, {{"type": "function", {function}}} or {{"type": "allowed_tools", ...}}'
-        raise invalid("tool_choice", f"is {shown(choice)}: {text}")
+        what = f"has the type {shown(given.get('type'))}" if given else f"is {shown(choice)}"
+        raise invalid("tool_choice", f"{what}: {text}")
     return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
 
 

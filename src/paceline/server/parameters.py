@@ -78,6 +78,13 @@ def token_limit(name: str, *limits: int | None, low: int = 1, unlimited: Sequenc
     return limit
 
 
+def num_top_logprobs(*, logprobs: bool | None, top_logprobs: int | None) -> int | None:
+    """Return how many tokens are listed next to each token, None = no log-probabilities; HttpError if only the number is given."""
+    if top_logprobs and not logprobs:
+        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
+    return (top_logprobs or 0) if logprobs else None
+
+
 def check_range(name: str, value: int, low: int, high: int) -> None:
     """Raise HttpError if a number is out of range."""
     if not low <= value <= high:

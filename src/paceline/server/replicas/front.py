@@ -152,7 +152,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
         key,
     )
     parts = _parts(service, forwarded)
-    async with _closed_on_error(parts):
+    try:
         head = await cancel_on_disconnect(request, anext(parts))
         assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
@@ -163,6 +163,9 @@ async def _forward(service: FrontService, request: Request) -> Response:
             return stream
         content = head.body + await cancel_on_disconnect(request, _rest(parts))
         return Response(content, head.status, headers)
+    except BaseException:  # otherwise the stream that is returned closes it
+        await parts.aclose()
+        raise
 
 
 async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
@@ -176,20 +179,6 @@ async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGen
                     yield part
             except ReplicaLostError:
                 raise replica_lost() from None
-
-
-class _closed_on_error:  # noqa: N801  # reads as a block
-    """Close a generator if the block fails; otherwise the stream that is returned closes it."""
-
-    def __init__(self, parts: AsyncGenerator[ResponseHead | bytes, None]) -> None:
-        self._parts = parts
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            await self._parts.aclose()
 
 
 async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
