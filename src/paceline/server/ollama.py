@@ -15,7 +15,6 @@ from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
-from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
@@ -175,9 +174,7 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
         messages=conversation(fields, service.settings),
         tools=checked_tools(fields.tools, service.settings, within="function"),
         template_options=_template_options(fields, service),
-        params=_params(fields, service),
-        options=request_options(_sampling(fields), adapter=adapter),
-        takes_the_rest=_limit(fields) is None,
+        **_generation(fields, service, adapter),
     )
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=True)
 
@@ -190,20 +187,13 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     if fields.raw and system:
         raise invalid("system", "is no part of a raw prompt: write it into the prompt")
     check_length("prompt", len(prompt) + len(system or ""), service.settings)
-    params, options = _params(fields, service), request_options(_sampling(fields), adapter=adapter)
-    takes_the_rest = _limit(fields) is None
+    generation = _generation(fields, service, adapter)
+    request: ChatRequest | GenerationRequest
     if fields.raw:
-        raw = GenerationRequest(
-            prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
-        )
-        return _OllamaAnswer(service, adapter or service.model, fields, raw, is_chat=False)
-    request = ChatRequest(
-        messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
-        template_options=_template_options(fields, service),
-        params=params,
-        options=options,
-        takes_the_rest=takes_the_rest,
-    )
+        request = GenerationRequest(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], **generation)
+    else:
+        messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+        request = ChatRequest(messages=messages, template_options=_template_options(fields, service), **generation)
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
 
 
@@ -238,23 +228,22 @@ def _sampling(fields: RequestFields) -> SamplingFields:
     return SamplingFields(**{**_DEFAULTS, **given}, repetition_penalty=options.repeat_penalty, speculation=fields.speculation)
 
 
-def _params(fields: RequestFields, service: Service) -> SamplingParams:
+def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
+    """Fields that a `ChatRequest` and a `GenerationRequest` share."""
     options, longest = fields.options or Options(), service.engine.opened.maker.max_context
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         text = f"is {options.num_ctx}: it must be in [1, {longest}], the model's context; serve with another --max-context"
         raise invalid("options.num_ctx", text)
-    return sampling_params(
-        _sampling(fields),
+    limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(-1, -2)), _sampling(fields)
+    params = sampling_params(
+        sampling,
         service.settings,
-        max_tokens=_limit(fields),
+        max_tokens=limit,
         stop=options.stop,
         grammar=_grammar(fields, service),
         logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
-
-
-def _limit(fields: RequestFields) -> int | None:
-    return token_limit("options.num_predict", None if fields.options is None else fields.options.num_predict, unlimited=(-1, -2))
+    return {"params": params, "options": request_options(sampling, adapter=adapter), "takes_the_rest": limit is None}
 
 
 def _grammar(fields: RequestFields, service: Service) -> Grammar | None:

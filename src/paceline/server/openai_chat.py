@@ -17,6 +17,7 @@ from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.parsing.tools import Tool, ToolUse
+from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
@@ -130,6 +131,17 @@ class TextFields(FormFields):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    def params(self, settings: ServerSettings, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """Return how tokens are chosen, with the errors of `sampling_params` and `form`."""
+        form = self.form(settings)
+        own: dict[str, Any] = {
+            "n": self.n,
+            "stop": self.stop,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "grammar": form and form[1],
+        }
+        return sampling_params(self, settings, max_tokens=max_tokens, **own, **more)
+
     def check_prompt_logprobs(self) -> None:
         """Raise HttpError if log-probabilities of the prompt are requested of a stream."""
         if self.prompt_logprobs is not None and self.stream:
@@ -189,21 +201,15 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
     check_prediction(prediction, is_read=service.reads_predictions)
     limit = token_limit(fields.parameter_names()["max_tokens"], fields.max_completion_tokens, fields.max_tokens, fields.n_predict)
     tools = tools_of(fields.tools, service.settings)
-    form = fields.form(service.settings)
     request = ChatRequest(
         messages=messages,
         **tool_choice(fields.tool_choice, tools),
         **_ending(fields),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=_template_options(fields, service),
-        params=sampling_params(
-            fields,
+        params=fields.params(
             service.settings,
-            max_tokens=limit,
-            n=fields.n,
-            stop=fields.stop,
-            include_stop=bool(fields.include_stop_str_in_output),
-            grammar=form and form[1],
+            limit,
             logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
             prompt_logprobs=fields.prompt_logprobs,
         ),

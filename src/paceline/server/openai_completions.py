@@ -16,7 +16,7 @@ from paceline.server.fields import FastList
 from paceline.server.framing import data_event
 from paceline.server.generation import GenerationRequest
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
-from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
+from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -67,15 +67,9 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
     given = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     limit = token_limit("max_tokens", DEFAULT_MAX_TOKENS if given is None else given, low=0)
     check_prediction(fields.prediction, is_read=service.reads_predictions)
-    form = fields.form(settings)
-    params = sampling_params(
-        fields,
+    params = fields.params(
         settings,
-        max_tokens=1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
-        n=fields.n,
-        stop=fields.stop,
-        include_stop=bool(fields.include_stop_str_in_output),
-        grammar=form and form[1],
+        1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
