@@ -1,4 +1,4 @@
-"""Calls between DeepSeek's marks: type, name and fenced JSON (V3, R1 and its distillations), or name and bare JSON (V3.1)."""
+"""Calls between marks, with type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""<function=name>{…}</function> (Functionary 3.1 and Llama 3.1's custom tools), and >>>name, line end, {…} (Functionary 3.2)."""
+"""<function=name>{…}</function>, or >>>name, line end, {…} in version 3.2: Functionary 3.1 and 3.2, custom tools of Llama 3.1."""
 
 import re
 import string

@@ -1,4 +1,4 @@
-"""Calls in a code fence, as Python in ```tool_code or as JSON in ```json, or as a bare list: Gemma 3."""
+"""Python in a fence of tool_code, JSON in one of json, or a bare list: Gemma 3."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""{"tool_call": {"name": …, "arguments": {…}}}: for models whose chat template has no form of its own.
+"""{"tool_call": {"name": …, "arguments": {…}}}: models whose template has no known format.
 
 The prompt explains the tools and the form in the system message, with the text of `generic_tool_prompt`.
 """

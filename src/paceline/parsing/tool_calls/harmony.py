@@ -1,4 +1,4 @@
-"""OpenAI's harmony: messages with a header that names a channel and perhaps a recipient. gpt-oss."""
+"""Messages with a header that names a channel and perhaps a recipient: gpt-oss."""
 
 import re
 from collections.abc import Sequence

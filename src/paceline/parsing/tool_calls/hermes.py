@@ -1,4 +1,4 @@
-"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3."""
+"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5, Qwen 3 and Granite 4."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and as newer models write it: [TOOL_CALLS]name[ARGS]{…}."""
+"""[TOOL_CALLS][{"name": …, "arguments": {…}}, …] or, newer, [TOOL_CALLS]name[ARGS]{…}: Mistral, Devstral and Ministral."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder and Qwen 3.5."""
+"""<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder, Qwen 3.5 and Nemotron 3."""
 
 import re
 from collections.abc import Mapping, Sequence
