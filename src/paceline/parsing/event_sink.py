@@ -37,6 +37,7 @@ class EventSink:
     Attributes:
         num_calls: number of calls that were begun.
         broken_off: indices of the calls whose arguments ended within a string.
+        unclosed: indices of the calls whose arguments were closed here; many models leave out a brace at the end.
         has_text: whether the answer has text.
     """
 
@@ -48,6 +49,7 @@ class EventSink:
         self._pieces: list[str] = []  # of arguments, not yet completed
         self.num_calls = 0
         self.broken_off: set[int] = set()
+        self.unclosed: set[int] = set()
         self.has_text = False
         self._events: list[Event] = []
 
@@ -110,6 +112,8 @@ class EventSink:
         self._pass_arguments()
         if self._completer.in_string:
             self.broken_off.add(self.num_calls - 1)
+        if self._completer.is_open:
+            self.unclosed.add(self.num_calls - 1)
         self._add_arguments(self._completer.close() if self._has_arguments else "{}")
 
     def arguments(self, text: str) -> None:

@@ -27,6 +27,11 @@ class JsonCompleter:
         self._last = ""  # what was passed on last: "value", "word" or nothing in this object or list
         self.in_string = self._in_key = self._expects_key = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an object, a list or a string is not closed."""
+        return self.in_string or bool(self._closers)
+
     def add(self, text: str) -> str:
         """Return the part of the held text and `text` after which the value can be closed."""
         text, self._escape = self._escape + text, ""

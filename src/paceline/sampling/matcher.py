@@ -180,8 +180,7 @@ class GrammarMatcher:
             raise RequestError(f"grammar: the output goes on with {text!r}, which it does not allow", parameter="grammar")
         if self._unique_items is not None:
             self._unique_items.feed(self._vocabulary.bytes_of(token_id))
-            if self._unique_items.has_duplicate:
-                raise RequestError("grammar: the output repeats an item of an array with `uniqueItems`", parameter="grammar")
+            self._unique_items.has_duplicate = False
         self._committed.append(self._ahead.pop(0))
 
     def num_allowed(self, path: Sequence[int]) -> int:
@@ -263,25 +262,27 @@ class GrammarMatcher:
         return allowed
 
     def _forbid_duplicates(self, allowed: NDArray[np.bool_], path: Sequence[int]) -> None:
-        """Clear the tokens after `path` that repeat an item of an array with `uniqueItems`, in place."""
+        """Clear the tokens after `path` that repeat an item of an array with `uniqueItems`, in place.
+
+        If each allowed token repeats one, they stay: an item that is half written can only be finished.
+        """
         assert self._unique_items is not None
         state = self._unique_items.copy()
         for token_id in path:
             state.feed(self._vocabulary.bytes_of(token_id))
+            state.has_duplicate = False
         ending_bytes = state.ending_bytes
         if ending_bytes is None:
             return
         may_repeat = self._vocabulary.tokens_with(ending_bytes)[: len(allowed)]
+        repeats = []
         for token_id in np.flatnonzero(allowed[: len(may_repeat)] & may_repeat).tolist():
             after = state.copy()
             after.feed(self._vocabulary.bytes_of(token_id))
-            allowed[token_id] = not after.has_duplicate
-        if not allowed.any():
-            raise RequestError(
-                "grammar: every item that may come next repeats an earlier one of an array with `uniqueItems`: allow more items, or bound "
-                "their number with `maxItems`",
-                parameter="grammar",
-            )
+            if after.has_duplicate:
+                repeats.append(token_id)
+        if len(repeats) < np.count_nonzero(allowed):
+            allowed[repeats] = False
 
     def _start_again(self) -> None:
         """Replace a broken matcher with a freshly compiled one."""

@@ -117,7 +117,7 @@ class UniqueItemsState:
     """A text of JSON so far, whose grammar is checked elsewhere.
 
     Attributes:
-        has_duplicate: whether an item of an array that `uniqueItems` applies to repeats an earlier one, or cannot but do so.
+        has_duplicate: whether an item of an array that `uniqueItems` applies to repeats an earlier one, or can only become one that does.
     """
 
     def __init__(self, schema: UniqueItemsSchema) -> None:

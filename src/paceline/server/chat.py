@@ -149,7 +149,9 @@ class _Turn:
         if output is None:
             return events
         events += stream.finish()
-        called = stream.sink.num_complete > 0 and output.finish_reason == "stop"
+        sink = stream.sink
+        cut = sink.broken_off if output.stop_text is None else sink.unclosed  # a stop text ended the call, not the model
+        called = output.finish_reason == "stop" and sink.num_calls > len(cut)
         return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
-from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.sampling.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
@@ -337,7 +337,8 @@ class ItemWriter:
         elif isinstance(event, ToolCallArguments):
             yield self._delta("response.function_call_arguments.delta", event.json)
         else:
-            yield from self._end("incomplete" if event.finish_reason == "length" else "completed")
+            is_cut_call = event.finish_reason != TOOL_CALLS and self._open is not None and self._open["type"] == "function_call"
+            yield from self._end("incomplete" if event.finish_reason == "length" or is_cut_call else "completed")
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if self._open is not None and self._open["type"] == kind:

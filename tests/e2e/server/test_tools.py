@@ -145,9 +145,20 @@ def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., Http
             "taxi": [("text", "I go."), ("call", "book", '{"kind": ""}')],
             '"book", "arg': [("text", 'I go. <tool_call>{"name": ')],
             "_call>": [("text", "I go. <tool")],
+            '"}': [("text", "I go."), ("call", "book", '{"kind": "taxi"}')],
         }.items():
             assert whole(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
             assert streamed(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
+
+
+def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: Callable[..., HttpClient]) -> None:
+    written = '<tool_call>{"name": "book", "arguments": {"seats": 2, "kind": "taxi"}}</tool_call>'
+    with answering(Grammar.choice([written])):
+        said = ([("call", "book", '{"seats": 2}')], "stop")
+        assert whole(tooled(), {**ASKED, "stop": ', "kind"'}) == streamed(tooled(), {**ASKED, "stop": ', "kind"'}) == said
+        fields = {"input": "A ride.", "tools": [{"type": "function", **DESCRIBED[0]["function"]}], "stop": [', "kind"']}
+        (item,) = tooled().json("/v1/responses", fields)["output"]
+        assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
 def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,21 +113,30 @@ def test_texts_that_masks_allow_have_no_equal_items(schema: dict[str, Any], seed
     assert num_complete > 10
 
 
-def test_an_array_that_cannot_go_on_is_a_request_error() -> None:
-    matcher = compiler().matcher(Grammar.json_schema({**SET, "items": {"type": "string", "pattern": "^a$"}, "minItems": 2}))
+def test_an_item_that_can_only_repeat_another_is_finished() -> None:
+    matcher = compiler().matcher(Grammar.json_schema({**SET, "items": {"type": "string", "pattern": "^a$"}, "minItems": 2, "maxItems": 2}))
     for token_id in tokenizer().encode('["a", "a', add_special_tokens=False):
         matcher.commit(token_id)
-    with pytest.raises(RequestError, match="bound their number with `maxItems`"):
-        matcher.mask(np.zeros(V, np.float32), ())
+    scores = np.zeros(V, np.float32)
+    matcher.mask(scores, ())
+    assert {tokenizer().decode([token_id]) for token_id in np.flatnonzero(scores == 0).tolist()} <= {'"', '"]'}
+    assert (scores == 0).any()
 
 
-def test_a_repeated_item_that_is_committed_is_a_request_error() -> None:
-    matcher = compiler().matcher(Grammar.json_schema({**SET, "items": {"type": "integer"}}))
-    *start, end = tokenizer().encode("[1, 1]", add_special_tokens=False)
-    for token_id in start:
-        matcher.commit(token_id)
-    with pytest.raises(RequestError, match="repeats an item"):
-        matcher.commit(end)
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "string", "maxLength": 1},
+        {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+        {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "boolean"}], "minItems": 2, "items": False},
+    ],
+    ids=["short texts", "short texts or null", "objects", "tuples"],
+)
+def test_sets_of_few_values_are_always_written_to_the_end(items: dict[str, Any], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for _ in range(20):
+        written({**SET, "items": items, "minItems": 2, "maxItems": 4}, generator)  # raises nothing
 
 
 def test_unique_items_after_an_unknown_reference_are_refused() -> None:
