@@ -4,7 +4,7 @@ import re
 
 from paceline.parsing.text_stream import Parse, TextStream
 
-_TAG_CHARACTER = re.compile(r"[\w:.-]")
+_TAG_CHARACTER = re.compile(r"[\w:.｜-]")
 
 
 def pass_end_mark(stream: TextStream, close: str) -> Parse[None]:

@@ -9,7 +9,7 @@ import pytest
 
 from harness.format_rows import FormatCase, Parsed, Row, cases, check, parse, parsed
 from harness.markup_cases import TOOLS
-from paceline.parsing.json_writer import MAX_HELD_CHARS
+from paceline.parsing.held_call import MAX_HELD_CHARS
 from paceline.parsing.registry import OutputFormat
 
 

@@ -136,7 +136,7 @@ MUSE: list[Row] = [
     (atem(city(" a <b> &amp; ")), [weather(city=" a <b> &amp; ")]),
     (atem('name="weather"><atem:parameter name="tags">["a"]</atem:parameter>'), [weather(tags=["a"])]),
     ('<atem:function_calls><atem:invoke name="now"></atem:invoke>', [NOW]),
-    (atem(city("A")).replace("</atem:parameter>", ""), [weather(city="A\n")]),
+    (atem(city("A")).replace("</atem:parameter>", ""), [weather(city="A")]),
     ('<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Kö', [weather(city="Kö")]),
     ("<atem:function_calls>x", text("<atem:function_calls>x")),
 ]

@@ -20,7 +20,7 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
         return
     if (yield from stream.take(qwen3_coder.FUNCTION)):  # Qwen 3 at times writes calls as Qwen3-Coder does
-        yield from qwen3_coder.read_functions(stream, sink, qwen3_coder.TAGS)
+        yield from qwen3_coder.TAGS.read_functions(stream, sink)
         return
     yield from read_json_calls(stream, sink)
     yield from pass_end_mark(stream, CLOSE)

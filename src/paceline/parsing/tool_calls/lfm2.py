@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.json_call import read_json_call
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.pythonic import read_list
