@@ -117,7 +117,7 @@ class CallListReader:
         """Return the name of the tool; in code the module before it is left out.
 
         Raises:
-            MalformedError: the tool is unknown and would have to be known.
+            MalformedError: the tool is unknown and `only_known` is set.
         """
         if self.is_code and name not in sink.tool_names:
             name = name.rpartition(".")[2]
@@ -302,7 +302,7 @@ def _requoted(text: str, start: int) -> Iterator[str]:
 
 
 def _run(reading: Generator[None, None, Result]) -> Result:
-    """Return the result of a reading whose text has all arrived."""
+    """Return the result of a parser on a whole text."""
     try:
         next(reading)
     except StopIteration as end:

@@ -206,7 +206,7 @@ CUT = longest_of_formats((case.formats, case.output) for case in CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_python_answer_says_the_same_in_every_split(case: Case, large_counts: bool) -> None:
+def test_a_python_answer_has_the_same_events_in_every_split(case: Case, large_counts: bool) -> None:
     check(case, every_cut=large_counts or case.output in CUT)
 
 

@@ -167,7 +167,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_a_tagged_answer_says_the_same_in_every_split(case: Case) -> None:
+def test_a_tagged_answer_has_the_same_events_in_every_split(case: Case) -> None:
     check(case)
 
 
@@ -179,7 +179,7 @@ OPENED = [
 
 
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
-def test_thoughts_begun_by_the_prompt_are_thoughts(name: str, prompt: str, written: str) -> None:
+def test_reasoning_begun_by_the_prompt_is_reasoning(name: str, prompt: str, written: str) -> None:
     assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
     assert parse((name, name), [written], is_opened=True) == [("reasoning", "so"), ("text", "Yes")]
 

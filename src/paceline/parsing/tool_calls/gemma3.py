@@ -18,16 +18,7 @@ _READER = CallListReader((FENCE,), only_known=True, is_code=True)
 
 
 def read_json_fence(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    is_list = yield from stream.take("[")
     yield from read_calls(stream, sink)
-    yield from stream.skip()
-    while is_list and sink.can_call and (yield from stream.take(",")):
-        yield from read_calls(stream, sink)
-        yield from stream.skip()
-    if is_list:
-        yield from stream.take("]")
-        yield from stream.skip()
     if not (yield from stream.take_or_end(FENCE)):
         raise MalformedError
 
