@@ -108,6 +108,8 @@ LONG: dict[str, tuple[tuple[str, str], str]] = {
     "end marks": (("qwen3_coder", "none"), "<function=f><parameter=city>" + "</function></tool_call>" * (MEGABYTE // 23)),
     "nested calls": (("qwen3_coder", "none"), "<function=f><parameter=city>" + "<function=g><parameter=n>" * (MEGABYTE // 25)),
     "unclosed values": (("glm45", "none"), "<tool_call>f" + "<arg_key>city</arg_key><arg_value>a" * (MEGABYTE // 35)),
+    "XML": (("minicpm5", "none"), '<function name="f"><param name="city">' + "&lt;<![CDATA[x]]></param> x" * (MEGABYTE // 27)),
+    "keys": (("hy_v3", "none"), "<tool_calls><tool_call>f<tool_sep>" + "<arg_key>city</arg_key><arg_value>a" * (MEGABYTE // 35)),
     "quotes": (("gemma4", "none"), "<|tool_call>call:f{city:" + '<|"|>a<tool_call|>' * (MEGABYTE // 17)),
     "headers": (("openai", "openai_gptoss"), "commentary to=functions." * (MEGABYTE // 24)),
 }
