@@ -36,6 +36,7 @@ CONTAINERS := $(CLIENTS)/containers/.installed
 PEFT := $(CLIENTS)/peft/.installed
 SERVERS := $(CLIENTS)/servers/.installed
 RAY := $(CLIENTS)/ray/.installed
+PARSERS := $(CLIENTS)/parsers/.installed
 SCHEMA_SUITE := $(CLIENTS)/json-schema-suite/.installed
 CLIENTS_RECORD := docs/dev/test-clients.txt
 COMMIT := $$(git rev-parse HEAD 2>/dev/null || echo none)$$(test -z "$$(git status --porcelain -- src tests tools pyproject.toml 2>/dev/null)" || echo ', with uncommitted changes')
@@ -139,6 +140,22 @@ $(SCHEMA_SUITE): | $(STAMP)
 	mkdir -p $(@D)
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema --dest $(@D) jsonschema==4.26.0
 	tar -xzf $(@D)/jsonschema-4.26.0.tar.gz -C $(@D) --strip-components=2 jsonschema-4.26.0/json/tests
+	touch $@
+
+# Other projects' parsers of what models write, out of their packages: llama.cpp's tests and chat templates, SGLang's detectors and
+# mlx-lm's parsers, with what these import. Ollama's tests are in no package: they run if its sources are in $(CLIENTS)/parsers/ollama.
+$(PARSERS):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet pydantic==2.14.4 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 regex==2026.11.19 \
+	  jsonschema==4.26.0 msgspec==0.22.0
+	$(@D)/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest $(@D)/packages llama_cpp_python==0.3.36
+	$(@D)/bin/python -m pip download --quiet --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
+	  --dest $(@D)/packages sglang==0.5.23 mlx-lm==0.32.2
+	tar -xzf $(@D)/packages/llama_cpp_python-*.tar.gz -C $(@D) --strip-components=2 --wildcards \
+	  '*/vendor/llama.cpp/models/templates/*' '*/vendor/llama.cpp/tests/test-chat.cpp'
+	$(@D)/bin/python -m zipfile -e $(@D)/packages/sglang-*.whl $(@D)/sglang
+	$(@D)/bin/python -m zipfile -e $(@D)/packages/mlx_lm-*.whl $(@D)/mlx-lm
+	rm -r $(@D)/packages
 	touch $@
 
 # The peers of paceline bench (docs/dev/peers.md) are installed there too, by the tests themselves: 2 GB.

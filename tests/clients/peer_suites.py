@@ -6,7 +6,7 @@ C-like expressions reads both. A test whose expressions need more than literals 
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ _TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
+_CONVERSIONS: dict[str, Any] = {
+    **dict.fromkeys(("std::string", "json", "string"), ""),
+    **dict.fromkeys(("int64", "float64", "int"), 0),
+    **{name: {} for name in ("args", "testArgs", "testPropsMap", "api.NewToolCallFunctionArguments")},
+}
+"""Functions that return their argument, with the value that they return without one."""
 
 
 class UnreadableError(Exception):
@@ -43,7 +49,7 @@ class SuiteCase:
         template: file of the chat template it is about (llama.cpp), or the parser's name (Ollama).
         tools: by name, the schema of the arguments.
         content, reasoning: None = not compared.
-        calls: name and arguments.
+        calls: name and arguments; None = not compared.
     """
 
     suite: str
@@ -53,7 +59,7 @@ class SuiteCase:
     tools: dict[str, Any] = field(default_factory=dict)
     content: str | None = ""
     reasoning: str | None = ""
-    calls: list[tuple[str, Any]] = field(default_factory=list)
+    calls: list[tuple[str, Any]] | None = field(default_factory=list)
     thinks: bool | None = None
     parallel: bool = False
 
@@ -197,6 +203,8 @@ class Expression:
         while self._next() != "{":
             if self._next() == "[":
                 self.at = balanced(self._tokens, self.at)
+            elif [token.text for token in self._tokens[self.at : self.at + 3]] == ["interface", "{", "}"]:
+                self.at += 3
             else:
                 self.at += 1
             if self.at >= len(self._tokens):
@@ -216,14 +224,15 @@ class Expression:
         if self._next() == "(":
             self.at += 1
             arguments = self.values(")")
-            if name in ("std::string", "testArgs", "json", "string"):
-                return arguments[0] if arguments else ""
+            if name in _CONVERSIONS:
+                return arguments[0] if arguments else _CONVERSIONS[name]
             if name in self._names and callable(self._names[name]):
                 return self._names[name](*arguments)
             raise UnreadableError(name)
         if self._next() == "{" and name not in self._names:
             self.at += 1
-            return self._struct_or_list()
+            found = self._struct_or_list()
+            return {**found, "event": name} if "Event" in name and isinstance(found, dict) else found
         if name in self._names:
             return self._names[name]
         raise UnreadableError(name)
@@ -315,7 +324,7 @@ def _read_chain(tokens: list[Token], at: int, templates: list[str], names: dict[
         end = balanced(tokens, at + 2)
         calls[tokens[at + 1].text] = tokens[at + 3 : end - 1]
         at = end
-    if "run" not in calls or {"is_partial", "messages", "json_schema", "continue_final_message"} & calls.keys() or not templates:
+    if "run" not in calls or {"is_partial", "messages", "continue_final_message"} & calls.keys() or not templates:
         suite.num_left_out += "run" in calls
         return at
     try:
@@ -353,9 +362,11 @@ def _llama_case(calls: Mapping[str, list[Token]], template: str, names: Mapping[
 # Ollama
 
 OLLAMA_PARSERS = {
-    "deepseek3": ("deepseek_v3", "deepseek_r1"),
+    "cogito": ("deepseek_v3", "qwen3"),
+    "deepseek3": ("deepseek_v3", "qwen3"),
     "functiongemma": ("functiongemma", "none"),
-    "glm46": ("glm45", "glm45"),
+    "gemma4": ("gemma4", "gemma4"),
+    "glm46": ("glm45", "qwen3"),
     "lfm2": ("lfm2", "qwen3"),
     "nemotron3nano": ("qwen3_coder", "qwen3"),
     "olmo3": ("olmo3", "none"),
@@ -363,9 +374,23 @@ OLLAMA_PARSERS = {
     "qwen3coder": ("qwen3_coder", "none"),
     "qwen3vl_nonthinking": ("hermes", "none"),
     "qwen3vl_thinking": ("hermes", "qwen3"),
-    "cogito": ("hermes", "qwen3"),
 }
 """Our parsers for each of Ollama's."""
+_MARKS = {
+    "glm46": ("<tool_call>", "</tool_call>"),
+    "qwen3coder": ("<tool_call>", "</tool_call>"),
+    "qwen3vl_nonthinking": ("<tool_call>", "</tool_call>"),
+    "qwen3vl_thinking": ("<tool_call>", "</tool_call>"),
+    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo3": ("<function_calls>", "</function_calls>"),
+    "deepseek3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    "cogito": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+}
+"""The marks around calls, for tests that give only what is between them."""
+_BEGINS_IN_REASONING = ("nemotron3nano", "olmo3_think", "qwen3vl_thinking")
+_SETTINGS = ("thinkingEnabled", "hasThinking", "hasThinkingSupport")
+_GO_NAMES = {"tool": lambda name, properties: {"Function": {"Name": name, "Parameters": {"Properties": properties}}}}
+_CALL_KEYS = ("expectedCalls", "expectedToolCalls")
 
 
 def ollama_suite(folder: Path) -> Suite:
@@ -390,46 +415,90 @@ def _read_table(tokens: list[Token], parser: str, suite: Suite) -> None:
             continue
         end = balanced(tokens, at)
         try:
-            found = Expression(tokens[at:end], {}).value()
+            found = Expression(tokens[at:end], _GO_NAMES).value()
             case = _ollama_case(found, parser) if isinstance(found, dict) else None
             if case is not None:
                 suite.cases.append(case)
+            suite.num_left_out += case is None
         except (UnreadableError, IndexError, TypeError, ValueError, KeyError):
             suite.num_left_out += 1
         at = end
 
 
 def _ollama_case(row: Mapping[str, Any], parser: str) -> SuiteCase | None:
+    """Return the test of a row; None if it is not about an answer, or about an error."""
     if row.get("expectError") or row.get("wantErr"):
         return None
-    raw = {"glm46": "<tool_call>{}</tool_call>", "qwen3coder": "<tool_call>{}</tool_call>"}.get(parser, "<tool_call>{}</tool_call>")
-    if "rawToolCall" in row and "wantToolCall" in row:
-        call = row["wantToolCall"]["Function"]
-        tools = {tool["Function"]["Name"]: _ollama_schema(tool) for tool in row.get("tools") or []}
-        tools.setdefault(call["Name"], {})
-        output = raw.format("{}").replace("{}", row["rawToolCall"])
-        arguments = call.get("Arguments") or {}
-        return SuiteCase("ollama", str(row.get("name")), parser, output, tools, None, None, [(call["Name"], arguments)])
+    title = str(row.get("name") or row.get("desc"))
+    if "paramType" in row and parser == "qwen3coder":
+        return _value_case(row, title)
+    if "steps" in row:
+        return _steps_case(row, parser, title)
+    opening, closing = _MARKS.get(parser, ("", ""))
+    inner = row.get("rawToolCall", row.get("content") if "expected" in row else row.get("input") if "expected" in row else None)
+    wanted = row.get("wantToolCall", row.get("expected"))
+    if inner is not None and wanted is not None and opening:
+        calls = _calls(wanted if isinstance(wanted, list) else [wanted])
+        return SuiteCase("ollama", title, parser, f"{opening}{inner}{closing}", _tools(row, calls), None, None, calls)
     given = row.get("input", "".join(row["chunks"]) if row.get("chunks") else None)
-    if not isinstance(given, str) or not {"expectedContent", "expectedText", "expectedCalls", "expectedThinking"} & row.keys():
+    if not isinstance(given, str) or not {"expectedContent", "expectedText", "expectedThinking", *_CALL_KEYS} & row.keys():
         return None
-    calls = [(one["Function"]["Name"], one["Function"].get("Arguments") or {}) for one in row.get("expectedCalls") or []]
-    tools = {tool["Function"]["Name"]: _ollama_schema(tool) for tool in row.get("tools") or []}
-    for name, _ in calls:
-        tools.setdefault(name, {})
+    calls = _calls(next((row[key] for key in _CALL_KEYS if row.get(key)), []))
     content = row.get("expectedContent", row.get("expectedText", ""))
-    thinks = bool(row["hasThinking"]) if "hasThinking" in row else None
-    return SuiteCase("ollama", str(row.get("name")), parser, given, tools, content, row.get("expectedThinking", ""), calls, thinks, True)
+    thinks, reasoning = _begins_in_reasoning(row, parser), row.get("expectedThinking", "")
+    if parser == "gemma4" and "call:get_weather" in given and not set(_CALL_KEYS) & row.keys():  # a table of texts around calls
+        return SuiteCase("ollama", title, parser, given, {"get_weather": {}}, content, reasoning, None, thinks, True)
+    return SuiteCase("ollama", title, parser, given, _tools(row, calls), content, reasoning, calls, thinks, True)
+
+
+def _begins_in_reasoning(row: Mapping[str, Any], parser: str) -> bool:
+    """Return whether the text of a row begins within reasoning."""
+    if parser in ("lfm2", "gemma4"):
+        return False
+    if (
+        str(row.get("desc")).startswith("thinking prefill") or row.get("prefillMsg") or (row.get("lastMessage") or {}).get("Content")
+    ):  # a part of the answer is in the prompt
+        return False
+    if "thinkValue" in row:
+        return bool((row["thinkValue"] or {}).get("Value"))
+    setting = next((bool(row[key]) for key in _SETTINGS if key in row), None)
+    if parser == "cogito" and setting is None:  # as its test derives the setting
+        return bool(row.get("expectedThinking")) and not row.get("tools")
+    return parser in _BEGINS_IN_REASONING if setting is None else setting
+
+
+def _steps_case(row: Mapping[str, Any], parser: str, title: str) -> SuiteCase | None:
+    """Return the test of pieces of text with the events that each gives; None if there are calls, whose bodies these tests do not parse."""
+    if title.startswith("thinking prefill"):  # the prompt is not in the row
+        return None
+    events = [event for step in row["steps"] for event in step.get("wantEvents") or []]
+    if any("content" not in event for event in events):
+        return None
+    reasoning = "".join(event["content"] for event in events if "Thinking" in event["event"])
+    content = "".join(event["content"] for event in events if "Thinking" not in event["event"])
+    given = "".join(step["input"] for step in row["steps"])
+    return SuiteCase("ollama", title, parser, given, {"f": {}}, content, reasoning, [], _begins_in_reasoning(row, parser))
+
+
+def _value_case(row: Mapping[str, Any], title: str) -> SuiteCase:
+    """Return the test of the conversion of one value."""
+    output = f"<tool_call>\n<function=f>\n<parameter=x>{row['raw']}</parameter>\n</function>\n</tool_call>"
+    properties = {"x": {"type": row["paramType"]}} if row["paramType"] else {}
+    tools = {"f": {"type": "object", "properties": properties}}
+    return SuiteCase("ollama", title, "qwen3coder", output, tools, None, None, [("f", {"x": row.get("want")})])
+
+
+def _calls(rows: list[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    calls = [(row["Function"]["Name"], row["Function"].get("Arguments") or {}) for row in rows]
+    return [(name, json.loads(given) if isinstance(given, str) else given) for name, given in calls]
+
+
+def _tools(row: Mapping[str, Any], calls: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the tools of a row, and those that are called without being offered."""
+    tools = {tool["Function"]["Name"]: _ollama_schema(tool) for tool in row.get("tools") or []}
+    return {**{name: {} for name, _ in calls}, **tools}
 
 
 def _ollama_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     properties = (tool["Function"].get("Parameters") or {}).get("Properties") or {}
     return {"type": "object", "properties": {name: {"type": one.get("Type") or []} for name, one in properties.items()}}
-
-
-def all_suites(llama_cpp: Path | None, ollama: Path | None) -> Iterator[tuple[str, Suite]]:
-    """The suites whose sources are there."""
-    if llama_cpp is not None:
-        yield "llama.cpp", llama_cpp_suite(llama_cpp)
-    if ollama is not None:
-        yield "ollama", ollama_suite(ollama)

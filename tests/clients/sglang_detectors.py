@@ -33,6 +33,15 @@ DETECTORS = {
     "hunyuan_a13b": ("hunyuan_detector", "HunyuanDetector"),
     "internlm": ("internlm_detector", "InternlmDetector"),
     "apertus": ("apertus2509_detector", "Apertus2509Detector"),
+    "deepseek_v32": ("deepseekv32_detector", "DeepSeekV32Detector"),
+    "deepseek_v4": ("deepseekv4_detector", "DeepSeekV4Detector"),
+    "gigachat3": ("gigachat3_detector", "GigaChat3Detector"),
+    "gigachat3_message": ("gigachat3_detector", "GigaChat3Detector"),
+    "kimi_k3": ("kimik3_detector", "KimiK3Detector"),
+    "minimax_m3": ("minimax_m3", "MinimaxM3Detector"),
+    "muse_glimmer": ("muse_glimmer_detector", "MuseGlimmerDetector"),
+    "openai": ("gpt_oss_detector", "GptOssDetector"),
+    "step3": ("step3_detector", "Step3Detector"),
 }
 """SGLang's detector for each of our parsers."""
 

@@ -122,6 +122,7 @@ CASES = [
     ),
     Case("reasoning without an end", HERMES, "<think>\nmore\n", [("reasoning", "more\n")]),
     Case("reasoning marks in the text", HERMES, "a <think>b</think>", [("text", "a <think>b</think>")]),
+    Case("the end of reasoning first", HERMES, "</think>\n\nYes", [("text", "Yes")]),
     Case("empty reasoning", HERMES, "<think>\n\n</think>\n\nYes", [("text", "Yes")]),
     Case(
         "arguments first",
@@ -276,7 +277,12 @@ CASES = [
         ],
     ),
     Case("empty reasoning", GEMMA, "<|channel>thought\n<channel|>Yes.", [("text", "Yes.")]),
-    Case("another channel", GEMMA, "<|channel>x<channel|>", [("text", "<|channel>x<channel|>")]),
+    Case("reasoning without its label", GEMMA, "<|channel>x<channel|>Yes.", [("reasoning", "x"), ("text", "Yes.")]),
+    Case("reasoning with nothing but its label", GEMMA, "<|channel>thought<channel|>Yes.", [("text", "Yes.")]),
+    Case(
+        "doubled and stray marks", GEMMA, "<|channel><|channel>thought\nx<channel|>Yes.<channel|>", [("reasoning", "x"), ("text", "Yes.")]
+    ),
+    Case("a stray end mark", GEMMA, "<|tool_call>call:now{}<tool_call|> <tool_call|><|tool_response>", [("call", "now", "{}")]),
     Case("bare words", GEMMA, '<|tool_call>call:now{a:word, "b": "c"}<tool_call|>', [("call", "now", '{"a": "word", "b": "c"}')]),
     Case("no braces", GEMMA, "<|tool_call>call:now<tool_call|>", [("text", "<|tool_call>call:now<tool_call|>")]),
     Case(
@@ -301,10 +307,17 @@ CASES = [
     ),
     Case("the recipient first", HARMONY, " to=functions.now<|channel|>commentary json<|message|>{}", [("call", "now", "{}")]),
     Case(
-        "another recipient",
+        "a tool of the model's own",
         HARMONY,
-        "<|channel|>analysis to=browser.open<|message|>{}<|call|>",
-        [("text", "<|channel|>analysis to=browser.open<|message|>{}")],
+        "<|channel|>analysis to=browser.open<|message|>{}<|call|><|start|>assistant<|channel|>final<|message|>Yes.",
+        [("reasoning", "{}"), ("text", "Yes.")],
+    ),
+    Case(
+        "a recipient that is no tool",
+        HARMONY,
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=user"
+        "<|channel|>final<|message|>Yes.",
+        [("reasoning", "Hm."), ("text", "Yes.")],
     ),
     Case("no header", HARMONY, "Hello <|channel|>there", [("text", "Hello <|channel|>there")]),
     Case(

@@ -262,6 +262,14 @@ def test_a_template_may_change_its_own_lists_unlike_in_transformers() -> None:
         assert ChatTemplate(source, {}).render(CONVERSATIONS[1], add_generation_prompt=False) == '["SYSTEM", "USER"]'
 
 
+def test_a_template_that_loops_over_missing_tools_gets_no_tools() -> None:
+    """Unlike in transformers, where it fails without tools."""
+    source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}{{ tools is none }}"
+    assert ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "hiFalse"
+    unaware = "{{ messages[0].content }}{{ tools is none }}"
+    assert ChatTemplate(unaware, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "hiTrue"
+
+
 def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }}"
     assert ChatTemplate(source, pretrained.special_tokens_map).render(CONVERSATIONS[0], add_generation_prompt=False) == "<s></s><unk><pad>"

@@ -112,20 +112,20 @@ SERVER = Panel(
     "Server",
     ServerSettings,
     {
-        "host": "Address to listen on. Beyond this machine (0.0.0.0) it takes keys.",
+        "host": "Address to listen on. Other machines (0.0.0.0) need keys.",
         "port": "Port to listen on; 0 = any free one.",
-        "served_name": "What requests call the model. Default: its id, or the last part of its path.",
+        "served_name": "Name of the model in requests. Default: its id, or the last part of its path.",
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
         "allow_origin": "An origin whose web pages may use the server from a browser (CORS), such as http://localhost:3000; * = all; "
         "may be given several times.",
-        "insecure": "Let everybody who reaches the server ask, without a key.",
+        "insecure": "Allow other machines to use the server without a key.",
         "adapter_loading": "Let requests load LoRA adapters from directories of this machine, and remove them; it takes a key.",
-        "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), harmony, gemma4, "
-        "mistral, xml, glm, hermes or llama3.",
-        "reasoning_parser": "Format of its reasoning: auto, none, harmony, gemma4, mistral or think.",
+        "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), or a name such as "
+        "hermes, qwen3_coder or llama3_json; docs/server.md lists all.",
+        "reasoning_parser": "Format of its reasoning: auto, none, or a name such as qwen3; docs/server.md lists all.",
         "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
-        "max_queue": "Samples that may wait; more are told to come again later.",
+        "max_queue": "Samples that may wait; more are refused with status 429.",
         "max_body_mb": "Megabytes of a request.",
         "max_prompt_chars": "Characters of a prompt or a conversation.",
         "max_n": "Samples of a prompt.",

@@ -8,6 +8,7 @@ conversation is changed as little as is needed (`chat_messages`). Control tokens
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Protocol
@@ -286,9 +287,18 @@ def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
             continue
         if arguments_as_text not in chosen and _shows_python(changed.messages, text):
             text = changed.text(arguments_as_text(changed.messages))
+        if with_folded_system not in chosen and not _shows_system(changed.messages, text):
+            folded = with_folded_system(changed.messages)
+            with suppress(RequestError):
+                return changed.text(folded), (FOLDED_SYSTEM,)
         return text, ((FOLDED_SYSTEM,) if with_folded_system in chosen else ())
     assert first_error is not None
     raise first_error
+
+
+def _shows_system(messages: Sequence[Message], text: str) -> bool:
+    """Whether a prompt has all system messages: some templates show them only before a user message at the end (Mistral Nemo)."""
+    return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
 def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:

@@ -1,29 +1,13 @@
 """Reasoning followed by an answer that has marks of its own, which are no part of the text."""
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.output_parser import Markers
-from paceline.parsing.reasoning import THINK, reasoning_until, think
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.formats import ReasoningFormat
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import THINK, drop_mark, reasoning_until, think
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
-GRANITE = ("Here is my thought process:", "Here is my response:")
-_GRANITE_SHORT = ("Here's my thought process:", "Here's my response:")  # as quantised models write
-COHERE = ("<|START_THINKING|>", "<|END_THINKING|>")
-COHERE_ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 RESPONSE = ("<response>", "</response>")
-ANSWER = ("<answer>", "</answer>")
-
-
-def read_granite(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse reasoning up to one of Granite's phrases. White space around the reasoning is markup."""
-    yield from stream.skip()
-    stream.mark_emitted()
-    close = yield from stream.emit_until((GRANITE[1], _GRANITE_SHORT[1]), sink.reasoning, held=WHITESPACE)
-    stream.at += len(close or "")
-
-
-def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave a mark out of the text."""
-    yield from ()
+APRIEL, APRIEL_END = ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), "[END FINAL RESPONSE]"
 
 
 def drop_open(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -40,12 +24,13 @@ def drop_close(stream: TextStream, sink: EventSink) -> Parse[None]:
         raise MalformedError
 
 
-def _think_before(answer: tuple[str, str]) -> Markers:
-    """Return the marks of reasoning between the usual ones, and of an answer between `answer`."""
-    return Markers(anywhere={answer[0]: drop_open, answer[1]: drop_close}, first={THINK[0]: think})
+def think_before(answer: tuple[str, str]) -> ReasoningFormat:
+    """Return the format of reasoning between <think> and </think>, and of an answer between `answer`."""
+    markers = Markers(anywhere={answer[0]: drop_open, answer[1]: drop_close}, first={THINK[0]: think, THINK[1]: drop_mark})
+    return ReasoningFormat(markers, (THINK[1], answer[0], "!<invoke"), (*THINK, *answer), *THINK, think)
 
 
-RESPONSE_MARKERS, ANSWER_MARKERS = _think_before(RESPONSE), _think_before(ANSWER)
-GRANITE_MARKERS = Markers(first={GRANITE[0]: read_granite, _GRANITE_SHORT[0]: read_granite})
-cohere = reasoning_until(COHERE[1])
-COHERE_MARKERS = Markers(anywhere={COHERE[0]: cohere, **dict.fromkeys(COHERE_ANSWER, drop_mark)})
+ERNIE45_FORMAT = think_before(RESPONSE)
+_read_apriel = reasoning_until(APRIEL[1], open=APRIEL[0])
+_APRIEL_MARKERS = Markers(anywhere={APRIEL_END: drop_mark}, first={APRIEL[0]: _read_apriel, APRIEL[1]: drop_mark})
+APRIEL_FORMAT = ReasoningFormat(_APRIEL_MARKERS, APRIEL, (), *APRIEL, _read_apriel)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers, ParseMarkup
 from paceline.parsing.text_stream import Parse, TextStream
@@ -59,6 +60,10 @@ class JsonCallList:
         yield from read_json_calls(stream, sink, only_known=self.only_known)
         while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models also write it twice
             yield from stream.skip()
+
+    def format_of(self, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
+        """Return the format of these calls, which begin with the first of `tokens`."""
+        return ToolCallFormat(self.markers, signs, tokens, self.calls_grammar, tokens[0])
 
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar of the calls and of the marks around them."""

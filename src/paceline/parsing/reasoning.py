@@ -7,12 +7,11 @@ closing mark or the end of the text has come.
 from collections.abc import Mapping
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat
 from paceline.parsing.markers import Markers, ParseMarkup
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 
 THINK = ("<think>", "</think>")
-MISTRAL = ("[THINK]", "[/THINK]")
-GEMMA4 = ("<|channel>", "<channel|>")
 
 
 class ReasoningReader:
@@ -88,8 +87,23 @@ def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
     return ReasoningReader(close, label, open)
 
 
+def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Leave a mark out of the text."""
+    yield from ()
+
+
 think = reasoning_until(THINK[1], open=THINK[0])
-mistral = reasoning_until(MISTRAL[1], open=MISTRAL[0])
-THINK_MARKERS = Markers(first={THINK[0]: think})
-MISTRAL_MARKERS = Markers(anywhere={MISTRAL[0]: mistral})
-GEMMA4_MARKERS = Markers(anywhere={GEMMA4[0]: reasoning_until(GEMMA4[1], "thought")})
+
+
+def reasoning_format(open: str, close: str, signs: tuple[str, ...] = ()) -> ReasoningFormat:
+    """Return the format of reasoning between two tokens, before the answer. A closing token before all text is dropped.
+
+    Args:
+        signs: texts that show the format in a chat template; the closing token if there are none.
+    """
+    reader = reasoning_until(close, open=open)
+    markers = Markers(first={open: reader, close: drop_mark})
+    return ReasoningFormat(markers, signs or (close,), (open, close), open, close, reader)
+
+
+THINK_FORMAT = reasoning_format(*THINK)

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError, RequestError
 from paceline.parsing import answer_tags, reasoning
 from paceline.parsing.detection import format_of_template
-from paceline.parsing.event_sink import EventSink, call_id, short_call_id
+from paceline.parsing.event_sink import EventSink, call_id
 from paceline.parsing.events import Event
 from paceline.parsing.formats import ReasoningFormat as ReasoningFormat
 from paceline.parsing.formats import ToolCallFormat as ToolCallFormat
-from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers, OutputParser
 from paceline.parsing.text_stream import StreamParser, TextStream
 from paceline.parsing.tool_calls import (
@@ -25,8 +24,8 @@ from paceline.parsing.tool_calls import (
     functiongemma,
     gemma3,
     gemma4,
-    gemma4_grammar,
     generic,
+    gigachat3,
     glm,
     granite,
     granite_20b,
@@ -36,10 +35,12 @@ from paceline.parsing.tool_calls import (
     hunyuan_a13b,
     internlm2,
     kimi_k2,
+    kimi_k3,
     lfm2,
     llama3_json,
     minicpm5,
     minimax_m2,
+    minimax_m3,
     mistral,
     muse_glimmer,
     nemotron_nano,
@@ -49,147 +50,84 @@ from paceline.parsing.tool_calls import (
     qwen3_coder,
     seed_oss,
     smollm3,
+    solar_open,
+    step3,
     xlam,
 )
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
-HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
-GENERIC = "generic"
-
-
-def _json_list(calls: JsonCallList, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
-    """Return the format of JSON calls after the first of `tokens`."""
-    return ToolCallFormat(calls.markers, signs, tokens, calls.calls_grammar, tokens[0])
-
-
-HARMONY_TOKENS = (harmony.START, harmony.CHANNEL, harmony.MESSAGE, harmony.CONSTRAIN, *harmony.ENDS)
-_OTHER_CALLS = ("!<arg_key>", "!<invoke", "!<tool_calls>")  # formats that write other things after <tool_call>
-# in the order of detection: templates of earlier formats may have the signs of later ones
+HARMONY, HARMONY_REASONING, GENERIC = "openai", "openai_gptoss", "generic"
+# The first format of which a template has all signs is the model's. A template may also have the signs of formats further down: those
+# with marks of their own come first, then those that share <tool_call>, <function= and the like, the most special one first.
 TOOL_CALL_FORMATS = {
-    HARMONY: ToolCallFormat(
-        Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS, harmony.calls_grammar, text_signs=harmony.TEXT_SIGNS
-    ),
-    "gemma4": ToolCallFormat(
-        gemma4.MARKERS, (gemma4.OPEN,), (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE), gemma4_grammar.calls_grammar, gemma4.OPEN
-    ),
-    "mistral": ToolCallFormat(
-        mistral.MARKERS,
-        (mistral.OPEN,),
-        (mistral.OPEN, mistral.ARGS, mistral.CALL_ID),
-        mistral.calls_grammar,
-        mistral.OPEN,
-        new_id=short_call_id,
-    ),
-    "kimi_k2": ToolCallFormat(kimi_k2.MARKERS, (kimi_k2.OPEN, kimi_k2.ARGUMENTS), kimi_k2.TOKENS, kimi_k2.calls_grammar, kimi_k2.OPEN),
-    "minimax_m2": ToolCallFormat(
-        minimax_m2.MARKERS,
-        (minimax_m2.OPEN, minimax_m2.TAGS.function),
-        (minimax_m2.OPEN, minimax_m2.CLOSE),
-        minimax_m2.calls_grammar,
-        minimax_m2.OPEN,
-    ),
-    "phi4_mini_json": _json_list(phi4_mini.TAGGED, ("<|/tool|>",), phi4_mini.TOKENS),
-    "functools": ToolCallFormat(phi4_mini.FUNCTOOLS.markers, ("functools[",), phi4_mini.TOKENS, phi4_mini.FUNCTOOLS.calls_grammar),
-    "nemotron_json": _json_list(nemotron_nano.CALLS, (nemotron_nano.OPEN,), (nemotron_nano.OPEN, nemotron_nano.CLOSE)),
-    "deepseek_v3": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN, "```json"), deepseek.TOKENS, deepseek.calls_grammar_v3, deepseek.OPEN),
-    "deepseek_v31": ToolCallFormat(deepseek.MARKERS, (deepseek.OPEN,), deepseek.TOKENS, deepseek.calls_grammar_v31, deepseek.OPEN),
-    "deepseek_v4": ToolCallFormat(
-        deepseek_dsml.MARKERS, (deepseek_dsml.DSML, "tool_calls>"), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v4
-    ),
-    "deepseek_v32": ToolCallFormat(deepseek_dsml.MARKERS, (deepseek_dsml.DSML,), (deepseek_dsml.DSML,), deepseek_dsml.calls_grammar_v32),
-    "cohere_command3": ToolCallFormat(cohere.CALLS.markers, (cohere.OPEN,), (cohere.OPEN, cohere.CLOSE), cohere.calls_grammar, cohere.OPEN),
-    "command_r": ToolCallFormat(cohere.COMMAND_R.markers, ("json-formatted list of actions",), (), cohere.COMMAND_R.calls_grammar),
-    "internlm": _json_list(internlm2.CALLS, (internlm2.START, internlm2.PLUGIN), internlm2.TOKENS),
-    "hy_v3": ToolCallFormat(hunyuan3.MARKERS, (hunyuan3.OPEN, hunyuan3.KEY), hunyuan3.TOKENS, hunyuan3.calls_grammar, hunyuan3.OPEN),
-    "jamba": _json_list(hunyuan_a13b.JAMBA_CALLS, (hunyuan_a13b.OPEN, "<|bom|>"), hunyuan_a13b.TOKENS),
-    "hunyuan_a13b": ToolCallFormat(
-        hunyuan_a13b.MARKERS, (hunyuan_a13b.OPEN,), hunyuan_a13b.TOKENS, hunyuan_a13b.CALLS.calls_grammar, hunyuan_a13b.OPEN
-    ),
-    "functionary_v31": ToolCallFormat(
-        functionary.MARKERS_V31, (functionary.FUNCTION, "!<parameter=", "!<seed:"), (), functionary.calls_grammar_v31
-    ),
-    "functionary_v32": ToolCallFormat(functionary.MARKERS_V32, (">>>all",), (), functionary.calls_grammar_v32),
-    "granite": _json_list(granite.CALLS, (granite.OPEN,), (granite.OPEN,)),
-    "qwen3_coder": ToolCallFormat(
-        qwen3_coder.MARKERS,
-        (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER, "!<seed:"),
-        (qwen3_coder.OPEN, qwen3_coder.CLOSE),
-        qwen3_coder.calls_grammar,
-        qwen3_coder.OPEN,
-    ),
-    "glm45": ToolCallFormat(glm.MARKERS, (glm.OPEN, glm.KEY), glm.TOKENS, glm.calls_grammar, glm.OPEN),
-    "lfm2": ToolCallFormat(lfm2.MARKERS, lfm2.SIGNS, (lfm2.OPEN, lfm2.CLOSE), lfm2.calls_grammar, lfm2.OPEN),
-    "functiongemma": ToolCallFormat(
-        functiongemma.MARKERS,
-        (functiongemma.OPEN,),
-        (functiongemma.OPEN, functiongemma.CLOSE, functiongemma.QUOTE),
-        functiongemma.calls_grammar,
-        functiongemma.OPEN,
-    ),
-    "gemma3": ToolCallFormat(gemma3.MARKERS, (gemma3.TOOL_CODE,), (), gemma3.calls_grammar),
-    "seed_oss": ToolCallFormat(seed_oss.MARKERS, (seed_oss.OPEN,), (seed_oss.OPEN, seed_oss.CLOSE), seed_oss.calls_grammar, seed_oss.OPEN),
-    "muse_glimmer": ToolCallFormat(muse_glimmer.MARKERS, (muse_glimmer.OPEN,), muse_glimmer.TOKENS, muse_glimmer.calls_grammar),
-    "olmo3": ToolCallFormat(olmo3.MARKERS, (olmo3.OPEN, "!<invoke"), (), olmo3.calls_grammar),
-    "minicpm5": ToolCallFormat(minicpm5.MARKERS, minicpm5.SIGNS, (), minicpm5.calls_grammar),
-    "apertus": ToolCallFormat(apertus.MARKERS, (apertus.OPEN,), (apertus.OPEN, apertus.CLOSE), apertus.calls_grammar, apertus.OPEN),
-    "smollm3": ToolCallFormat(smollm3.MARKERS, (hermes.OPEN, smollm3.CODE), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
-    "hermes": ToolCallFormat(hermes.MARKERS, (hermes.OPEN, *_OTHER_CALLS), (hermes.OPEN, hermes.CLOSE), hermes.calls_grammar, hermes.OPEN),
-    "llama4_pythonic": ToolCallFormat(pythonic.LLAMA4_MARKERS, pythonic.LLAMA4_SIGNS, pythonic.LLAMA4_TOKENS, pythonic.calls_grammar),
-    "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.SIGNS, (llama3_json.PYTHON_TAG,), pythonic.calls_grammar),
-    "granite-20b-fc": _json_list(granite_20b.CALLS, (granite_20b.OPEN,), (granite_20b.OPEN,)),
-    "xlam": ToolCallFormat(xlam.MARKERS, ("make calls in a single JSON array",), (), xlam.CALLS.calls_grammar),
-    "llama3_json": ToolCallFormat(
-        llama3_json.MARKERS, ("<|start_header_id|>", '"parameters"'), (llama3_json.PYTHON_TAG,), llama3_json.calls_grammar
-    ),
-    GENERIC: ToolCallFormat(generic.MARKERS, (), (), generic.calls_grammar),
+    HARMONY: harmony.FORMAT,
+    "gemma4": gemma4.FORMAT,
+    "mistral": mistral.FORMAT,
+    "kimi_k2": kimi_k2.FORMAT,
+    "minimax_m2": minimax_m2.FORMAT,
+    "minimax_m3": minimax_m3.FORMAT,
+    "kimi_k3": kimi_k3.FORMAT,
+    "solar_open": solar_open.FORMAT,
+    "gigachat3": gigachat3.FORMAT,
+    "gigachat3_message": gigachat3.MESSAGE_FORMAT,
+    "step3": step3.FORMAT,
+    "phi4_mini_json": phi4_mini.TAGGED_FORMAT,
+    "functools": phi4_mini.FUNCTOOLS_FORMAT,
+    "nemotron_json": nemotron_nano.FORMAT,
+    "deepseek_v3": deepseek.FORMAT_V3,
+    "deepseek_v31": deepseek.FORMAT_V31,
+    "deepseek_v4": deepseek_dsml.FORMAT_V4,
+    "deepseek_v32": deepseek_dsml.FORMAT_V32,
+    "cohere_command3": cohere.FORMAT,
+    "command_r": cohere.COMMAND_R_FORMAT,
+    "internlm": internlm2.FORMAT,
+    "hy_v3": hunyuan3.FORMAT,
+    "hy_v3_opensource": hunyuan3.SUFFIX_FORMAT,
+    "minimax_m1": hunyuan_a13b.MINIMAX_M1_FORMAT,
+    "jamba": hunyuan_a13b.JAMBA_FORMAT,
+    "hunyuan_a13b": hunyuan_a13b.FORMAT,
+    "functionary_v31": functionary.FORMAT_V31,
+    "functionary_v32": functionary.FORMAT_V32,
+    "granite": granite.FORMAT,
+    "qwen3_coder": qwen3_coder.FORMAT,
+    "glm45": glm.FORMAT,
+    "lfm2": lfm2.FORMAT,
+    "functiongemma": functiongemma.FORMAT,
+    "gemma3": gemma3.FORMAT,
+    "seed_oss": seed_oss.FORMAT,
+    "muse_glimmer": muse_glimmer.FORMAT,
+    "olmo3": olmo3.FORMAT,
+    "minicpm5": minicpm5.FORMAT,
+    "apertus": apertus.FORMAT,
+    "smollm3": smollm3.FORMAT,
+    "hermes": hermes.FORMAT,
+    "llama4_pythonic": pythonic.LLAMA4_FORMAT,
+    "pythonic": pythonic.FORMAT,
+    "granite-20b-fc": granite_20b.FORMAT,
+    "xlam": xlam.FORMAT,
+    "llama3_json": llama3_json.FORMAT,
+    GENERIC: generic.FORMAT,
 }
 REASONING_FORMATS = {
-    HARMONY_REASONING: ReasoningFormat(Markers(), (harmony.CHANNEL, harmony.MESSAGE), HARMONY_TOKENS),
-    "gemma4": ReasoningFormat(reasoning.GEMMA4_MARKERS, reasoning.GEMMA4[:1], reasoning.GEMMA4, "<|channel>thought\n", "<channel|>"),
-    "mistral": ReasoningFormat(reasoning.MISTRAL_MARKERS, reasoning.MISTRAL[:1], reasoning.MISTRAL, *reasoning.MISTRAL, reasoning.mistral),
-    "seed_oss": ReasoningFormat(
-        seed_oss.THINK_MARKERS, seed_oss.THINK[:1], (*seed_oss.THINK, *seed_oss.BUDGET), *seed_oss.THINK, seed_oss.read_reasoning
-    ),
-    "muse_glimmer": ReasoningFormat(
-        muse_glimmer.THINK_MARKERS,
-        ("to=self", muse_glimmer.MESSAGE),
-        muse_glimmer.TOKENS,
-        muse_glimmer.THINK_OPEN,
-        muse_glimmer.ENDS[0],
-        muse_glimmer.read_reasoning,
-    ),
-    "apertus": ReasoningFormat(apertus.THINK_MARKERS, apertus.THINK[:1], apertus.THINK, *apertus.THINK, apertus.read_reasoning),
-    "cohere_command3": ReasoningFormat(
-        answer_tags.COHERE_MARKERS,
-        answer_tags.COHERE[:1],
-        (*answer_tags.COHERE, *answer_tags.COHERE_ANSWER),
-        *answer_tags.COHERE,
-        answer_tags.cohere,
-    ),
-    "granite": ReasoningFormat(answer_tags.GRANITE_MARKERS, answer_tags.GRANITE[:1], (), *answer_tags.GRANITE, answer_tags.read_granite),
-    "qwen3": ReasoningFormat(
-        reasoning.THINK_MARKERS,
-        (reasoning.THINK[1], "!" + answer_tags.RESPONSE[0], "!" + answer_tags.ANSWER[0]),
-        reasoning.THINK,
-        *reasoning.THINK,
-        reasoning.think,
-    ),
-    "ernie45": ReasoningFormat(
-        answer_tags.RESPONSE_MARKERS,
-        (reasoning.THINK[1], answer_tags.RESPONSE[0]),
-        (*reasoning.THINK, *answer_tags.RESPONSE),
-        *reasoning.THINK,
-        reasoning.think,
-    ),
-    "hunyuan_a13b": ReasoningFormat(
-        answer_tags.ANSWER_MARKERS,
-        (reasoning.THINK[1], answer_tags.ANSWER[0]),
-        (*reasoning.THINK, *answer_tags.ANSWER),
-        *reasoning.THINK,
-        reasoning.think,
-    ),
+    HARMONY_REASONING: harmony.REASONING_FORMAT,
+    "gemma4": gemma4.REASONING_FORMAT,
+    "mistral": mistral.REASONING_FORMAT,
+    "seed_oss": seed_oss.REASONING_FORMAT,
+    "muse_glimmer": muse_glimmer.REASONING_FORMAT,
+    "apertus": apertus.REASONING_FORMAT,
+    "cohere_command3": cohere.REASONING_FORMAT,
+    "granite": granite.REASONING_FORMAT,
+    "minimax_m3": minimax_m3.REASONING_FORMAT,
+    "kimi_k3": kimi_k3.REASONING_FORMAT,
+    "solar_open": solar_open.REASONING_FORMAT,
+    "hy_v3_opensource": hunyuan3.SUFFIX_REASONING_FORMAT,
+    "functionary_v32": functionary.ANSWER_FORMAT,
+    "apriel": answer_tags.APRIEL_FORMAT,
+    "ernie45": answer_tags.ERNIE45_FORMAT,
+    "hunyuan_a13b": hunyuan_a13b.REASONING_FORMAT,
+    "qwen3": reasoning.THINK_FORMAT,
 }
 TOOL_CALL_SYNONYMS = {
     "harmony": HARMONY,

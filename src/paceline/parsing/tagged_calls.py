@@ -132,7 +132,11 @@ class TaggedCalls:
         """Pass the rest of a parameter's tag as `_read_name` does; `key_end` or `value` may be missing."""
         if not self.key_end:
             return (yield from self._read_name(stream))
-        key = (yield from stream.matching(_KEY)).strip()
+        key = yield from stream.matching(_KEY)
+        tags = (self.key_end, self.value, *self.value_tags.all)
+        while (yield from stream.one_of(tags)) is None and (yield from stream.take("<")):
+            key += "<" + (yield from stream.matching(_KEY))
+        key = key.strip()
         yield from stream.take_or_end(self.key_end)
         yield from stream.skip()
         if not (yield from stream.take_or_end(self.value)):

@@ -54,7 +54,8 @@ class ToolCallGrammar:
 
     def until(self, end: str) -> str:
         """Return what matches any text without `end`, and then `end`."""
-        return f"{ANYTHING} <[{self._ids[end]}]>" if end in self._ids else self.rule(ANYTHING, suffix=end)
+        begins_with_token = any(end.startswith(token) for token in self._ids)
+        return f"{ANYTHING} {self.text(end)}" if begins_with_token else self.rule(ANYTHING, suffix=end)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of one of `tokens`; None if the tokenizer has none."""

@@ -14,12 +14,13 @@ from paceline.sampling.json_schema import refusal
 from paceline.sampling.schema_document import Schema, SchemaDocument, canonical
 
 ENDS_STRING = b'"'
-ENDS_ITEM = b'",]} \t\n\r'
-"""Bytes one of which a token holds that completes an item."""
+ENDS_ITEM = b'",]} \t\n\r0tfn'
+"""Bytes one of which is in every token that completes an item or begins one that nothing can lengthen."""
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SCALAR_ENDS = frozenset(b",]} \t\n\r")
 _SPACES = frozenset(b" \t\n\r")
+_WORDS = {b"t": "true", b"f": "false", b"n": "null"}
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
 
@@ -68,10 +69,13 @@ class UniqueItemsSchema:
             self._children[key] = self._closure(parts)
         return self._children[key]
 
-    def literals(self, schemas: Schemas) -> tuple[str, ...]:
-        """JSON of all values that any of `schemas` lists; empty where none does."""
-        found = next((values for schema in schemas if (values := self._document.literals(schema)) is not None), [])
-        return tuple(json.dumps(value, ensure_ascii=False) for value in found)
+    def listed_items(self, schemas: Schemas) -> tuple[str, ...]:
+        """JSON of all items that arrays of `schemas` may have, if each of the schemas lists its own; otherwise empty."""
+        parts = [part for schema in schemas for part in _item_schemas(schema, 0) if part is not None]
+        listed = [self._document.literals(part) for part in parts]
+        if None in listed:
+            return ()
+        return tuple(json.dumps(value, ensure_ascii=False) for values in listed if values for value in values)
 
     def _closure(self, schemas: Iterable[Any]) -> Schemas:
         """With the schemas that apply to the same value."""
@@ -201,8 +205,7 @@ class UniqueItemsState:
     def _container(self, schemas: Schemas, *, is_array: bool) -> _Container:
         if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
             return _Container(schemas, is_array)
-        literals = self._schema.literals(self._schema.child(schemas, 0))
-        return _Container(schemas, is_array, items=frozenset(), literals=literals)
+        return _Container(schemas, is_array, items=frozenset(), literals=self._schema.listed_items(schemas))
 
     def _end_string(self, end: int) -> None:
         if self._is_key:
@@ -231,12 +234,24 @@ class UniqueItemsState:
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _is_dead_end(self) -> bool:
-        """Whether every listed value that the unfinished item can become is an earlier item."""
+        """Whether every value that the unfinished item can become is an earlier item: of listed values, of a word, or of a zero."""
         top = self._open[-1]
-        if not top.literals or top.items is None or self._mode is _Mode.AFTER or (self._mode is _Mode.VALUE and not top.items):
+        if not top.items or self._mode is _Mode.AFTER:
             return False
+        if not top.literals:
+            return self._mode is _Mode.IN_SCALAR and self._is_repeated_scalar(top, self._text[top.item_start :])
         begun = b"" if self._mode is _Mode.VALUE else self._text[top.item_start :]
         return not any(one.encode().startswith(begun) and canonical(json.loads(one)) not in top.items for one in top.literals)
+
+    def _is_repeated_scalar(self, top: _Container, begun: bytes) -> bool:
+        """Whether a number or word can only become an earlier item. No digit may follow the zero of an integer."""
+        assert top.items is not None
+        if begun[:1] in _WORDS:
+            return _WORDS[begun[:1]] in top.items
+        if begun not in (b"0", b"-0") or "0" not in top.items:
+            return False
+        types = [schema["type"] for schema in self._schema.child(top.schemas, top.index) if "type" in schema]
+        return bool(types) and not any("number" in ([one] if isinstance(one, str) else one) for one in types)
 
 
 def _parts(schema: Schema, place: str | int) -> list[Any]:

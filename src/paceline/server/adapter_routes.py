@@ -14,20 +14,12 @@ from paceline.server.service import Service
 MAX_PATH_LEN = 4096
 
 
-class LoadFields(Fields):
-    """The body of `/v1/load_lora_adapter`."""
-
-    at = ("adapters", "load")
-
+class LoadFields(Fields, at=("adapters", "load")):
     lora_name: str
     lora_path: str
 
 
-class UnloadFields(Fields):
-    """The body of `/v1/unload_lora_adapter`."""
-
-    at = ("adapters", "unload")
-
+class UnloadFields(Fields, at=("adapters", "unload")):
     lora_name: str
 
 

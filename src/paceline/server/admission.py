@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.server.errors import HttpError
+from paceline.server.errors import HttpError, unavailable
 
 MAX_RETRY_S = 60
 _SMOOTHING = 0.2  # weight of the newest request in the mean duration
@@ -49,10 +49,10 @@ class AdmissionControl:
             HttpError: 503 while it drains, 429 if the queue is full, 400 if they can never fit.
         """
         if self.is_draining:
-            raise _unavailable("the server is shutting down", "draining")
+            raise unavailable("the server is shutting down: retry later", "draining", MAX_RETRY_S)
         limit = self.limit
         if num_samples > limit:
-            text = f"{parameter} asks for {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
+            text = f"{parameter} requests {num_samples} samples, and the server holds at most {limit} at a time: request fewer"
             raise HttpError(400, text, parameter=parameter)
         if self.num_open + num_samples > limit:
             retry_s = min(MAX_RETRY_S, max(1, math.ceil(self._mean_s * num_samples / self._num_running)))
@@ -74,11 +74,7 @@ class AdmissionControl:
                 self._idle.set()
 
     async def run(self, request: Coroutine[Any, Any, None]) -> None:
-        """Run a request, which `abort` may cancel.
-
-        Raises:
-            HttpError: 503, it was aborted.
-        """
+        """Run a request; HttpError with status 503 if `abort` ends it."""
         task, current = asyncio.ensure_future(request), asyncio.current_task()
         self._requests.add(task)
         try:
@@ -116,9 +112,4 @@ class AdmissionControl:
 
 def shutting_down() -> HttpError:
     """Return the error of a request that the shutdown ended before it was answered."""
-    return _unavailable("the server shut down before this request was finished", "shutting_down")
-
-
-def _unavailable(text: str, code: str) -> HttpError:
-    headers = {"Retry-After": str(MAX_RETRY_S)}
-    return HttpError(503, f"{text}: retry later", kind="service_unavailable_error", code=code, headers=headers)
+    return unavailable("the server shut down before this request was finished: retry later", "shutting_down", MAX_RETRY_S)

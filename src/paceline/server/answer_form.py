@@ -1,4 +1,7 @@
-"""What holds an answer to a form, in the spellings of OpenAI, vLLM, llama.cpp and TGI."""
+"""Fields that hold an answer to a form, in the spellings of OpenAI, vLLM, llama.cpp and TGI, and the grammars they mean.
+
+Every function raises HttpError or RequestError if the value of the field `name` is wrong or too long.
+"""
 
 import json
 import re
@@ -19,10 +22,8 @@ Form = tuple[str, Grammar]
 """The name of the field that holds an answer to a form, and the grammar."""
 
 
-class ResponseFormat(Fields):
+class ResponseFormat(Fields, at=("chat", "response_format")):
     """OpenAI's `response_format`. TGI writes the form in `value`, llama.cpp the schema in `schema`."""
-
-    at = ("chat", "response_format")
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -56,11 +57,7 @@ class ResponseFormat(Fields):
         raise invalid(f"{name}.type", f"is {shown(self.type)}: send {_TYPES}")
 
 
-class StructuredOutputs(Fields):
-    """vLLM's `structured_outputs`."""
-
-    at = ("chat", "structured_outputs")
-
+class StructuredOutputs(Fields, at=("chat", "structured_outputs")):
     json_form: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: FastList[str] | None = None
@@ -83,11 +80,7 @@ class FormFields(SamplingFields):
     grammar: str | None = None
 
     def form(self, settings: ServerSettings) -> Form | None:
-        """The form of the answer; None = any text.
-
-        Raises:
-            HttpError: there are two, or it is wrong.
-        """
+        """Return the form of the answer, None = any text; HttpError if there are two, or it is wrong."""
         found = [*self._structured(settings), *self._top_level(settings)]
         if self.response_format is not None and (grammar := self.response_format.form(settings)) is not None:
             found.append(("response_format", grammar))
@@ -124,11 +117,7 @@ class FormFields(SamplingFields):
 
 
 def schema_grammar(name: str, schema: object, settings: ServerSettings) -> Grammar:
-    """The grammar of a JSON schema, an object or its text, in the field `name`.
-
-    Raises:
-        HttpError, RequestError: it is none, or too long.
-    """
+    """Return the grammar of a JSON schema, given as an object or its text."""
     schema = _parsed(name, schema)
     if not isinstance(schema, dict):
         raise invalid(name, "has no schema that is a JSON object: send one")
@@ -137,11 +126,7 @@ def schema_grammar(name: str, schema: object, settings: ServerSettings) -> Gramm
 
 
 def regex_grammar(name: str, pattern: object, settings: ServerSettings) -> Grammar:
-    """The grammar of a regular expression, which the whole answer matches: ^ and $ around it are implied.
-
-    Raises:
-        HttpError, RequestError: it is none, or too long.
-    """
+    """Return the grammar of a regular expression that the whole answer matches; ^ and $ are implied."""
     if not isinstance(pattern, str) or not pattern:
         raise invalid(name, "has no pattern: send a regular expression as a string")
     _check_length(name, len(pattern), settings)
@@ -152,11 +137,7 @@ def regex_grammar(name: str, pattern: object, settings: ServerSettings) -> Gramm
 
 
 def choice_grammar(name: str, texts: object, settings: ServerSettings) -> Grammar:
-    """The grammar of one of several texts.
-
-    Raises:
-        HttpError, RequestError: there are none, or they are too long.
-    """
+    """Return the grammar of one of several texts."""
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise invalid(name, "is no list of non-empty strings: send the texts to choose from")
     _check_length(name, sum(map(len, texts)), settings)
@@ -164,11 +145,7 @@ def choice_grammar(name: str, texts: object, settings: ServerSettings) -> Gramma
 
 
 def lark_grammar(name: str, text: object, settings: ServerSettings) -> Grammar:
-    """The grammar that a Lark text describes.
-
-    Raises:
-        HttpError, RequestError: it is another language, or too long.
-    """
+    """Return the grammar that a Lark text describes."""
     if not isinstance(text, str) or not text:
         raise invalid(name, "has no grammar: send a Lark grammar as a string")
     _check_length(name, len(text), settings)
@@ -179,7 +156,7 @@ def lark_grammar(name: str, text: object, settings: ServerSettings) -> Grammar:
 
 
 def tags_grammar(name: str, given: object, settings: ServerSettings) -> Grammar:
-    """The grammar of free text in which a schema holds what follows each of some tags: vLLM's structural tags, in both of its forms.
+    """Return the grammar of free text with tags that a schema follows: vLLM's structural tags, in both of its forms.
 
     A trigger is the beginning of a tag's `begin`. Text is free until a trigger is complete.
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, Usage
 from paceline.parsing.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool, ToolUse
+from paceline.parsing.tools import ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
@@ -31,47 +31,31 @@ _BILLING_MARK = "x-anthropic-"
 """A first system text that begins so is a note to Anthropic's servers. It changes with every turn, so that no prefix would be reused."""
 
 
-class TextBlock(Fields):
-    """A text."""
-
-    at = ("messages", "content[]")
-
+class TextBlock(Fields, at=("messages", "content[]")):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Fields):
-    """Thoughts of an answer."""
-
-    at = ("messages", "content[]")
-
+class ThinkingBlock(Fields, at=("messages", "content[]")):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Fields):
-    """Thoughts that another server encrypted: there is nothing to read."""
-
-    at = ("messages", "content[]")
+class RedactedThinkingBlock(Fields, at=("messages", "content[]")):
+    """Reasoning that another server encrypted. It is not read."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Fields):
-    """A call in an answer."""
-
-    at = ("messages", "content[]")
-
+class ToolUseBlock(Fields, at=("messages", "content[]")):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Fields):
+class ToolResultBlock(Fields, at=("messages", "content[]")):
     """The result of a call. If the call failed, its text must say so: chat templates have no place for `is_error`."""
-
-    at = ("messages", "content[]")
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -82,11 +66,7 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 _ROLES: dict[type[Block], str] = {ThinkingBlock: "assistant", ToolUseBlock: "assistant", ToolResultBlock: "user"}
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("messages", "messages[]")
-
+class Message(Fields, at=("messages", "messages[]")):
     role: Literal["user", "assistant", "system"]
     content: str | FastList[Annotated[Block, Field(discriminator="type")]]
 
@@ -95,45 +75,27 @@ class Message(Fields):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
 
 
-class Thinking(Fields):
-    """Whether the model thinks before it answers."""
-
-    at = ("messages", "thinking")
-
+class Thinking(Fields, at=("messages", "thinking")):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class Format(Fields):
-    """The form of the text."""
-
-    at = ("messages", "output_config.format")
-
+class Format(Fields, at=("messages", "output_config.format")):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Fields):
-    """How much to think, and the form of the text."""
-
-    at = ("messages", "output_config")
-
+class OutputConfig(Fields, at=("messages", "output_config")):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Format | None = None
 
 
-class ContextManagement(Fields):
+class ContextManagement(Fields, at=("messages", "context_management")):
     """Parts of a conversation that the model shall not see."""
-
-    at = ("messages", "context_management")
 
     edits: list[dict[str, Any]] | None = None
 
 
-class ToolFields(Fields):
-    """A function that the model may call."""
-
-    at = ("messages", "tools[]")
-
+class ToolFields(Fields, at=("messages", "tools[]")):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
@@ -141,20 +103,14 @@ class ToolFields(Fields):
     strict: bool | None = None
 
 
-class ToolChoice(Fields):
-    """Whether tools are called, and how many at once."""
-
-    at = ("messages", "tool_choice")
-
+class ToolChoice(Fields, at=("messages", "tool_choice")):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ConversationFields(SamplingFields):
+class ConversationFields(SamplingFields, at=("messages", "")):
     """The body of `/v1/messages/count_tokens`: also the fields of `/v1/messages` that make the prompt."""
-
-    at = ("messages", "")
 
     model: str | None = None
     messages: FastList[Message]
@@ -230,7 +186,7 @@ def _chat_request(
     check_length("messages", num_chars(messages), service.settings)
     return ChatRequest(
         messages=messages,
-        tools=_tools(fields, service),
+        tools=checked_tools(fields.tools, service.settings, parameters="input_schema"),
         **_tool_choice(fields.tool_choice),
         template_options=_template_options(fields, service),
         continue_final_message=turns.last is not None and turns.last["role"] == "assistant",
@@ -241,11 +197,7 @@ def _chat_request(
 
 
 def conversation(fields: ConversationFields) -> Turns:
-    """The messages as chat templates know them. If the last one is an answer, the model continues it.
-
-    Raises:
-        HttpError: a block does not fit its message.
-    """
+    """Return the messages as chat templates take them; HttpError if a block does not fit its message."""
     turns = Turns()
     if system := _system_texts(fields.system):
         turns.add_text("system", system)
@@ -286,13 +238,6 @@ def _add(turns: Turns, role: str, block: Block) -> None:
     elif isinstance(block, ToolResultBlock):
         given = block.content or ""
         turns.add_result(block.tool_use_id, None, [given] if isinstance(given, str) else [one.text for one in given])
-
-
-def _tools(fields: ConversationFields, service: Service) -> tuple[Tool, ...]:
-    def tool_of(one: ToolFields) -> Tool:
-        return Tool(name=one.name, description=one.description, parameters=one.input_schema, strict=bool(one.strict))
-
-    return checked_tools(fields.tools, tool_of, service.settings, parameters="input_schema")
 
 
 def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.parsing.registry import OutputFormat
 from paceline.sampling.grammar_trial import GrammarTrial
 from paceline.server.adapter_routes import adapter_routes
@@ -26,10 +28,7 @@ from paceline.server.page.routes import page_routes
 from paceline.server.responses import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
-from paceline.server.state import state_routes
 from paceline.server.token_texts import TokenTexts
-
-_ROUTES = (chat_routes, completion_routes, model_routes, response_routes, message_routes, ollama_routes, adapter_routes, state_routes)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -58,7 +57,16 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     # the pages of the docs load code from other hosts, and a redirect would follow the Host header
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for routes in _ROUTES:
+    for routes in (
+        chat_routes,
+        completion_routes,
+        model_routes,
+        response_routes,
+        message_routes,
+        ollama_routes,
+        adapter_routes,
+        state_routes,
+    ):
         app.include_router(routes(service))
     app.include_router(page_routes())
     handle_errors(app)
@@ -69,3 +77,33 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
 def served_name(model: str) -> str:
     """Return the name of a model in requests; of a path only its last part, as clients need not see folders."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
+
+
+def state_routes(service: Service) -> APIRouter:
+    """The routes for health checks and metrics."""
+    router = APIRouter(tags=["state"])
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine runs, else 503: restart the server."""
+        return _state(service, is_refused=False)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 while requests are taken; 503 while the server drains: send them elsewhere."""
+        return _state(service, is_refused=service.admission.is_draining)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Counters and histograms in Prometheus's text form."""
+        return Response(service.metrics.text(await service.engine.stats()), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _state(service: Service, *, is_refused: bool) -> Response:
+    try:
+        service.engine.check_open()
+    except PacelineError:
+        return JSONResponse({"status": "failed"}, 503)
+    return JSONResponse({"status": "draining"}, 503) if is_refused else JSONResponse({"status": "ok"})

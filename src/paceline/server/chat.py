@@ -27,7 +27,7 @@ class ChatService:
     """Answers chats.
 
     Args:
-        formats: how the model writes calls and thoughts.
+        formats: formats of calls and reasoning.
     """
 
     def __init__(self, generation: Generation, formats: OutputFormat) -> None:
@@ -35,13 +35,14 @@ class ChatService:
         self.formats = formats
 
     def check(self, request: ChatRequest) -> None:
-        """Check that this model can answer a request. `collect` and `stream` check it too.
-
-        Raises:
-            RequestError: it cannot.
-        """
+        """Raise RequestError if this model cannot answer a request. `collect` and `stream` check it too."""
         check_tools(request)
         check_template_options(self._tokenizer, request.template_options)
+        if request.continue_final_message and request.params.grammar is not None:
+            raise RequestError(
+                "grammar: the output continues the last message, and a grammar holds for whole texts: end with a message of the user",
+                parameter="grammar",
+            )
         if request.offered_tools and self.formats.tool_call_parser == NONE:
             raise RequestError(
                 "tools cannot be called: how this model writes calls is not known; name its format with --tool-call-parser",
@@ -49,11 +50,7 @@ class ChatService:
             )
 
     def prompt_ids(self, request: ChatRequest) -> list[int]:
-        """The token ids of a request's prompt. Takes time: call it in a thread.
-
-        Raises:
-            RequestError: as `check`, or the chat template rejects the conversation.
-        """
+        """Return the token ids of a request's prompt, with the errors of `check` and of the chat template. Slow: call it in a thread."""
         self.check(request)
         return request.prompt(self._generation.engine.opened.maker).token_ids
 
@@ -85,11 +82,7 @@ class ChatService:
         )
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
-        """The whole answers, in order of their samples.
-
-        Raises:
-            HttpError, PacelineError: as `Generation.collect`, or as `check`.
-        """
+        """Return the whole answers by sample, with the errors of `Generation.collect` and `check`."""
         turn = self._turn(request)
         try:
             return [turn.answer(output) for output in await self._generation.collect(turn.generation_request())]

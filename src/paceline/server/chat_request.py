@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.engine.chat_prompt import ChatPrompt, PromptLimits, chat_prompt
 from paceline.engine.inputs import Messages, RequestOptions
@@ -14,7 +14,6 @@ from paceline.sampling.params import SamplingParams
 from paceline.server.errors import check_count, invalid
 from paceline.server.settings import ServerSettings
 
-Given = TypeVar("Given")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -33,7 +32,7 @@ class ChatRequest:
         add_generation_prompt: whether the prompt begins the model's turn.
         continue_final_message: whether the last message is left open, so that the answer continues its text.
         allow_special_tokens: whether control tokens that the messages spell out are control tokens.
-        takes_the_rest: whether `params.max_tokens` gives way to what the context holds after the prompt.
+        takes_the_rest: whether `params.max_tokens` is replaced by the rest of the context after the prompt.
     """
 
     messages: Messages
@@ -55,11 +54,7 @@ class ChatRequest:
         return () if self.tool_use is ToolUse.NONE else self.tools
 
     def prompt(self, limits: PromptLimits) -> ChatPrompt:
-        """The conversation as the model reads it. Takes time: call it in a thread.
-
-        Raises:
-            RequestError, BackendUnavailableError: as `chat_prompt`.
-        """
+        """Return the conversation as the model reads it, with the errors of `chat_prompt`. Slow: call it in a thread."""
         return chat_prompt(
             limits,
             self.messages,
@@ -84,7 +79,7 @@ class Turns:
         self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
 
     def add_reasoning(self, text: str) -> None:
-        """Add thoughts that precede an answer's next text."""
+        """Add reasoning that precedes an answer's next text."""
         turn = self._turn("assistant")
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
@@ -144,17 +139,13 @@ def plain_content(content: list[dict[str, str]]) -> str | list[dict[str, str]]:
 
 
 def checked_tools(
-    given: Sequence[Given] | None,
-    tool_of: Callable[[Given], Tool],
-    settings: ServerSettings,
-    *,
-    within: str = "",
-    parameters: str = "parameters",
+    given: Sequence[Any] | None, settings: ServerSettings, *, within: str = "", parameters: str = "parameters"
 ) -> tuple[Tool, ...]:
     """The tools of a request.
 
     Args:
-        within: where in a tool the dialect has name and schema, such as ".function".
+        given: the dialect's objects.
+        within: the field of a tool that has its name and schema; empty = the tool itself has them.
         parameters: the dialect's name of the schema.
 
     Raises:
@@ -162,8 +153,11 @@ def checked_tools(
     """
     check_count("tools", len(given or ()), settings.max_tools)
     found = []
-    for index, tool in enumerate(map(tool_of, given or ())):
-        place = f"tools[{index}]{within}"
+    for index, outer in enumerate(given or ()):
+        place, one = (f"tools[{index}].{within}", getattr(outer, within)) if within else (f"tools[{index}]", outer)
+        strict = bool(getattr(one, "strict", False))
+        schema_place = f"{place}.{parameters}"
+        tool = Tool(name=one.name, description=one.description, parameters=getattr(one, parameters), strict=strict, place=schema_place)
         if not _TOOL_NAME.fullmatch(tool.name):
             raise invalid(f"{place}.name", "is no name: use 1 to 128 letters, digits, dots, underscores and hyphens")
         num_chars = len(json.dumps(tool.parameters)) + len(tool.description or "")
@@ -172,17 +166,13 @@ def checked_tools(
             raise invalid(place, f"has {num_chars} characters, and may have {limit}: shorten its description and schema")
         if (tool.parameters or {}).get("type", "object") != "object":
             text = "describes no object: arguments have names; send a schema of the type object"
-            raise invalid(f"{place}.{parameters}", text)
-        found.append(replace(tool, place=f"{place}.{parameters}"))
+            raise invalid(schema_place, text)
+        found.append(tool)
     return tuple(found)
 
 
 def check_tools(request: ChatRequest) -> None:
-    """Check that the tools have different names and fit the tool choice.
-
-    Raises:
-        RequestError: they do not.
-    """
+    """Raise RequestError if two tools have one name, or the tool choice names none of them."""
     names = [tool.name for tool in request.tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -196,11 +186,7 @@ def check_tools(request: ChatRequest) -> None:
 
 
 def allowed_tools(tools: Sequence[Tool], names: Sequence[str], parameter: str) -> tuple[Tool, ...]:
-    """Those of `tools` that a request allows by name.
-
-    Raises:
-        HttpError: a name is not among them.
-    """
+    """Return those of `tools` that a request allows by name; HttpError if one is missing."""
     known = {tool.name for tool in tools}
     for name in names:
         if name not in known:

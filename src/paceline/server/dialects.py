@@ -34,6 +34,12 @@ def anthropic_error(error: HttpError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.text}}
 
 
+def responses_event(error: Mapping[str, Any]) -> bytes:
+    """The event that ends a failed stream of responses, whose clients tell events by their `type`."""
+    details = error["error"]
+    return named_event({"type": "error", "code": details["code"], "message": details["message"], "param": details["param"]})
+
+
 def ollama_error(error: HttpError) -> dict[str, Any]:
     """Ollama's object of an error. Its text names the field."""
     return {"error": error.text}
@@ -67,7 +73,8 @@ class Dialect:
 OPENAI = Dialect(openai_error)
 ANTHROPIC = Dialect(anthropic_error, named_event)
 OLLAMA = Dialect(ollama_error, line, "application/x-ndjson", names_type=False)
-BY_PATH = {"/v1/messages": ANTHROPIC, "/messages": ANTHROPIC, "/api": OLLAMA}
+RESPONSES = Dialect(openai_error, responses_event)
+BY_PATH = {"/v1/responses": RESPONSES, "/responses": RESPONSES, "/v1/messages": ANTHROPIC, "/messages": ANTHROPIC, "/api": OLLAMA}
 
 
 def handle_errors(app: FastAPI) -> None:

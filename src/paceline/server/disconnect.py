@@ -1,9 +1,9 @@
 """Cancellation of a request's work when its client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -14,12 +14,8 @@ from paceline.server.errors import ClientGoneError
 Result = TypeVar("Result")
 
 
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return what `work` returns; cancel it when the client disconnects.
-
-    Raises:
-        ClientGoneError: the client disconnected first.
-    """
+async def cancel_on_disconnect(request: Request, work: Awaitable[Result]) -> Result:
+    """Return what `work` returns; cancel it and raise ClientGoneError when the client disconnects."""
     return await _first(work, request.receive)
 
 
@@ -45,7 +41,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def _first(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+async def _first(work: Awaitable[Result], receive: Receive) -> Result:
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

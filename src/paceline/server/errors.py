@@ -84,12 +84,18 @@ def unsupported(name: str, reason: str) -> HttpError:
     return HttpError(400, f"{name} is not served: {reason}", parameter=name, code="unsupported_parameter")
 
 
+def unavailable(text: str, code: str, retry_s: int | None = None) -> HttpError:
+    """An error of status 503. `retry_s` is how many seconds a client shall wait before it sends the request again."""
+    headers = None if retry_s is None else {"Retry-After": str(retry_s)}
+    return HttpError(503, text, kind="service_unavailable_error", code=code, headers=headers)
+
+
 def http_error_of(error: BaseException) -> HttpError:
     """The answer to an error. Faults of the server itself are reported without details: their text may repeat what a request held."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestError) and error.code == BUSY:
-        return HttpError(503, str(error), kind="service_unavailable_error", code=BUSY, headers={"Retry-After": "5"})
+        return unavailable(str(error), BUSY, 5)
     if isinstance(error, RequestError):
         status = 404 if error.code == "adapter_not_found" else 400  # removed since the request was read
         return HttpError(status, str(error), parameter=error.parameter, code=error.code or "invalid_value")
@@ -106,7 +112,7 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, RecursionError):
         return HttpError(400, "the request is nested too deeply: send a flatter one", code="invalid_value")
     if isinstance(error, ConfigError):
-        return HttpError(503, "the engine takes no requests any more", kind="service_unavailable_error", code="closed")
+        return unavailable("the engine takes no requests any more", "closed")
     log_fault(error)
     if isinstance(error, PacelineError):
         return HttpError(500, "the engine could not go on with this request", kind="server_error", code="engine_error")
@@ -126,21 +132,13 @@ def head_too_large() -> HttpError:
 
 
 def check_count(name: str, count: int, limit: int) -> None:
-    """Check the length of a list.
-
-    Raises:
-        HttpError: it is longer than `limit`.
-    """
+    """Raise HttpError if a list is longer than `limit`."""
     if count > limit:
         raise invalid(name, f"has {count} items, and may have {limit}: send fewer")
 
 
 def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
-    """Check the length of a prompt, in characters.
-
-    Raises:
-        HttpError: it is too long to be tokenized.
-    """
+    """Raise HttpError if a prompt has too many characters to be tokenised."""
     if num_chars > settings.max_prompt_chars:
         text = f"has {num_chars} characters, and may have {settings.max_prompt_chars}: shorten it"
         raise invalid(name, text, "context_length_exceeded")

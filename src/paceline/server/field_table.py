@@ -1,7 +1,7 @@
 """Fields of all dialects that are not served: which are ignored and which are refused, by dialect and kind of object.
 
 Served fields are those of the pydantic models, each of which names its row here. A field in neither place is unknown:
-`ServerSettings.unknown_fields` decides whether it is ignored or refused. docs/server.md is generated from both.
+`ServerSettings.unknown_fields` decides whether it is ignored or refused. tools/list_server_tables.py lists both in docs/server.md.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ REQUEST = _ignored(
 ) | FieldRules(
     refused={
         "skip_special_tokens": Refusal("special tokens are never part of an answer's text", (None, True)),
-        "include_reasoning": Refusal("thoughts are always part of an answer; leave the field out", (None, True)),
+        "include_reasoning": Refusal("reasoning is always part of an answer; leave the field out", (None, True)),
         "parse_tool_calls": Refusal("calls are always read; serve with --tool-call-parser none", (None, True)),
     }
 )
@@ -192,7 +192,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "input[].content[]": LEFTOVERS | _ignored("annotations logprobs parsed prompt_cache_breakpoint detail index"),
         "tools[]": LEFTOVERS | _ignored("output_schema output_type") | _refused("the model gets all tools at once", "defer_loading"),
         "text": _refused("no chat template has a variable for it; write it in instructions", "verbosity", "medium"),
-        "reasoning": _ignored("summary generate_summary enabled max_tokens exclude context"),  # thoughts are sent as they are
+        "reasoning": _ignored("summary generate_summary enabled max_tokens exclude context"),  # reasoning is sent as it is
     },
     "messages": {
         "": REQUEST
@@ -211,7 +211,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         | _refused("the model gets all tools at once", "defer_loading")
         | _refused("chat templates have no place for them; put them into the description", "input_examples"),
         "tool_choice": FieldRules(),
-        "thinking": _ignored("budget_tokens display"),  # max_tokens limits thoughts and text together
+        "thinking": _ignored("budget_tokens display"),  # max_tokens limits reasoning and text together
         "output_config": _ignored("task_budget"),
         "output_config.format": _ignored("name"),
         "context_management": FieldRules(),

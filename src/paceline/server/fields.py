@@ -75,9 +75,12 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     at: ClassVar[tuple[str, str]] = ("", "")
-    """Dialect and kind of object: the row of the table."""
+    """Dialect and kind of object, a class argument: the row of the table."""
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
+
+    def __init_subclass__(cls, *, at: tuple[str, str] | None = None, **options: Any) -> None:
+        cls.at = cls.at if at is None else at
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -222,10 +225,8 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-class SpeculationFields(Fields):
+class SpeculationFields(Fields, at=("chat", "speculation")):
     """How a request may be drafted for, and what the answer reports of it. It changes no token. `trees` implies `origins`."""
-
-    at = ("chat", "speculation")
 
     enabled: bool = True
     drafter: str | None = None

@@ -46,7 +46,7 @@ class Generation:
     """Runs generation requests.
 
     Args:
-        engine: stays the caller's, who closes it.
+        engine: closed by the caller.
     """
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> None:

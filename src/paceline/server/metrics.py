@@ -51,7 +51,7 @@ class Metrics:
         labels = ["model_name", "engine", "adapter", "finished_reason"]
         self._adapters = Counter(PREFIX + "adapter_requests", "Samples that an adapter finished.", labels, registry=self._registry)
         labels = ["model_name", "engine", "route", "status"]
-        self._answers = Counter(PREFIX + "http_requests", "Answers over HTTP.", labels, registry=self._registry)
+        self._answers = Counter(PREFIX + "http_requests", "HTTP responses.", labels, registry=self._registry)
 
     def count_response(self, route: str | None, status: int | None) -> None:
         """Count a response; no route: none matched, or the middleware refused the request."""
@@ -88,7 +88,7 @@ class _EngineCollector(Collector):
         self.stats = EngineStats()
 
     def collect(self) -> Iterable[Metric]:
-        stats, spoken = self.stats, self.stats.speculation
+        stats, speculation = self.stats, self.stats.speculation
         pool = self._opened.engine.cache.pool
         yield self._gauge("num_requests_running", "Samples that take part in passes.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait for room in the engine.", stats.num_waiting)
@@ -96,25 +96,25 @@ class _EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens of finished samples.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens of finished samples.", stats.completion_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache.", stats.prompt_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens whose rows were there.", stats.num_cached_tokens)
-        yield self._counter("num_preemptions", "How often a request's rows were dropped to make room.", stats.num_preemptions)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_cached_tokens)
+        yield self._counter("num_preemptions", "Preemptions of requests.", stats.num_preemptions)
         yield self._counter("engine_steps", "Passes of the target.", stats.num_steps)
         yield self._counter("scaling_passes", "Further passes, for the scalings of X-LoRA adapters.", stats.num_scaling_passes)
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
-        yield self._counter("request_aborts", "Samples that were given up.", stats.num_aborted)
+        yield self._counter("request_aborts", "Samples that were aborted.", stats.num_aborted)
         yield self._gaps()
         drafter = {"drafter": self._opened.drafter_name}
-        drafts = spoken.steps - spoken.plain_steps
+        drafts = speculation.steps - speculation.plain_steps
         yield self._counter("spec_decode_num_drafts", "Steps with drafts.", drafts, drafter)
-        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", spoken.drafted, drafter)
-        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", spoken.accepted, drafter)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.drafted, drafter)
+        yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", speculation.accepted, drafter)
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
-        by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Kept tokens by depth from 0.", ("drafter", "position"))
-        for position, accepted in enumerate(spoken.accepted_by_position or [0]):
+        by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth from 0.", ("drafter", "position"))
+        for position, accepted in enumerate(speculation.accepted_by_position or [0]):
             by_position.add_metric([*self._labels.values(), self._opened.drafter_name, str(position)], accepted)
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
-        for reason, count in spoken.plain.items():
+        for reason, count in speculation.plain.items():
             by_reason.add_metric([*self._labels.values(), reason.name.lower()], count)
         yield by_reason
 

@@ -17,10 +17,8 @@ from paceline.server.openai_chat import Message, ToolFields, conversation, tools
 from paceline.server.service import Service
 
 
-class TokenizeFields(Fields):
+class TokenizeFields(Fields, at=("tokenize", "")):
     """The body of `/tokenize`: a prompt, messages, or a content."""
-
-    at = ("tokenize", "")
 
     model: str | None = None
     prompt: str | None = None
@@ -40,11 +38,7 @@ class TokenizeFields(Fields):
         return {"template_options": "chat_template_kwargs"}
 
 
-class DetokenizeFields(Fields):
-    """The body of `/detokenize`."""
-
-    at = ("tokenize", "detokenize")
-
+class DetokenizeFields(Fields, at=("tokenize", "detokenize")):
     model: str | None = None
     tokens: FastList[int]
 

@@ -13,10 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
-from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
@@ -24,7 +22,7 @@ from paceline.server.errors import check_length, invalid, num_chars
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
-from paceline.server.parameters import request_options, sampling_params, token_limit
+from paceline.server.parameters import num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import LATEST, Service
 from paceline.server.settings import ServerSettings
 
@@ -33,29 +31,17 @@ _DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
-class CalledFunction(Fields):
-    """A function that was called."""
-
-    at = ("ollama", "messages[].tool_calls[].function")
-
+class CalledFunction(Fields, at=("ollama", "messages[].tool_calls[].function")):
     name: str
     arguments: dict[str, Any] | str | None = None
 
 
-class CallFields(Fields):
-    """A call in an answer."""
-
-    at = ("ollama", "messages[].tool_calls[]")
-
+class CallFields(Fields, at=("ollama", "messages[].tool_calls[]")):
     id: str | None = None
     function: CalledFunction
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("ollama", "messages[]")
-
+class Message(Fields, at=("ollama", "messages[]")):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -64,29 +50,21 @@ class Message(Fields):
     tool_call_id: str | None = None
 
 
-class FunctionFields(Fields):
-    """A function, described."""
-
-    at = ("ollama", "tools[].function")
-
+class FunctionFields(Fields, at=("ollama", "tools[].function")):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class ToolFields(Fields):
+class ToolFields(Fields, at=("ollama", "tools[]")):
     """A tool. All tools are functions."""
-
-    at = ("ollama", "tools[]")
 
     type: Literal["function"] | None = None
     function: FunctionFields
 
 
-class Options(Fields):
+class Options(Fields, at=("ollama", "options")):
     """How tokens are chosen. `num_ctx` must fit into the model's context."""
-
-    at = ("ollama", "options")
 
     num_predict: int | None = None
     num_ctx: int | None = None
@@ -101,11 +79,7 @@ class Options(Fields):
     frequency_penalty: float | None = None
 
 
-class RequestFields(Fields):
-    """Fields that chats and single prompts share."""
-
-    at = ("ollama", "")
-
+class RequestFields(Fields, at=("ollama", "")):
     model: str
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -147,11 +121,7 @@ class GenerateFields(RequestFields):
     raw: bool | None = None
 
 
-class ShowFields(Fields):
-    """The body of `/api/show`."""
-
-    at = ("ollama", "show")
-
+class ShowFields(Fields, at=("ollama", "show")):
     model: str | None = None
     name: str | None = None
 
@@ -198,43 +168,32 @@ def ollama_routes(service: Service) -> APIRouter:
 
 def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
     adapter = _adapter_of(service, fields.model)
-    _check_logprobs(fields)
     if not fields.messages:
         return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
     request = ChatRequest(
         messages=conversation(fields, service.settings),
-        tools=_tools(fields, service),
+        tools=checked_tools(fields.tools, service.settings, within="function"),
         template_options=_template_options(fields, service),
-        params=_params(fields, service),
-        options=request_options(_sampling(fields), adapter=adapter),
-        takes_the_rest=_limit(fields) is None,
+        **_generation(fields, service, adapter),
     )
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=True)
 
 
 def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
     adapter = _adapter_of(service, fields.model)
-    _check_logprobs(fields)
     prompt, system = fields.prompt, fields.system
     if not prompt:
         return _loaded(adapter or service.model, {"response": ""})
     if fields.raw and system:
         raise invalid("system", "is no part of a raw prompt: write it into the prompt")
     check_length("prompt", len(prompt) + len(system or ""), service.settings)
-    params, options = _params(fields, service), request_options(_sampling(fields), adapter=adapter)
-    takes_the_rest = _limit(fields) is None
+    generation = _generation(fields, service, adapter)
+    request: ChatRequest | GenerationRequest
     if fields.raw:
-        job = GenerationRequest(
-            prompt_ids=lambda maker: [maker.prompt_ids(prompt)], params=params, options=options, takes_the_rest=takes_the_rest
-        )
-        return _OllamaAnswer(service, adapter or service.model, fields, job, is_chat=False)
-    request = ChatRequest(
-        messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}],
-        template_options=_template_options(fields, service),
-        params=params,
-        options=options,
-        takes_the_rest=takes_the_rest,
-    )
+        request = GenerationRequest(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], **generation)
+    else:
+        messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+        request = ChatRequest(messages=messages, template_options=_template_options(fields, service), **generation)
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
 
 
@@ -244,11 +203,7 @@ def _loaded(model: str, fields: dict[str, Any]) -> Response:
 
 
 def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str, Any]]:
-    """The messages as chat templates know them.
-
-    Raises:
-        HttpError: they are too long.
-    """
+    """Return the messages as chat templates take them; HttpError if they are too long."""
     turns = Turns()
     for message in fields.messages or []:
         if message.role == "tool":
@@ -265,19 +220,6 @@ def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str,
     return messages
 
 
-def _tools(fields: ChatFields, service: Service) -> tuple[Tool, ...]:
-    def tool_of(one: ToolFields) -> Tool:
-        function = one.function
-        return Tool(name=function.name, description=function.description, parameters=function.parameters)
-
-    return checked_tools(fields.tools, tool_of, service.settings, within=".function")
-
-
-def _check_logprobs(fields: RequestFields) -> None:
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
-
-
 def _sampling(fields: RequestFields) -> SamplingFields:
     options = fields.options or Options()
     given = {name: value for name in _SAME_NAMES if (value := getattr(options, name)) is not None}
@@ -286,23 +228,22 @@ def _sampling(fields: RequestFields) -> SamplingFields:
     return SamplingFields(**{**_DEFAULTS, **given}, repetition_penalty=options.repeat_penalty, speculation=fields.speculation)
 
 
-def _params(fields: RequestFields, service: Service) -> SamplingParams:
+def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
+    """Fields that a `ChatRequest` and a `GenerationRequest` share."""
     options, longest = fields.options or Options(), service.engine.opened.maker.max_context
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         text = f"is {options.num_ctx}: it must be in [1, {longest}], the model's context; serve with another --max-context"
         raise invalid("options.num_ctx", text)
-    return sampling_params(
-        _sampling(fields),
+    limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(-1, -2)), _sampling(fields)
+    params = sampling_params(
+        sampling,
         service.settings,
-        max_tokens=_limit(fields),
+        max_tokens=limit,
         stop=options.stop,
         grammar=_grammar(fields, service),
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
     )
-
-
-def _limit(fields: RequestFields) -> int | None:
-    return token_limit("options.num_predict", None if fields.options is None else fields.options.num_predict, unlimited=(-1, -2))
+    return {"params": params, "options": request_options(sampling, adapter=adapter), "takes_the_rest": limit is None}
 
 
 def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
@@ -358,8 +299,8 @@ class _OllamaAnswer:
                 for fields in self._lines(step, calls):
                     yield line(fields)
 
-    async def _raw_steps(self, job: GenerationRequest) -> AsyncGenerator[Step, None]:
-        async with aclosing(self.service.generation.stream(job)) as stream:
+    async def _raw_steps(self, request: GenerationRequest) -> AsyncGenerator[Step, None]:
+        async with aclosing(self.service.generation.stream(request)) as stream:
             async for _, chunk in stream:
                 events: list[Event] = [Text(0, chunk.text)] if chunk.text else []
                 if chunk.output is not None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -16,53 +17,40 @@ from paceline.engine.inputs import RequestOptions
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.parsing.tools import Tool, ToolUse
+from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import FormFields
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields
 from paceline.server.framing import data_event
-from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
+from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 
 DONE = b"data: [DONE]\n\n"
 
 
-class ContentPart(Fields):
-    """A text within a message."""
-
-    at = ("chat", "messages[].content[]")
-
+class ContentPart(Fields, at=("chat", "messages[].content[]")):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
-class CalledFunction(Fields):
+class CalledFunction(Fields, at=("chat", "messages[].tool_calls[].function")):
     """A function that was called; its arguments are an object or the text of one."""
-
-    at = ("chat", "messages[].tool_calls[].function")
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class CallFields(Fields):
-    """A call in a message that was an answer."""
-
-    at = ("chat", "messages[].tool_calls[]")
-
+class CallFields(Fields, at=("chat", "messages[].tool_calls[]")):
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
 
-class Message(Fields):
-    """One turn."""
-
-    at = ("chat", "messages[]")
-
+class Message(Fields, at=("chat", "messages[]")):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | FastList[ContentPart] | None = None
     name: str | None = None
@@ -81,31 +69,21 @@ class Message(Fields):
         return [text for text in given if text] or ([self.refusal] if self.refusal else [])
 
 
-class FunctionFields(Fields):
-    """A function, described."""
-
-    at = ("chat", "tools[].function")
-
+class FunctionFields(Fields, at=("chat", "tools[].function")):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolFields(Fields):
+class ToolFields(Fields, at=("chat", "tools[]")):
     """A tool. All tools are functions."""
-
-    at = ("chat", "tools[]")
 
     type: Literal["function"] = "function"
     function: FunctionFields
 
 
-class Prediction(Fields):
-    """A text that the answer will resemble."""
-
-    at = ("chat", "prediction")
-
+class Prediction(Fields, at=("chat", "prediction")):
     type: Literal["content"]
     content: str | list[ContentPart]
 
@@ -114,27 +92,17 @@ class Prediction(Fields):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
-class StreamOptions(Fields):
-    """How an answer is streamed."""
-
-    at = ("chat", "stream_options")
-
+class StreamOptions(Fields, at=("chat", "stream_options")):
     include_usage: bool | None = None
 
 
-class ReasoningFields(Fields):
-    """How much to think, as OpenRouter writes it."""
-
-    at = ("chat", "reasoning")
-
+class ReasoningFields(Fields, at=("chat", "reasoning")):
     effort: str | None = None
     enabled: bool | None = None
 
 
-class ThinkingFields(Fields):
+class ThinkingFields(Fields, at=("chat", "thinking")):
     """Whether to think, as GLM, Kimi and DeepSeek write it."""
-
-    at = ("chat", "thinking")
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
@@ -163,21 +131,24 @@ class TextFields(FormFields):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def check_prompt_logprobs(self) -> None:
-        """Check that log-probabilities of the prompt are not to be streamed.
+    def params(self, settings: ServerSettings, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """Return how tokens are chosen, with the errors of `sampling_params` and `form`."""
+        form = self.form(settings)
+        own: dict[str, Any] = {
+            "n": self.n,
+            "stop": self.stop,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "grammar": form and form[1],
+        }
+        return sampling_params(self, settings, max_tokens=max_tokens, **own, **more)
 
-        Raises:
-            HttpError: they are.
-        """
+    def check_prompt_logprobs(self) -> None:
+        """Raise HttpError if log-probabilities of the prompt are requested of a stream."""
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", f"is {self.prompt_logprobs}, and a stream has none: send stream=false")
 
 
-class ChatFields(TextFields):
-    """The body of `/v1/chat/completions`."""
-
-    at = ("chat", "")
-
+class ChatFields(TextFields, at=("chat", "")):
     messages: FastList[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -225,29 +196,21 @@ def chat_routes(service: Service) -> APIRouter:
 def _chat(service: Service, fields: ChatFields) -> "_Chat":
     adapter = service.adapter_of(fields.model)
     fields.check_prompt_logprobs()
-    if fields.top_logprobs and not fields.logprobs:
-        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
     messages = conversation(fields.messages, service.settings)
     prediction = None if fields.prediction is None else fields.prediction.text
     check_prediction(prediction, is_read=service.reads_predictions)
     limit = token_limit(fields.parameter_names()["max_tokens"], fields.max_completion_tokens, fields.max_tokens, fields.n_predict)
     tools = tools_of(fields.tools, service.settings)
-    form = fields.form(service.settings)
     request = ChatRequest(
         messages=messages,
-        **_tool_choice(fields.tool_choice, tools),
+        **tool_choice(fields.tool_choice, tools),
         **_ending(fields),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=_template_options(fields, service),
-        params=sampling_params(
-            fields,
+        params=fields.params(
             service.settings,
-            max_tokens=limit,
-            n=fields.n,
-            stop=fields.stop,
-            include_stop=bool(fields.include_stop_str_in_output),
-            grammar=form and form[1],
-            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            limit,
+            logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
             prompt_logprobs=fields.prompt_logprobs,
         ),
         options=request_options(fields, prediction, adapter=adapter),
@@ -257,11 +220,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
 
 
 def conversation(messages: Sequence[Message], settings: ServerSettings) -> list[dict[str, Any]]:
-    """The messages as chat templates know them.
-
-    Raises:
-        HttpError: they are too long, or one is not served.
-    """
+    """Return the messages as chat templates take them; HttpError if they are too long, or one is not served."""
     turns, names = list[dict[str, Any]](), dict[str, str]()
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
@@ -298,45 +257,36 @@ def _call(call: CallFields, new_id: str) -> dict[str, Any]:
     return {"id": call.id or new_id, "type": "function", "function": function}
 
 
-def tools_of(given: Sequence[ToolFields] | None, settings: ServerSettings) -> tuple[Tool, ...]:
-    """The tools of a request.
-
-    Raises:
-        HttpError: they are too many or too long, or a name or a schema is wrong.
-    """
-
-    def tool_of(tool: ToolFields) -> Tool:
-        one = tool.function
-        return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
-
-    return checked_tools(given, tool_of, settings, within=".function")
+tools_of = partial(checked_tools, within="function")
+"""The tools of a request; arguments and errors as for `checked_tools`."""
 
 
-def _tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> dict[str, Any]:
-    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is."""
-    if choice is None or choice in [use.value for use in ToolUse]:
-        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
-    name = None
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        return allowed_choice(choice.get("allowed_tools"), tools, "function")
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("function"), Mapping):
-        name = choice["function"].get("name")
-    if not isinstance(name, str):
-        text = 'send none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
-        raise invalid("tool_choice", f"is {shown(choice)}: {text}")
-    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
-
-
-def allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
-    """Fields of a `ChatRequest` for a choice of some of the tools.
+def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], within: str = "function") -> dict[str, Any]:
+    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is.
 
     Args:
-        allowed: `mode` and `tools`.
-        within: where a tool has its name; empty = in the tool itself.
+        within: the field of a tool that has its name; empty = the tool itself has it.
 
     Raises:
         HttpError: it is none.
     """
+    if choice is None or choice in [use.value for use in ToolUse]:
+        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
+    given = choice if isinstance(choice, Mapping) else {}
+    if given.get("type") == "allowed_tools":
+        return _allowed_choice(given.get("allowed_tools") if within else given, tools, within)
+    one = given.get(within) if within else given
+    name = one.get("name") if isinstance(one, Mapping) and given.get("type") == "function" else None
+    if not isinstance(name, str):
+        function = '"function": {"name": ...}' if within else '"name": ...'
+        text = f'send none, auto, required, {{"type": "function", {function}}} or {{"type": "allowed_tools", ...}}'
+        what = f"has the type {shown(given.get('type'))}" if given else f"is {shown(choice)}"
+        raise invalid("tool_choice", f"{what}: {text}")
+    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
+
+
+def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict[str, Any]:
+    """The same for a choice of some of the tools, which has `mode` and `tools`."""
     given = allowed if isinstance(allowed, Mapping) else {}
     listed = given.get("tools")
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
@@ -468,7 +418,7 @@ def usage_of(outputs: Sequence[RequestOutput], *, counts_output: bool = True) ->
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """The whole message. It has thoughts and calls only if the model wrote some."""
+    """The whole message. It has reasoning and calls only if the model wrote some."""
     calls = [_called(call) for call in answer.tool_calls]
     message = {"role": "assistant", "content": answer.text if answer.text or not calls else None, "refusal": None}
     if answer.reasoning:
@@ -481,7 +431,7 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Thoughts by both names: vLLM's newer one, and the older one, which more clients read."""
+    """Reasoning by both names: vLLM's newer one, and the older one, which more clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -16,17 +16,13 @@ from paceline.server.fields import FastList
 from paceline.server.framing import data_event
 from paceline.server.generation import GenerationRequest
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
-from paceline.server.parameters import check_prediction, request_options, sampling_params, token_limit
+from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionFields(TextFields):
-    """The body of `/v1/completions`."""
-
-    at = ("completions", "")
-
+class CompletionFields(TextFields, at=("completions", "")):
     prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     echo: bool | None = None
     logprobs: int | None = None
@@ -71,26 +67,20 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
     given = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     limit = token_limit("max_tokens", DEFAULT_MAX_TOKENS if given is None else given, low=0)
     check_prediction(fields.prediction, is_read=service.reads_predictions)
-    form = fields.form(settings)
-    params = sampling_params(
-        fields,
+    params = fields.params(
         settings,
-        max_tokens=1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
-        n=fields.n,
-        stop=fields.stop,
-        include_stop=bool(fields.include_stop_str_in_output),
-        grammar=form and form[1],
+        1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
-    job = GenerationRequest(
+    request = GenerationRequest(
         prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
         options=request_options(fields, fields.prediction, adapter=adapter),
         takes_the_rest=limit is None,
     )
-    return _Completion(service, fields, job, shows_output=limit != 0)
+    return _Completion(service, fields, request, shows_output=limit != 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class _Completion:
 
     service: Service
     fields: CompletionFields
-    job: GenerationRequest
+    request: GenerationRequest
     shows_output: bool
 
     @property
@@ -108,9 +98,9 @@ class _Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        outputs = await self.service.generation.collect(self.job)
+        outputs = await self.service.generation.collect(self.request)
         return {
-            **answer_head(self.service, self.job.options, "text_completion", "cmpl"),
+            **answer_head(self.service, self.request.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
             "usage": usage_of(outputs, counts_output=self.shows_output),
             "speculation": speculation_of(outputs, shows_origins=self.fields.shows_origins, texts=self.service.texts),
@@ -118,14 +108,14 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events; the usage is the last one, if it is requested."""
-        top = answer_head(self.service, self.job.options, "text_completion", "cmpl")
+        top = answer_head(self.service, self.request.options, "text_completion", "cmpl")
         if self.fields.includes_usage:
             top["usage"] = None
         num_chars: dict[int, int] = {}  # of the tokens so far, by choice
         outputs: dict[int, RequestOutput] = {}
-        async with aclosing(self.service.generation.stream(self.job)) as stream:
+        async with aclosing(self.service.generation.stream(self.request)) as stream:
             async for index, chunk in stream:
-                place = index * self.job.params.n + chunk.sample_index
+                place = index * self.request.params.n + chunk.sample_index
                 text = self._prefix(index) if place not in num_chars else ""
                 num_chars.setdefault(place, 0)
                 choice = self._piece(place, text, chunk, num_chars)
@@ -152,7 +142,7 @@ class _Completion:
             known, ids = (output.prompt_logprobs or [], output.prompt_token_ids) if self.fields.echo else ([], [])
             new, new_ids = (output.logprobs or [], output.token_ids) if self.shows_output else ([], [])
             logprobs = self.service.texts.completion_lists([*known, *new], [*ids, *new_ids], 0)
-        text = self._prefix(place // self.job.params.n) + (output.text if self.shows_output else "")
+        text = self._prefix(place // self.request.params.n) + (output.text if self.shows_output else "")
         choice = {"index": place, "text": text, "logprobs": logprobs, "finish_reason": self._reason(output)}
         if self.fields.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self.service.texts.prompt_entries(output.prompt_logprobs or [])

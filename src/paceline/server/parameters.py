@@ -78,22 +78,21 @@ def token_limit(name: str, *limits: int | None, low: int = 1, unlimited: Sequenc
     return limit
 
 
-def check_range(name: str, value: int, low: int, high: int) -> None:
-    """Check that a number is within its limits.
+def num_top_logprobs(*, logprobs: bool | None, top_logprobs: int | None) -> int | None:
+    """Return how many tokens are listed next to each token, None = no log-probabilities; HttpError if only the number is given."""
+    if top_logprobs and not logprobs:
+        raise invalid("top_logprobs", "needs logprobs=true: send both, or none")
+    return (top_logprobs or 0) if logprobs else None
 
-    Raises:
-        HttpError: it is not.
-    """
+
+def check_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise HttpError if a number is out of range."""
     if not low <= value <= high:
         raise HttpError(400, f"{name}: {value} is out of range; it must be in [{low}, {high}]", parameter=name, code="invalid_value")
 
 
 def check_prediction(prediction: str | None, *, is_read: bool) -> None:
-    """Check that a drafter reads the prediction, if there is one.
-
-    Raises:
-        HttpError: none does.
-    """
+    """Raise HttpError if there is a prediction and no drafter reads it."""
     if prediction is not None and not is_read:
         raise unsupported("prediction", "no drafter of this server reads it; leave it out, or serve with --drafter prediction")
 

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,15 +15,14 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.parsing.tools import Tool, ToolUse
 from paceline.sampling.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
-from paceline.server.errors import check_length, http_error_of, invalid, num_chars, shown, unsupported
+from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.framing import named_event
-from paceline.server.openai_chat import allowed_choice
+from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -32,20 +31,12 @@ _LOGPROBS = "message.output_text.logprobs"  # the other values of `include` are 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class TextPart(Fields):
-    """A text within an item."""
-
-    at = ("responses", "input[].content[]")
-
+class TextPart(Fields, at=("responses", "input[].content[]")):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
 
 
-class RefusalPart(Fields):
-    """A text by which another server's model refused."""
-
-    at = ("responses", "input[].content[]")
-
+class RefusalPart(Fields, at=("responses", "input[].content[]")):
     type: Literal["refusal"]
     refusal: str
 
@@ -53,41 +44,27 @@ class RefusalPart(Fields):
 Content = str | FastList[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
 
 
-class MessageItem(Fields):
-    """One turn, or a part of one."""
-
-    at = ("responses", "input[]")
-
+class MessageItem(Fields, at=("responses", "input[]")):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class CallItem(Fields):
-    """A call in an answer."""
-
-    at = ("responses", "input[]")
-
+class CallItem(Fields, at=("responses", "input[]")):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class ResultItem(Fields):
-    """The result of a call."""
-
-    at = ("responses", "input[]")
-
+class ResultItem(Fields, at=("responses", "input[]")):
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
-class ReasoningItem(Fields):
-    """Thoughts of an answer. Without `content`, as other servers send it, there are none to read."""
-
-    at = ("responses", "input[]")
+class ReasoningItem(Fields, at=("responses", "input[]")):
+    """Reasoning of an answer. Other servers send it without `content`."""
 
     type: Literal["reasoning"]
     summary: list[dict[str, Any]] | None = None
@@ -107,11 +84,7 @@ Item = Annotated[
 ]
 
 
-class Format(Fields):
-    """The form of the text."""
-
-    at = ("responses", "text.format")
-
+class Format(Fields, at=("responses", "text.format")):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -119,27 +92,15 @@ class Format(Fields):
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextForm(Fields):
-    """The form of the text."""
-
-    at = ("responses", "text")
-
+class TextForm(Fields, at=("responses", "text")):
     format: Format | None = None
 
 
-class ReasoningFields(Fields):
-    """How much to think."""
-
-    at = ("responses", "reasoning")
-
+class ReasoningFields(Fields, at=("responses", "reasoning")):
     effort: str | None = None
 
 
-class FunctionTool(Fields):
-    """A function that the model may call."""
-
-    at = ("responses", "tools[]")
-
+class FunctionTool(Fields, at=("responses", "tools[]")):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -147,11 +108,7 @@ class FunctionTool(Fields):
     strict: bool | None = None
 
 
-class ResponsesFields(SamplingFields):
-    """The body of `/v1/responses`."""
-
-    at = ("responses", "")
-
+class ResponsesFields(SamplingFields, at=("responses", "")):
     model: str | None = None
     input: str | FastList[Item]
     instructions: str | None = None
@@ -189,7 +146,7 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/responses", include_in_schema=False)
     @router.post("/v1/responses", openapi_extra=request_schema(ResponsesFields))
     async def responses(request: Request) -> Response:
-        """Answer a conversation, of which nothing is stored."""
+        """Answer a conversation. Nothing is stored."""
         return await answer_request(request, service, ResponsesFields, _response)
 
     return router
@@ -202,7 +159,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
     limit = token_limit("max_output_tokens", fields.max_output_tokens)
     request = ChatRequest(
         messages=conversation(fields, service.settings),
-        **_tool_choice(fields.tool_choice, _tools(fields.tools, service.settings)),
+        **tool_choice(fields.tool_choice, checked_tools(fields.tools, service.settings), within=""),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=service.chat.thinking_options(effort=None if fields.reasoning is None else fields.reasoning.effort),
         params=sampling_params(fields, service.settings, max_tokens=limit, stop=fields.stop, grammar=_grammar(fields, service.settings)),
@@ -213,11 +170,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
 
 
 def conversation(fields: ResponsesFields, settings: ServerSettings) -> list[dict[str, Any]]:
-    """The input as chat templates know it.
-
-    Raises:
-        HttpError: it is too long.
-    """
+    """Return the input as chat templates take it; HttpError if it is too long."""
     turns = Turns()
     if fields.instructions is not None:
         turns.add_text("system", [fields.instructions])
@@ -239,26 +192,6 @@ def _texts(content: Content) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part.refusal if isinstance(part, RefusalPart) else part.text for part in content]
-
-
-def _tools(given: Sequence[FunctionTool] | None, settings: ServerSettings) -> tuple[Tool, ...]:
-    def tool_of(one: FunctionTool) -> Tool:
-        return Tool(name=one.name, description=one.description, parameters=one.parameters, strict=bool(one.strict))
-
-    return checked_tools(given, tool_of, settings)
-
-
-def _tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> dict[str, Any]:
-    """Fields of a `ChatRequest`: the tools, whether they are called, and the only one that is."""
-    if choice is None or isinstance(choice, str):
-        return {"tools": tools, "tool_use": ToolUse(choice or "auto")}
-    if choice.get("type") == "allowed_tools":
-        return allowed_choice(choice, tools, "")
-    name = choice.get("name")
-    if choice.get("type") != "function" or not isinstance(name, str):
-        text = 'send none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", "mode": ..., "tools": ...}'
-        raise invalid("tool_choice", f"has the type {shown(choice.get('type'))}: {text}")
-    return {"tools": tools, "tool_use": ToolUse.REQUIRED, "tool_name": name}
 
 
 def _grammar(fields: ResponsesFields, settings: ServerSettings) -> Grammar | None:
@@ -367,8 +300,8 @@ class _Response:
     def _usage(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
         """Token counts; those of the reasoning are what its text has by itself."""
         tokenizer, usage = self.service.engine.opened.maker.tokenizer, output.usage
-        thoughts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
-        num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in thoughts)
+        texts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
+        num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},

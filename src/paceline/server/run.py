@@ -162,11 +162,7 @@ class Server(uvicorn.Server):
 
 
 def listening_socket(settings: ServerSettings) -> socket.socket:
-    """Return a bound socket; called before the slow load of a model.
-
-    Raises:
-        ConfigError: the address is in use, or does not belong to this machine.
-    """
+    """Return a bound socket, before the slow load of a model; ConfigError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:

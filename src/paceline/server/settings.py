@@ -11,7 +11,7 @@ MIN_KEY_LEN = 16
 MAX_KEY_LEN = 512
 MAX_KEY_FILE_BYTES = 1_000_000
 MAX_HEAD_BYTES = 16_384
-"""Of a request's target and headers."""
+"""Bytes of a request's target and headers."""
 MAX_HEADERS = 100
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -59,7 +59,7 @@ class ServerSettings:
         max_prompt_chars: characters of a prompt or of a conversation, before it is tokenised.
         max_prompts, max_n: prompts of one request, and samples of each.
         max_stop, max_stop_chars: stop texts of one request, and characters of each.
-        max_grammar_chars: characters of a JSON schema.
+        max_grammar_chars: characters of a schema, a grammar or a tool.
         max_tools: functions that a request may describe.
         max_connections: open connections; a further one closes the oldest idle one, or is refused if all are busy.
         head_timeout_s: seconds that a connection may wait for the head of a request.
@@ -136,11 +136,7 @@ class ServerSettings:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read keys from a file, one a line; empty lines and lines that begin with # are skipped.
-
-    Raises:
-        ConfigError: it cannot be read, holds no key, or one that cannot be used.
-    """
+    """Read keys from a file, one a line, without lines that begin with #; ConfigError if it has none."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_KEY_FILE_BYTES + 1)
@@ -150,7 +146,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"the key file {path} has more than {MAX_KEY_FILE_BYTES} bytes: give a text file with a key on each line")
     keys = keys_in(content.decode("utf-8", "replace"), f"of the key file {path}")
     if not keys:
-        raise ConfigError(f"the key file {path} holds no key: write one on a line of its own")
+        raise ConfigError(f"the key file {path} has no key: write one on each line")
     return keys
 
 
@@ -181,8 +177,8 @@ def check_key(key: str, place: str = "api_keys") -> None:
         ConfigError: it cannot be used.
     """
     if not key.isascii() or not key.isprintable() or " " in key or not MIN_KEY_LEN <= len(key) <= MAX_KEY_LEN:
-        wanted = f"take {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
-        raise ConfigError(f"{place} holds a key of {len(key)} characters, which cannot be used: {wanted}")
+        allowed = f"use {MIN_KEY_LEN} to {MAX_KEY_LEN} printable ASCII characters without spaces"
+        raise ConfigError(f"{place} holds a key of {len(key)} characters, which cannot be used: {allowed}")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

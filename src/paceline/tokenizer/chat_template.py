@@ -83,10 +83,15 @@ class ChatTemplate:
         given = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
         most = most_characters(given, max_context)
         settings = json.dumps({"add_generation_prompt": add_generation_prompt, "names": self._names, "most": most})
-        conversation = f'{{"messages": {text}, "tools": {tools_text}, "options": {options_text}, {settings[1:]}'
+        conversation = f'{{"messages": {text}, "options": {options_text}, {settings[1:-1]}, "tools": '
         try:
             self.check()
-            rendered: str = self.isolated.run(conversation)
+            try:
+                rendered: str = self.isolated.run(f"{conversation}{tools_text}}}")
+            except IsolatedError as error:
+                if tools or error.error_type != "TypeError":
+                    raise
+                rendered = self.isolated.run(f"{conversation}[]}}")  # some templates loop over the tools without a check for none
         except CheckpointError as error:
             raise RequestError(str(error), parameter="messages") from error
         except IsolatedError as error:

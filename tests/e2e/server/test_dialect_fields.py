@@ -108,7 +108,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "place"), REFUSED, ids=[f"{case[0].path} {case[2]} {at}" for at, case in enumerate(REFUSED)])
-def test_what_is_wrong_or_not_served_is_named(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
+def test_a_wrong_or_refused_field_is_named(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
     for is_streamed in (False, True):
         answer = client.post(dialect.path, {"stream": is_streamed, **asked(dialect, **more)})
         assert answer.status_code == 400, answer.text
@@ -118,9 +118,6 @@ def test_what_is_wrong_or_not_served_is_named(client: HttpClient, dialect: Spoke
 
 TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
     (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
-    (MESSAGES, {"tools": [TOOL]}),
-    (RESPONSES, {"tools": [FUNCTION]}),
-    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "tools": [], "mcp_servers": []}),
     (MESSAGES, {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
     (MESSAGES, {"stop_sequences": ["", ""], "thinking": {"type": "disabled", "display": "omitted"}, "betas": ["a"]}),
@@ -137,8 +134,24 @@ TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more"), TAKEN, ids=[f"{case[0].path} {at}" for at, case in enumerate(TAKEN)])
-def test_what_says_nothing_about_the_text_is_taken(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+def test_a_field_that_changes_nothing_leaves_the_text(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
     assert dialect.said(dialect.whole(client, asked(dialect, **more))) == dialect.said(dialect.whole(client, asked(dialect)))
+
+
+DESCRIBED: list[tuple[Spoken, dict[str, Any]]] = [
+    (MESSAGES, {"tools": [TOOL]}),
+    (RESPONSES, {"tools": [FUNCTION]}),
+    (OLLAMA, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "more"), DESCRIBED, ids=[case[0].path for case in DESCRIBED])
+def test_tools_without_place_in_the_template_lengthen_the_prompt(client: HttpClient, dialect: Spoken, more: dict[str, Any]) -> None:
+    """The embedded model's template knows no tools: they are described in the system message."""
+    whole = dialect.whole(client, asked(dialect, **more))
+    assert dialect.said(whole)
+    assert dialect.ending(whole)[1] > dialect.ending(dialect.whole(client, asked(dialect)))[1] + 50
+    assert dialect.streamed(dialect.stream(client, asked(dialect, **more))) == dialect.said(whole)
 
 
 FORMS: list[tuple[Spoken, dict[str, Any]]] = [
@@ -149,19 +162,19 @@ FORMS: list[tuple[Spoken, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "form"), FORMS, ids=[case[0].path for case in FORMS])
-def test_a_schema_holds_the_answer(client: HttpClient, dialect: Spoken, form: dict[str, Any]) -> None:
+def test_a_schema_constrains_the_answer(client: HttpClient, dialect: Spoken, form: dict[str, Any]) -> None:
     fields = {**dialect.fields(TURNS, temperature=0, max_tokens=40), **form}
     ((_, text),) = dialect.said(dialect.whole(client, fields))
     assert set(json.loads(text)) == {"age"}
 
 
-def test_any_json_is_held_too(client: HttpClient) -> None:
+def test_json_without_a_schema_constrains_the_answer(client: HttpClient) -> None:
     for dialect, form in ((RESPONSES, {"text": {"format": {"type": "json_object"}}}), (OLLAMA, {"format": "json"})):
         ((_, text),) = dialect.said(dialect.whole(client, {**asked(dialect), **form}))
         assert text.startswith("{")
 
 
-def test_a_message_says_why_it_ended(client: HttpClient, engine: AsyncEngine) -> None:
+def test_a_message_has_the_reason_of_its_end(client: HttpClient, engine: AsyncEngine) -> None:
     text = MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES)))[0][1]
     stopped = client.json(MESSAGES.path, asked(MESSAGES, stop_sequences=["nowhere", text[3:8]]))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:8])
@@ -182,7 +195,7 @@ def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:
     assert MESSAGES.ending(one)[1] == MESSAGES.ending(several)[1] == RESPONSES.ending(response)[1]
 
 
-def test_tokens_that_were_in_the_cache_are_told_apart(client: HttpClient, engine: AsyncEngine) -> None:
+def test_cached_tokens_of_a_message_are_counted_separately(client: HttpClient, engine: AsyncEngine) -> None:
     talk = turns("I need a taxi to the airport. " * 40)
     first, again = (client.json(MESSAGES.path, asked(MESSAGES, messages=talk, max_tokens=1))["usage"] for _ in range(2))
     assert first["input_tokens"] + first["cache_read_input_tokens"] == len(engine.opened.maker.chat_ids(talk))
@@ -192,13 +205,13 @@ def test_tokens_that_were_in_the_cache_are_told_apart(client: HttpClient, engine
     assert details["cached_tokens"] == again["cache_read_input_tokens"]
 
 
-def test_tokens_are_counted_also_beyond_the_context(client: HttpClient, engine: AsyncEngine) -> None:
+def test_tokens_beyond_the_context_are_counted(client: HttpClient, engine: AsyncEngine) -> None:
     count = client.json("/v1/messages/count_tokens", {"messages": TURNS})["input_tokens"]
     assert count == len(engine.opened.maker.chat_ids(TURNS))
     assert client.json("/v1/messages/count_tokens", {"messages": turns("a " * 3000)})["input_tokens"] > 2048
 
 
-def test_a_response_repeats_what_was_asked(client: HttpClient) -> None:
+def test_a_response_repeats_the_fields_of_its_request(client: HttpClient) -> None:
     more = {"instructions": "Be short.", "text": {"format": {"type": "text"}}, "parallel_tool_calls": False, "top_p": 0.5}
     body = json.dumps({**asked(RESPONSES, **more), "metadata": {"a": "\ud800"}}).encode()
     whole = client.ask("POST", RESPONSES.path, content=body, headers={"Content-Type": "application/json"}).json()
@@ -210,7 +223,7 @@ def test_a_response_repeats_what_was_asked(client: HttpClient) -> None:
         assert (answer["store"], answer["parallel_tool_calls"], answer["max_output_tokens"]) == (False, False, 8)
 
 
-def test_ollama_streams_unless_told_otherwise(client: HttpClient) -> None:
+def test_ollama_streams_by_default(client: HttpClient) -> None:
     fields = asked(OLLAMA)
     events = OLLAMA.events(client.post(OLLAMA.path, fields).text)
     assert len(events) > 2
@@ -218,7 +231,7 @@ def test_ollama_streams_unless_told_otherwise(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
-def test_ollamas_clients_need_not_say_that_a_body_is_json_but_pages_must(client: HttpClient, kind: dict[str, str]) -> None:
+def test_a_body_without_json_type_is_accepted_from_ollamas_clients_only(client: HttpClient, kind: dict[str, str]) -> None:
     body = json.dumps(asked(OLLAMA, stream=False)).encode()
     answer = client.ask("POST", OLLAMA.path, content=body, headers=kind)
     assert answer.status_code == 200
@@ -255,7 +268,7 @@ def test_ollamas_log_probabilities_are_those_of_chats(client: HttpClient) -> Non
     assert [one for event in OLLAMA.stream(client, fields) for one in event.get("logprobs", ())] == content
 
 
-def test_who_asks_for_nothing_learns_that_the_model_is_loaded(client: HttpClient) -> None:
+def test_an_ollama_request_without_a_prompt_reports_the_loaded_model(client: HttpClient) -> None:
     for path, empty in (("/api/chat", {"messages": []}), ("/api/generate", {"prompt": ""}), ("/api/generate", {})):
         assert client.json(path, {"model": "mini", **empty})["done_reason"] == "load"
 

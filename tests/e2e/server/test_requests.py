@@ -217,6 +217,12 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (CHAT, chat(called(), continue_final_message=True), "continue_final_message"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, chat({"role": "assistant", "content": "a"}, continue_final_message=True, add_generation_prompt=True), "add_generation_prompt"),
+    (CHAT, chat({"role": "assistant", "content": "{"}, continue_final_message=True, guided_json={"type": "object"}), "guided_json"),
+    (
+        MESSAGES,
+        chat({"role": "assistant", "content": "{"}, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}),
+        "output_config.format",
+    ),
     (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (CHAT, {"max_tokens": -2}, "max_tokens"),
     (CHAT, {"n_predict": -5, "max_tokens": None}, "max_tokens"),

@@ -87,7 +87,7 @@ def streamed(client: HttpClient, fields: dict[str, Any]) -> tuple[Parsed, str]:
     "more", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "book"}}}]
 )
 @pytest.mark.parametrize("tool_call_parser", ["hermes", "qwen3_coder", "glm45", "mistral", "llama3_json", "gemma4", "openai"])
-def test_a_required_call_comes_with_arguments_that_match_the_schema(
+def test_a_required_call_has_arguments_that_match_the_schema(
     tooled: Callable[..., HttpClient], tool_call_parser: str, more: dict[str, Any]
 ) -> None:
     client = tooled(tool_call_parser=tool_call_parser, reasoning_parser="none")
@@ -117,7 +117,7 @@ def kinds_in_order(said: Parsed) -> Parsed:
 SHORT_CASES = [case for case in CASES if case.output.strip() and not case.is_opened]
 
 
-def test_streamed_and_whole_answers_say_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
+def test_streamed_and_whole_answers_have_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
     for case in SHORT_CASES[:: 1 if large_counts else 5]:
         check_case(tooled, case)
 
@@ -169,7 +169,7 @@ def test_without_tools_calls_are_text(tooled: Callable[..., HttpClient]) -> None
             assert whole(tooled(), {**ASKED, **more}) == ([("text", written)], "stop")
 
 
-def test_thoughts_that_the_prompt_begins_are_thoughts(tooled: Callable[..., HttpClient]) -> None:
+def test_reasoning_that_the_prompt_begins_is_reasoning(tooled: Callable[..., HttpClient]) -> None:
     fields = {"messages": [USER], "temperature": 0, "max_tokens": 60}
     with answering(Grammar.choice(["Hm.\n</think>\n\nYes."])):
         for more in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": True}}):
@@ -179,7 +179,7 @@ def test_thoughts_that_the_prompt_begins_are_thoughts(tooled: Callable[..., Http
         assert whole(tooled(), {**fields, "reasoning_effort": "none"}) == ([("text", "Hm.\n</think>\n\nYes.")], "stop")
 
 
-def test_a_form_holds_the_text_behind_the_thoughts(tooled: Callable[..., HttpClient]) -> None:
+def test_a_form_constrains_the_text_after_reasoning(tooled: Callable[..., HttpClient]) -> None:
     form = {
         "type": "json_schema",
         "json_schema": {
@@ -218,9 +218,7 @@ CALLED = [
 ]
 
 
-def test_calls_and_results_are_told_to_the_model_as_its_template_wants_them(
-    tooled: Callable[..., HttpClient], tool_engine: AsyncEngine
-) -> None:
+def test_calls_and_results_are_rendered_by_the_template(tooled: Callable[..., HttpClient], tool_engine: AsyncEngine) -> None:
     ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
     text = tool_engine.opened.maker.tokenizer.decode(ids, skip_special_tokens=False)
     assert '{"name": "cancel", "description": "", "parameters": {"type": "object", "properties": {}}}}\n' in text
@@ -267,32 +265,44 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "name"), REFUSED, ids=[name for _, name in REFUSED])
-def test_what_is_wrong_with_tools_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
+def test_a_wrong_tool_field_is_named(tooled: Callable[..., HttpClient], more: dict[str, Any], name: str) -> None:
     for is_streamed in (False, True):
         error = tooled(grammar_timeout_s=600).refusal(PATH, {**ASKED, **more, "stream": is_streamed})
         assert error["param"] == name
         assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
 
-def test_a_model_whose_template_knows_no_tools_calls_them_in_a_generic_form(client: HttpClient) -> None:
-    answer = client.json(PATH, {**ASKED, "tool_choice": "required", "parallel_tool_calls": False})
-    (call,) = answer["choices"][0]["message"]["tool_calls"]
-    assert json.loads(call["function"]["arguments"])["kind"] in ("taxi", "bus") or call["function"]["name"] == "cancel"
+def test_a_required_tool_without_place_in_the_template_is_called(client: HttpClient) -> None:
+    """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
+    only = {"type": "function", "function": {"name": "book"}}
+    said, reason = whole(client, {**ASKED, "tool_choice": only})
+    ((kind, name, arguments),) = said
+    assert (kind, name, reason) == ("call", "book", "tool_calls")
+    booked = json.loads(arguments)
+    assert booked["kind"] in ("taxi", "bus")
+    assert booked["seats"] in range(1, 5)
+    assert streamed(client, {**ASKED, "tool_choice": only}) == (said, reason)
+
+
+def test_a_conversation_with_calls_is_answered_without_tools(client: HttpClient) -> None:
     client.json(PATH, {"messages": CALLED, "max_tokens": 1})
+
+
+def test_an_effort_without_place_in_the_template_is_refused(client: HttpClient) -> None:
     assert client.refusal(PATH, {"messages": [USER], "reasoning_effort": "low"})["param"] == "reasoning_effort"
 
 
-def test_a_format_must_be_known_where_tools_are_called(tooled: Callable[..., HttpClient]) -> None:
+def test_tools_without_a_parser_are_refused(tooled: Callable[..., HttpClient]) -> None:
     assert "--tool-call-parser" in tooled(tool_call_parser="none").refusal(PATH, ASKED)["message"]
 
 
-def test_strict_tools_are_held_to_their_schemas_when_the_model_calls_them_by_itself(tooled: Callable[..., HttpClient]) -> None:
+def test_strict_tools_without_an_opening_token_leave_the_text_free(tooled: Callable[..., HttpClient]) -> None:
     """Nothing says where a call begins in a vocabulary without a token for it, so the text stays free."""
     strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in DESCRIBED]
     assert whole(tooled(), {**ASKED, "tools": strict, "max_tokens": 12})[0]
 
 
-def test_openais_own_types_take_the_answers(tooled: Callable[..., HttpClient]) -> None:
+def test_answers_validate_as_openais_own_types(tooled: Callable[..., HttpClient]) -> None:
     chat = pytest.importorskip("openai.types.chat", reason="openai is not installed")
     fields = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False}
     answer = chat.ChatCompletion.model_validate(tooled().json(PATH, fields), strict=True)

@@ -130,6 +130,20 @@ def test_roles_that_must_alternate_are_merged() -> None:
     assert text_of(ALTERNATING, [USER, {"role": "user", "content": "Now?"}]) == "[user]Weather?\n\nNow?"
 
 
+SYSTEM_BEFORE_LAST_USER = (
+    "{% for m in messages %}{% if m.role != 'system' %}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}|{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_system_message_shown_only_before_a_last_user_message_is_folded() -> None:
+    assert text_of(SYSTEM_BEFORE_LAST_USER, [SYSTEM, USER]) == "Be brief.|[user]Weather?"
+    turns = [SYSTEM, USER, {"role": "assistant", "content": "Sun."}]
+    assert text_of(SYSTEM_BEFORE_LAST_USER, turns) == "[user]Be brief.\n\nWeather?[assistant]Sun."
+    assert text_of(SYSTEM_BEFORE_LAST_USER, [SYSTEM]) == "[user]Be brief."
+
+
 def test_a_template_that_rejects_every_form_gives_its_first_error() -> None:
     with pytest.raises(RequestError, match="no cats"):
         text_of("{{ raise_exception('no cats') }}", [SYSTEM, USER, USER])

@@ -58,6 +58,10 @@ REASONING_PARSERS = {
     "muse_glimmer": "muse_glimmer",
     "apertus": "apertus",
     "smollm3": "qwen3",
+    "minimax_m3": "minimax_m3",
+    "kimi_k3": "kimi_k3",
+    "solar_open": "solar_open",
+    "step3": "qwen3",
 }
 
 
@@ -118,6 +122,17 @@ WRITTEN = {
     '</atem:parameter>\n<atem:parameter name="seats">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
     "apertus": f'<|tools_prefix|>[{{"book": {ARGUMENTS}}}]<|tools_suffix|>',
     "smollm3": f'<tool_call>\n{{"name": "book", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "minimax_m3": '<tool_call>\n<invoke name="book"><kind>taxi</kind><seats>2</seats></invoke>\n</tool_call>'.replace(
+        "<", "]<]minimax[>[<"
+    ),
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="book" index="1"<|sep|><|open|>argument key="kind" type="string"<|sep|>taxi'
+    '<|close|>argument<|sep|><|open|>argument key="seats" type="integer"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+    "solar_open": f"<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>book<|tool_call:args|>{ARGUMENTS}<|tool_call:end|>"
+    "<|calls|>",
+    "step3": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="book">'
+    '<steptml:parameter name="kind">taxi</steptml:parameter><steptml:parameter name="seats">2</steptml:parameter></steptml:invoke>'
+    "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
 }
 REASONING = {
     "hermes": "<think>\nHm.\n</think>\n\n",
@@ -135,6 +150,10 @@ REASONING = {
     "muse_glimmer": " to=self<|message|>Hm.<|eom|><|start|>assistant",
     "apertus": "<|inner_prefix|>Hm.<|inner_suffix|>",
     "smollm3": "<think>\nHm.\n</think>\n",
+    "minimax_m3": "<mm:think>Hm.</mm:think>",
+    "kimi_k3": "<|open|>think<|sep|>Hm.<|close|>think<|sep|>",
+    "solar_open": "<|think|>Hm.<|end|><|begin|>assistant",
+    "step3": "<think>Hm.</think>",
 }
 WRITTEN |= json_formats.written_calls(ARGUMENTS)
 REASONING_PARSERS |= json_formats.REASONING_PARSERS

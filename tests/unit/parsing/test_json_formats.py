@@ -1,8 +1,9 @@
 """Formats whose calls are JSON between marks, and their neighbours of the same families: with the faults that models make."""
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,9 @@ STYLES = (
     Style("granite", "<tool_call>[", "]"),
     Style("internlm", "<|action_start|><|plugin|>", "<|action_end|>", is_list=False, arguments_key="parameters"),
     Style("granite-20b-fc", "<function_call> ", "", is_list=False),
+    Style("gigachat3", "<|function_call|>", "", is_list=False),
+    Style("gigachat3_message", "<|message_sep|>\n\nfunction call<|role_sep|>\n", "", is_list=False),
+    Style("minimax_m1", "<tool_calls>", "</tool_calls>", is_list=False),
 )
 REASONING_PARSERS = {**REASONING_PARSERS, "granite": "granite"}
 
@@ -398,6 +402,15 @@ REASONING_CASES = [
         ("text marks", "cohere_command3", "<|START_TEXT|>Yes.<|END_TEXT|>", [("text", "Yes.")], False),
     ]
 ]
+
+
+def with_suffix(one: Case) -> Case:
+    """Return a case of Hunyuan 3 with the suffix that the published model's tags have."""
+    expected = [(kind, *(TAG.sub(r"\1:opensource>", part) for part in parts)) for kind, *parts in one.expected]
+    return replace(one, formats=("hy_v3_opensource",) * 2, output=TAG.sub(r"\1:opensource>", one.output), expected=expected)
+
+
+TAG = re.compile("(</?(?:think|tool_calls?|tool_sep|arg_key|arg_value))>")
 CASES = [
     *(one for style in STYLES for one in json_cases(style)),
     *SPECIAL_CASES,
@@ -405,6 +418,7 @@ CASES = [
     *dsml_cases("deepseek_v32", "function_calls"),
     *dsml_cases("deepseek_v4", "tool_calls"),
     *HY_CASES,
+    *map(with_suffix, HY_CASES),
     *FUNCTIONARY_CASES,
     *REASONING_CASES,
 ]
@@ -485,7 +499,7 @@ TEMPLATES = [
     ("<tool_calls>[]</tool_calls> <think>\\n\\n</think> split('<answer>')", ("hunyuan_a13b", "hunyuan_a13b")),
     ("<|im_start|> make calls in a single JSON array: []", ("xlam", "none")),
     ('<|start_header_id|> "parameters" <function=example_function_name>{}</function>', ("functionary_v31", "none")),
-    ("<|start_header_id|> \"parameters\" '>>>all\\n' + message['content']", ("functionary_v32", "none")),
+    ("<|start_header_id|> \"parameters\" '>>>all\\n' + message['content']", ("functionary_v32", "functionary_v32")),
     ('<|function_call_library|> "<function_call> {\\"name\\": \\"no_function\\"}"', ("granite-20b-fc", "none")),
     ("<|start_of_role|> <|tool_call|> after 'Here is my thought process:' and after 'Here is my response:'", ("granite", "granite")),
     ("<tool_call> <think></think> <response></response>", ("hermes", "ernie45")),

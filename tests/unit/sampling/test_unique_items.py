@@ -94,8 +94,14 @@ def written(schema: dict[str, Any], generator: np.random.Generator) -> str:
         {**SET, "items": {"type": "integer", "minimum": 1, "maximum": 12}, "minItems": 6},
         {**SET, "items": {"type": "string", "pattern": "^[a-z]{0,3}$"}, "minItems": 3, "maxItems": 5},
         {"type": "object", "properties": {"x": {**SET, "items": {"type": "boolean"}}}, "required": ["x"], "additionalProperties": False},
+        {
+            **SET,
+            "items": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"type": "integer", "maximum": 99, "minimum": -9}]},
+            "minItems": 5,
+        },
+        {**SET, "items": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 99999}]}, "minItems": 4, "maxItems": 8},
     ],
-    ids=["enum", "integers", "texts", "booleans"],
+    ids=["enum", "integers", "texts", "booleans", "few integers and words", "integers and words"],
 )
 def test_texts_that_masks_allow_have_no_equal_items(schema: dict[str, Any], seed: int) -> None:
     generator, num_complete = np.random.default_rng(seed), 0

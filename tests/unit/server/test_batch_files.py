@@ -168,7 +168,7 @@ def test_an_output_of_another_batch_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "in", line("one"), line("two"))
     with OutputFile(tmp_path / "out") as output:
         output.append(answer(requests_of(path)[0]))
-        with pytest.raises(ConfigError, match=r"line 1 of .* asks something else than what was answered as 'one'"):
+        with pytest.raises(ConfigError, match=r"line 1 of .* is not the request that was answered as 'one'"):
             plan_batch(written(path, line("one", body={"prompt": "other"})), output.finished, LIMIT)
         with pytest.raises(ConfigError, match="holds an answer to 'one', which is no request"):
             plan_batch(written(path, line("two")), output.finished, LIMIT)

@@ -6,8 +6,10 @@ Reasoning is between <|inner_prefix|> and <|inner_suffix|>; a call within it end
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, read_short_string
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -60,15 +62,14 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
         stream.at += len(THINK[1])
 
 
-def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Ignore the end of reasoning that a call ended."""
-    yield from ()
-
-
 MARKERS = Markers(anywhere={OPEN: read_calls})
-THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: _skip})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f'{{"{tool.name}": ', tool, "}") for tool in tools]
     return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, *THINK, read_reasoning)

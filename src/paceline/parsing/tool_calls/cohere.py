@@ -5,10 +5,15 @@ Command R and R+ write the objects without an id, in a code block after "Action:
 
 from collections.abc import Sequence
 
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import drop_mark, reasoning_until
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
+THINK = ("<|START_THINKING|>", "<|END_THINKING|>")
+ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
 _BETWEEN = ",\n"
 CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), head='", "tool_name": NAME, "parameters": ')
@@ -21,6 +26,8 @@ COMMAND_R = JsonCallList(
     head='{\n        "tool_name": NAME,\n        "parameters": ',
     tail="\n    }",
 )
+read_reasoning = reasoning_until(THINK[1])
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys(ANSWER, drop_mark)})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -29,3 +36,8 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     id_head = grammar.text('    {"tool_call_id": "')
     calls = [f"{id_head} /[0-9]{{1,3}}/ {grammar.call(CALLS.head_of(tool), tool, '}')}" for tool in tools]
     return f"{before} {grammar.listed(calls, _BETWEEN, several=several)} {after}"
+
+
+FORMAT = ToolCallFormat(CALLS.markers, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)
+COMMAND_R_FORMAT = ToolCallFormat(COMMAND_R.markers, ("json-formatted list of actions",), (), COMMAND_R.calls_grammar)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (*THINK, *ANSWER), *THINK, read_reasoning)

@@ -1,12 +1,14 @@
-"""Calls between DeepSeek's marks: type, name and fenced JSON (V3, R1 and its distillations), or name and bare JSON (V3.1)."""
+"""Calls between marks, with type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import take_fence
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -15,6 +17,8 @@ OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
 TYPE = "function"
+# marks of the results of tools, which the model at times writes itself; what is between them is text
+_OUTPUTS = tuple(f"<｜tool▁{name}｜>" for name in ("outputs▁begin", "output▁begin", "output▁end", "outputs▁end"))
 _OTHER_OPENS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")  # as distillations spell it
 
 
@@ -62,7 +66,7 @@ def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from read_calls(stream, sink)
 
 
-MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call})
+MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), CALL: read_bare_call, **dict.fromkeys(_OUTPUTS, drop_mark)})
 
 
 def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
@@ -74,3 +78,7 @@ def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several
 def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
     return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT_V3 = ToolCallFormat(MARKERS, (OPEN, "```json"), TOKENS, calls_grammar_v3, OPEN)
+FORMAT_V31 = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar_v31, OPEN)

@@ -5,6 +5,7 @@ V3.2 puts the calls into <｜DSML｜function_calls>, V4 into <｜DSML｜tool_cal
 
 from dataclasses import replace
 
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCalls
 
@@ -22,4 +23,5 @@ _V32 = TaggedCalls(
 )
 _V4 = replace(_V32, open=f"<{DSML}tool_calls>", close=f"</{DSML}tool_calls>")
 MARKERS = Markers(anywhere={tags.open: tags.read_calls for tags in (_V32, _V4)})
-calls_grammar_v32, calls_grammar_v4 = _V32.calls_grammar, _V4.calls_grammar
+FORMAT_V32 = ToolCallFormat(MARKERS, (DSML,), (DSML,), _V32.calls_grammar)
+FORMAT_V4 = ToolCallFormat(MARKERS, (DSML, "tool_calls>"), (DSML,), _V4.calls_grammar)

@@ -1,12 +1,14 @@
-"""<function=name>{…}</function> (Functionary 3.1 and Llama 3.1's custom tools), and >>>name, line end, {…} (Functionary 3.2)."""
+"""<function=name>{…}</function>, or >>>name, line end, {…} in version 3.2: Functionary 3.1 and 3.2, custom tools of Llama 3.1."""
 
 import re
 import string
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -69,3 +71,9 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     calls = [grammar.call(f"{tool.name}\n", tool) for tool in tools]
     body = grammar.listed(calls, RECIPIENT, several=several)
     return f"{grammar.text(RECIPIENT)}? {body}"
+
+
+FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)
+# the prompt ends with the mark of the first recipient, also without tools
+ANSWER_FORMAT = ReasoningFormat(Markers(anywhere={f"{RECIPIENT}{TEXT}\n": drop_mark}, first={f"{TEXT}\n": drop_mark}), (">>>all",), ())
+FORMAT_V32 = ToolCallFormat(MARKERS_V32, (">>>all",), (), calls_grammar_v32)

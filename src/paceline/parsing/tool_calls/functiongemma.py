@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.held_call import HeldCall
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json, json_word, read_short_string
 from paceline.parsing.output_parser import Markers
@@ -144,3 +145,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
         f"{grammar.text(f'{OPEN}call:{tool.name}')} {quoted_object_grammar(grammar, tool, QUOTE)} {grammar.text(CLOSE)}" for tool in tools
     ]
     return grammar.listed(calls, "", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)

@@ -1,8 +1,9 @@
-"""Calls in a code fence, as Python in ```tool_code or as JSON in ```json, or as a bare list: Gemma 3."""
+"""Python in a fence of tool_code, JSON in one of json, or a bare list: Gemma 3."""
 
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
@@ -32,3 +33,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     newline = "\n"
     return f"{grammar.text(TOOL_CODE + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + FENCE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (TOOL_CODE,), (), calls_grammar)

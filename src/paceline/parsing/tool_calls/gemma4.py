@@ -1,17 +1,26 @@
 """<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>: Gemma 4."""
 
 import re
+from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import skip_closers
 from paceline.parsing.lenient_json import RawQuotes, emit_json_object
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.schema_grammar import quoted_object_grammar
 from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
 
+THINK = ("<|channel>", "<channel|>")
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-_CALL, _RESPONSE = "call:", "<|tool_response>"
+_CALL, _LABEL = "call:", "thought"
+_RESPONSE = "<|tool_response>"  # the result of a call, whose mark the model at times writes itself
 _QUOTES = RawQuotes(QUOTE, OPEN, CLOSE)
+_READER = reasoning_until(THINK[1])
 _NAME = re.compile(r"[\w.\-]")
 
 
@@ -45,4 +54,37 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from skip_closers(stream)
 
 
-MARKERS = Markers(anywhere={OPEN: read_calls})
+def drop_stray_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Leave a mark after a call out of the text."""
+    yield from ()
+    if not sink.num_calls:
+        raise MalformedError
+
+
+MARKERS = Markers(anywhere={OPEN: read_calls, **dict.fromkeys((CLOSE, _RESPONSE), drop_stray_mark)})
+
+
+def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse reasoning after one or more opening marks. Its label may be missing."""
+    yield from skip_repeated_mark(stream, THINK[0])
+    if (yield from stream.one_of((f"{_LABEL}\n", _LABEL + THINK[1]))) is not None:
+        stream.at += len(_LABEL)
+    yield from _READER(stream, sink)
+
+
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Return a grammar of calls with properties in alphabetical order, as in the model's training data.
+
+    Of texts only their `enum` is enforced, of lists no length.
+    """
+    heads = [grammar.text(f"{OPEN}call:{tool.name}") for tool in tools]
+    values = [quoted_object_grammar(grammar, tool, QUOTE, is_sorted=True) for tool in tools]
+    calls = [f"{head} {value} {grammar.text(CLOSE)}" for head, value in zip(heads, values, strict=True)]
+    return grammar.listed(calls, "", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE, QUOTE), calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], THINK, "<|channel>thought\n", THINK[1])

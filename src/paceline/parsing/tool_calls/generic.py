@@ -1,4 +1,4 @@
-"""{"tool_call": {"name": …, "arguments": {…}}}: for models whose chat template has no form of its own.
+"""{"tool_call": {"name": …, "arguments": {…}}}: models whose template has no known format.
 
 The prompt explains the tools and the form in the system message, with the text of `generic_tool_prompt`.
 """
@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import json_call_head, read_json_calls
 from paceline.parsing.output_parser import Markers, ParseMarkup
 from paceline.parsing.text_stream import Parse, TextStream
@@ -50,3 +51,6 @@ MARKERS = Markers(
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{_HEAD}: {json_call_head(tool.name)}", tool, "}}") for tool in tools]
     return grammar.listed(calls, "\n", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, (), (), calls_grammar)

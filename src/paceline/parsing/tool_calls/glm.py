@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCalls
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -43,3 +44,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     """Return a grammar of calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
     calls = [f"{grammar.text(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.text(CLOSE)}" for tool in tools]
     return grammar.listed(calls, "\n", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, KEY), TOKENS, calls_grammar, OPEN)

@@ -4,3 +4,4 @@ from paceline.parsing.json_call_list import JsonCallList
 
 OPEN = "<function_call>"
 CALLS = JsonCallList(open_marks=(OPEN,), head=' {"name": NAME, "arguments": ', between="")
+FORMAT = CALLS.format_of((OPEN,), (OPEN,))

@@ -1,11 +1,13 @@
-"""OpenAI's harmony: messages with a header that names a channel and perhaps a recipient. gpt-oss."""
+"""Messages with a header that names a channel and perhaps a recipient: gpt-oss."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
+from paceline.parsing.markers import Markers
 from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -15,6 +17,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _FUNCTIONS = "functions."
+_NO_TOOLS = ("assistant", "user")  # recipients of messages that are no calls
 _TO_FUNCTION = f"to={_FUNCTIONS}"
 TEXT_SIGNS = (_TO_FUNCTION,)
 _WRITTEN_HEADERS = tuple(f"{words}{_TO_FUNCTION}" for words in ("assistantcommentary ", "assistant commentary ", "commentary ", ""))
@@ -54,18 +57,23 @@ class HarmonyReader:
 
     def _read_message(self, opening: str, stream: TextStream, sink: EventSink) -> Parse[None]:
         header = opening + (yield from self._read_header(stream))
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
+        if recipient is not None and recipient[1] in _NO_TOOLS:
+            recipient = None
         name = recipient[1].removeprefix(_FUNCTIONS) if recipient else ""
         is_function = recipient is not None and (name != recipient[1] or name in sink.tool_names)
         if is_function and self.has_calls and sink.can_call:
             yield from _read_call(stream, sink, name)
-        elif recipient is None and channel is not None and channel[1] in ("analysis", "commentary", "final"):
+        elif recipient is None and channels and channels[-1] in ("analysis", "commentary", "final"):
             stream.mark_emitted()
-            if self.has_reasoning and channel[1] == "analysis":
+            if self.has_reasoning and channels[-1] == "analysis":
                 yield from _emit_to_end(stream, sink.reasoning)
             else:
                 yield from self._emit_text((*ENDS, START), stream, sink)
-        else:  # to an unknown recipient
+        elif recipient is not None and not is_function:  # to a tool that gpt-oss was trained with, such as python
+            stream.mark_emitted()
+            yield from _emit_to_end(stream, sink.reasoning if self.has_reasoning else sink.text)
+        else:
             yield from _emit_to_end(stream, sink.text)
 
     def _read_header(self, stream: TextStream) -> Parse[str]:
@@ -142,3 +150,9 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     heads = [f"{CHANNEL}commentary to={_FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}" for tool in tools]
     calls = [grammar.call(head, tool) for head, tool in zip(heads, tools, strict=True)]
     return f"({reasoning})? {grammar.one_of(calls)}"
+
+
+TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+# HarmonyReader parses the whole answer, so that there are no markers
+FORMAT = ToolCallFormat(Markers(), (CHANNEL, MESSAGE), TOKENS, calls_grammar, text_signs=TEXT_SIGNS)
+REASONING_FORMAT = ReasoningFormat(Markers(), (CHANNEL, MESSAGE), TOKENS)

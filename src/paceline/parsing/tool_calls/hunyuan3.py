@@ -1,75 +1,99 @@
 """<tool_calls><tool_call>name<tool_sep><arg_key>…</arg_key><arg_value>…</arg_value></tool_call></tool_calls>: Hunyuan 3.
 
-Hunyuan 4 leaves out <tool_sep> and the line ends.
+Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a suffix in each tag: <tool_calls:opensource>.
 """
 
 import re
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import reasoning_format
 from paceline.parsing.tagged_calls import LINE_END, TaggedCalls
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
-OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
-CALL, SEPARATOR, CALL_END = "<tool_call>", "<tool_sep>", "</tool_call>"
-KEY, KEY_END = "<arg_key>", "</arg_key>"
-VALUE, VALUE_END = "<arg_value>", "</arg_value>"
-TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
 _NAME = re.compile(r"[\w.\-]")
-TAGS = TaggedCalls(
-    open=OPEN, close=CLOSE, function=CALL, function_end=CALL_END, parameter=KEY, key_end=KEY_END, value=VALUE, parameter_end=VALUE_END
-)
 
 
-def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    yield from stream.take(CALL)
-    yield from _read_call(stream, sink)
-    while sink.can_call and (yield from stream.take(CALL)):
-        yield from _read_call(stream, sink)
-    yield from stream.take_or_end(CLOSE)
+class Hunyuan3:
+    """Reads calls and builds their grammar.
 
+    Args:
+        suffix: the end of each tag's name.
+    """
 
-def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    name = yield from stream.matching(_NAME)
-    yield from stream.skip()
-    has_separator = yield from stream.take(SEPARATOR)
-    yield from stream.skip()
-    if not name or not (has_separator or (sink.knows(name) and (yield from stream.one_of((KEY, CALL_END))))):
-        raise MalformedError
-    stream.mark_emitted()
-    with sink.call(name):
-        if (yield from stream.peek()) == "{":
-            yield from emit_json_object(stream, sink.arguments)
-        else:
-            sink.arguments("{")
-            yield from TAGS.read_parameters(stream, sink, sink.schema_of(name))
+    def __init__(self, suffix: str = "") -> None:
+        self._open, self._close = f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"
+        self._call, self._call_end = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
+        self._key, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
+        self._value, self._value_end = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+        self._separator = f"<tool_sep{suffix}>"
+        self._tags = TaggedCalls(
+            open=self._open,
+            close=self._close,
+            function=self._call,
+            function_end=self._call_end,
+            parameter=self._key,
+            key_end=self._key_end,
+            value=self._value,
+            parameter_end=self._value_end,
+        )
+
+    def format_of(self, signs: tuple[str, ...]) -> ToolCallFormat:
+        """Return the format that these texts in a chat template show."""
+        markers = Markers(anywhere={self._open: self.read_calls, self._call: self.read_bare_call})
+        tags = (self._open, self._close, self._call, self._separator, self._call_end, self._key, self._key_end, self._value)
+        return ToolCallFormat(markers, signs, (*tags, self._value_end), self.calls_grammar, self._open)
+
+    def read_calls(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        yield from stream.skip()
+        yield from stream.take(self._call)
+        yield from self._read_call(stream, sink)
+        while sink.can_call and (yield from stream.take(self._call)):
+            yield from self._read_call(stream, sink)
+        yield from stream.take_or_end(self._close)
+
+    def _read_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        yield from stream.skip()
+        name = yield from stream.matching(_NAME)
+        yield from stream.skip()
+        has_separator = yield from stream.take(self._separator)
+        yield from stream.skip()
+        if not name or not (has_separator or (sink.knows(name) and (yield from stream.one_of((self._key, self._call_end))))):
+            raise MalformedError
         stream.mark_emitted()
-    yield from stream.skip()
-    yield from take_any(stream, (CALL_END,))
-    yield from stream.skip()
-    stream.mark_emitted()
+        with sink.call(name):
+            if (yield from stream.peek()) == "{":
+                yield from emit_json_object(stream, sink.arguments)
+            else:
+                sink.arguments("{")
+                yield from self._tags.read_parameters(stream, sink, sink.schema_of(name))
+            stream.mark_emitted()
+        yield from stream.skip()
+        yield from take_any(stream, (self._call_end,))
+        yield from stream.skip()
+        stream.mark_emitted()
+
+    def read_bare_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
+        """Parse calls whose outer mark is missing."""
+        stream.at -= len(self._call)
+        yield from self.read_calls(stream, sink)
+
+    def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+        """Build the grammar. Arguments come in the schema's order."""
+        separator = "" if grammar.has(self._key) and not grammar.has(self._separator) else self._separator
+        heads = [grammar.text(f"{self._call}{tool.name}{separator}") for tool in tools]
+        end = f"{grammar.text(self._call_end)} {LINE_END}"
+        calls = [f"{head} {self._tags.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]
+        return f"{grammar.text(self._open)} {LINE_END} {grammar.listed(calls, '', several=several)} {grammar.text(self._close)}"
 
 
-def read_bare_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse calls whose outer mark is missing."""
-    stream.at -= len(CALL)
-    yield from read_calls(stream, sink)
-
-
-MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_call})
-
-
-def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls with arguments in the schema's order."""
-    separator = "" if grammar.has(KEY) and not grammar.has(SEPARATOR) else SEPARATOR
-    heads = [grammar.text(f"{CALL}{tool.name}{separator}") for tool in tools]
-    end = f"{grammar.text(CALL_END)} {LINE_END}"
-    calls = [f"{head} {TAGS.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]
-    return f"{grammar.text(OPEN)} {LINE_END} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+_SUFFIX = ":opensource"
+FORMAT = Hunyuan3().format_of(("<tool_calls>", "<arg_key>"))
+SUFFIX_FORMAT = Hunyuan3(_SUFFIX).format_of(("<tool_calls{}>", _SUFFIX))
+SUFFIX_REASONING_FORMAT = reasoning_format(f"<think{_SUFFIX}>", f"</think{_SUFFIX}>", ("</think{}>", _SUFFIX))

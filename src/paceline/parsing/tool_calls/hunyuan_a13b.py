@@ -1,23 +1,28 @@
-"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B, and Jamba with line ends within."""
+"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B and Apriel.
+
+Jamba writes line ends within the list, MiniMax-M1 the calls on lines of their own without a list.
+"""
 
 from dataclasses import replace
 
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.answer_tags import think_before
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.reasoning import drop_mark
 
+ANSWER = ("<answer>", "</answer>")
 OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
 TOKENS = (OPEN, CLOSE)
 ROLE = "助手："  # the chat template makes text answers begin with "assistant:"
 
 CALLS = JsonCallList(open_marks=(OPEN,), close_marks=(CLOSE,), before="[", after="]" + CLOSE)
+MINIMAX_M1_CALLS = replace(CALLS, before="\n", between="\n", after="\n" + CLOSE)
 JAMBA_CALLS = replace(CALLS, before="[\n    ", between=",\n    ", after="\n]" + CLOSE)
 
 
-def drop_role(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave the role out of the text."""
-    yield from ()
-
-
-MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_role})
+MARKERS = Markers(anywhere=CALLS.markers.anywhere, first={ROLE: drop_mark})
+MINIMAX_M1_FORMAT = MINIMAX_M1_CALLS.format_of((OPEN, "<beginning_of_sentence>"), TOKENS)
+JAMBA_FORMAT = JAMBA_CALLS.format_of((OPEN, "<|bom|>"), TOKENS)
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, CALLS.calls_grammar, OPEN)
+REASONING_FORMAT = think_before(ANSWER)

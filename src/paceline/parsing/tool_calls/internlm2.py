@@ -7,3 +7,4 @@ TOKENS = (START, PLUGIN, END)
 CALLS = JsonCallList(
     open_marks=(START + PLUGIN,), close_marks=(END,), head='\n{"name": NAME, "parameters": ', tail="}", after=END, between=""
 )
+FORMAT = CALLS.format_of((START, PLUGIN), TOKENS)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, skip_closers
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
@@ -56,3 +57,6 @@ MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [f"{grammar.text(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools]
     return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_calls import CallListReader
@@ -36,3 +37,6 @@ MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"
+
+
+FORMAT = ToolCallFormat(MARKERS, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN)

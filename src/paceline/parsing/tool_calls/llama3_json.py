@@ -1,8 +1,9 @@
-"""{"name": …, "parameters": {…}}, as the whole answer or after <|python_tag|>: Llama 3.1 to 3.3; several are separated by semicolons."""
+"""{"name": …, "parameters": {…}}, as the whole answer or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
 
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import json_call_head, read_json_calls
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.text_stream import Parse, TextStream
@@ -30,3 +31,6 @@ MARKERS = Markers(anywhere={PYTHON_TAG: read_calls}, first=BARE)
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(json_call_head(tool.name, "parameters"), tool, "}") for tool in tools]
     return grammar.listed(calls, "; ", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, ("<|start_header_id|>", '"parameters"'), (PYTHON_TAG,), calls_grammar)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCalls
 from paceline.parsing.text_stream import Parse, TextStream
@@ -32,3 +33,6 @@ MARKERS = Markers(anywhere={f"{TAGS.function} ": TAGS.read_function, f"{TAGS.fun
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     return grammar.listed([TAGS.call_grammar(grammar, tool, "") for tool in tools], "\n", several=several)
+
+
+FORMAT = ToolCallFormat(MARKERS, SIGNS, (), calls_grammar)

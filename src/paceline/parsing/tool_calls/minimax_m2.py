@@ -1,5 +1,6 @@
 """<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter>…</invoke></minimax:tool_call>: MiniMax-M2."""
 
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCalls
 
@@ -15,4 +16,4 @@ TAGS = TaggedCalls(
     is_block=True,
 )
 MARKERS = Markers(anywhere={OPEN: TAGS.read_calls})
-calls_grammar = TAGS.calls_grammar
+FORMAT = ToolCallFormat(MARKERS, (OPEN, TAGS.function), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)

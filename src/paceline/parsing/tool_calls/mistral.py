@@ -1,18 +1,22 @@
-"""[TOOL_CALLS][{"name": …, "arguments": {…}}, …], and as newer models write it: [TOOL_CALLS]name[ARGS]{…}."""
+"""[TOOL_CALLS][{"name": …, "arguments": {…}}, …] or, newer, [TOOL_CALLS]name[ARGS]{…}: Mistral, Devstral and Ministral."""
 
 import re
 from collections.abc import Sequence
 
 from paceline.parsing.end_mark import skip_repeated_mark
-from paceline.parsing.event_sink import EventSink
+from paceline.parsing.event_sink import EventSink, short_call_id
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.json_call import emit_arguments, json_call_head, read_json_calls, skip_closers
-from paceline.parsing.output_parser import Markers
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import reasoning_until
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
+THINK = ("[THINK]", "[/THINK]")
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]")
+read_reasoning = reasoning_until(THINK[1], open=THINK[0])
 
 
 def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -48,3 +52,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
         return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
     calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
     return f'{grammar.text(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, ARGS, CALL_ID), calls_grammar, OPEN, new_id=short_call_id)
+REASONING_FORMAT = ReasoningFormat(Markers(anywhere={THINK[0]: read_reasoning}), THINK[:1], THINK, *THINK, read_reasoning)

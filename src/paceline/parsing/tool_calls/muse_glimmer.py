@@ -6,9 +6,11 @@ Reasoning is to `self`, the answer is to `user`, calls are to the tool.
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
+from paceline.parsing.reasoning import drop_mark
 from paceline.parsing.tagged_calls import TaggedCalls
-from paceline.parsing.text_stream import Parse, TextStream
+from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
@@ -25,8 +27,8 @@ TAGS = TaggedCalls(
     attribute="name=",
     quote='"',
 )
-_SELF = "self"
-THINK_OPEN = f" to={_SELF}{MESSAGE}"
+_TO, _SELF, _USER = "to=", "self", "user"
+THINK_OPEN = f" {_TO}{_SELF}{MESSAGE}"
 
 
 def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -38,18 +40,16 @@ def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Read the header of a message, and the message if it is reasoning."""
-    recipient = yield from stream.until(MESSAGE)
-    if recipient.strip().endswith(_SELF):
+    """Read the header of a message, and the message if it is reasoning or for the user."""
+    recipient = (yield from stream.until(MESSAGE)).rpartition(_TO)[2].strip()
+    if recipient == _SELF:
         yield from read_reasoning(stream, sink)
+    elif recipient == _USER:  # calls that it quotes are text
+        stream.mark_emitted()
+        yield from stream.emit_until((*ENDS, START), sink.text, held=WHITESPACE)
 
 
-def _skip(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Ignore a mark between messages."""
-    yield from ()
-
-
-_HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), _skip)}
+_HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), drop_mark)}
 # the first header begins in the prompt
 MARKERS = Markers(anywhere={OPEN: TAGS.read_calls, **_HEADERS}, first={"to=": read_header})
 THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
@@ -62,3 +62,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
         head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
         calls.append(f"{head} {TAGS.call_grammar(grammar, tool)} {grammar.text(chr(10) + CLOSE)}")
     return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (_TO + _SELF, MESSAGE), TOKENS, THINK_OPEN, ENDS[0], read_reasoning)

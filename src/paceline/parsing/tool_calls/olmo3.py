@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
@@ -16,3 +17,6 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     newline = "\n"
     return f"{grammar.text(OPEN + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + CLOSE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, "!<invoke"), (), calls_grammar)

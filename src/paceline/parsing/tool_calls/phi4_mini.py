@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 
 OPEN, CLOSE = "<|tool_call|>", "<|/tool_call|>"
@@ -11,3 +12,5 @@ TAGGED = JsonCallList(
     open_marks=(OPEN, "functools[", "<|tool_calls|>"), close_marks=(CLOSE, "<|/tool_calls|>"), before="[", after="]" + CLOSE
 )
 FUNCTOOLS = replace(TAGGED, open_marks=("functools[", OPEN, "<|tool_calls|>"), after="]")
+TAGGED_FORMAT = TAGGED.format_of(("<|/tool|>",), TOKENS)
+FUNCTOOLS_FORMAT = ToolCallFormat(FUNCTOOLS.markers, ("functools[",), TOKENS, FUNCTOOLS.calls_grammar)

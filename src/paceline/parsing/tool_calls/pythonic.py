@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.python_calls import CallListReader
 from paceline.parsing.schema_grammar import python_call_grammar
@@ -48,3 +49,7 @@ LLAMA4_MARKERS = Markers(anywhere={PYTHON_START: read_marked}, first=_FIRST)
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     return f'"[" {grammar.listed(calls, ", ", several=several)} "]"'
+
+
+LLAMA4_FORMAT = ToolCallFormat(LLAMA4_MARKERS, LLAMA4_SIGNS, LLAMA4_TOKENS, calls_grammar)
+FORMAT = ToolCallFormat(MARKERS, SIGNS, (PYTHON_TAG,), calls_grammar)

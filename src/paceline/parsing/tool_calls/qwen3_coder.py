@@ -1,7 +1,8 @@
-"""<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder and Qwen 3.5."""
+"""<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>: Qwen3-Coder, Qwen 3.5 and Nemotron 3."""
 
 from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tagged_calls import TaggedCalls
@@ -33,4 +34,4 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 MARKERS = Markers(anywhere={OPEN: read_calls, FUNCTION: TAGS.read_functions})  # these models at times leave out <tool_call>
-calls_grammar = TAGS.calls_grammar
+FORMAT = ToolCallFormat(MARKERS, (FUNCTION, PARAMETER, "!<seed:"), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)

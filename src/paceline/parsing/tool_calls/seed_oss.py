@@ -5,6 +5,7 @@ Reasoning is between <seed:think> and </seed:think>. Remarks on the thinking bud
 
 from dataclasses import replace
 
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import reasoning_until
 from paceline.parsing.tool_calls import qwen3_coder
@@ -16,4 +17,5 @@ TAGS = replace(qwen3_coder.TAGS, open=OPEN, close=CLOSE, border="")
 read_reasoning = reasoning_until(THINK[1])
 THINK_MARKERS = Markers(first={THINK[0]: read_reasoning})
 MARKERS = Markers(anywhere={OPEN: TAGS.read_calls})
-calls_grammar = TAGS.calls_grammar
+FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), TAGS.calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, THINK[:1], (*THINK, *BUDGET), *THINK, read_reasoning)

@@ -1,5 +1,6 @@
 """[{"name": …, "arguments": {…}}, …] as the whole answer or in a code block: xLAM 2."""
 
+from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import JsonCallList
 from paceline.parsing.output_parser import Markers
 
@@ -8,3 +9,4 @@ TAGGED = JsonCallList(open_marks=("<tool_call>", "[TOOL_CALLS]"), close_marks=("
 MARKERS = Markers(
     anywhere={**TAGGED.markers.anywhere, "```": CALLS.reader(len("```"))}, first=dict.fromkeys(("[", "{"), CALLS.reader(len("[")))
 )
+FORMAT = ToolCallFormat(MARKERS, ("make calls in a single JSON array",), (), CALLS.calls_grammar)

@@ -51,11 +51,7 @@ class BadLine:
 
 
 def read_lines(path: Path, max_line_bytes: int) -> Iterator[BatchLine | BadLine]:
-    """Yield the lines of a batch file, without empty ones.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
+    """Yield the lines of a batch file without empty ones; RequestError if it cannot be read."""
     if path.exists() and not path.is_file():
         raise RequestError(f"the batch file {path} is no regular file, and it is read twice: give a file with a request on each line")
     number, offset = 0, 0
@@ -96,7 +92,7 @@ def _wrong_in(fields: Any) -> str | None:
         if name not in fields:
             return f"{name} is missing: write {{custom_id, method, url, body}}"
     if unknown := sorted(set(fields) - set(_FIELDS)):
-        return f"{unknown[0]} is no field of a batch line: what belongs to the request stands in its body"
+        return f"{unknown[0]} is no field of a batch line: fields of the request belong into its body"
     custom_id = fields["custom_id"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS or not _is_unicode(custom_id):
         return f"custom_id is no text of 1 to {MAX_ID_CHARS} characters: name the line"
@@ -106,7 +102,7 @@ def _wrong_in(fields: Any) -> str | None:
         return f"url is none of {' and '.join(ENDPOINTS)}: write one of them"
     if not isinstance(fields["body"], dict):
         return "body is no JSON object: write the fields of the request"
-    return "body asks for a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
+    return "body requests a stream, which a file cannot hold: leave stream out" if fields["body"].get("stream") else None
 
 
 def _is_unicode(text: str) -> bool:
@@ -139,11 +135,7 @@ class Plan:
         return len(self.pending) // 3
 
     def lines(self) -> Iterator[BatchLine]:
-        """Read the lines to be answered again.
-
-        Raises:
-            RequestError: the file was changed in the meantime.
-        """
+        """Read the lines to be answered again; RequestError if the file was changed."""
         with self.path.open("rb") as file:
             for place in range(0, len(self.pending), 3):
                 number, offset, num_bytes = self.pending[place : place + 3]
@@ -176,7 +168,7 @@ def plan_batch(path: Path, finished: Finished, max_line_bytes: int) -> Plan:
             if answered is None:
                 pending.extend((line.number, line.offset, line.num_bytes))
             elif answered != line.id:
-                text = f"line {line.number} of {path} asks something else than what was answered as {line.custom_id!r}"
+                text = f"line {line.number} of {path} is not the request that was answered as {line.custom_id!r}"
                 raise ConfigError(f"{text}: undo the change, or give another output file")
     if twice:
         more = f" and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""The file of answers: one writer, whole lines only, and what an earlier run left in it."""
+"""The output file of a batch: one writer, whole lines only, continued by later runs."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from typing import Any, BinaryIO
 from paceline.errors import CapacityError, ConfigError, RequestError
 
 _BEGINNING = b'{"id":"batch_req_'
-_HEAD_BYTES = 200  # of a line, that tell whether it is ours
+_HEAD_BYTES = 200  # of a line, which show whether a batch wrote it
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class Finished:
-    """What stands in an output file.
+    """Content of an output file.
 
     Attributes:
         ids: the line's id by its custom_id.
@@ -31,11 +31,7 @@ class Finished:
     models: set[str] = field(default_factory=set)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count a line.
-
-        Raises:
-            KeyError, TypeError, AttributeError: it is none of ours.
-        """
+        """Count a line; KeyError, TypeError or AttributeError if a batch has not written it."""
         response = line["response"]
         status, model = int(response["status_code"]), response["body"].get("model")
         self.ids[line["custom_id"]] = line["id"]
@@ -51,7 +47,7 @@ class OutputFile:
     of power. Whatever ended the last run, what it left half written at the end is cut off when the file is opened.
 
     Args:
-        path: made where it is not there; nobody else may write it while this object is open.
+        path: created if it does not exist; locked against other writers while this object is open.
 
     Raises:
         ConfigError: another run is writing it, or its content is not a batch's output, each answer once.
@@ -83,19 +79,15 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        is_left_over = kind is not None and self._is_new and self._end == 0  # a run that was refused leaves nothing behind
+        is_left_over = kind is not None and self._is_new and self._end == 0  # a refused run leaves no file
         if is_left_over and sys.platform != "win32":
-            self.path.unlink(missing_ok=True)  # while nobody else can have the lock
+            self.path.unlink(missing_ok=True)  # while this process has the lock
         self.close()
         if is_left_over and sys.platform == "win32":
             self.path.unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write an answer.
-
-        Raises:
-            CapacityError: the disk is full, or the like; nothing of the line stays.
-        """
+        """Write an answer; CapacityError, and no part of the line, if the disk is full."""
         content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
             written = 0
@@ -108,7 +100,7 @@ class OutputFile:
         self.finished.add(line)
 
     def sync(self) -> None:
-        """What was written survives a loss of power, once this returns. May be called in a thread."""
+        """Make what was written survive a loss of power. May be called in a thread."""
         if not self._is_synced:
             self._is_synced = True
             os.fsync(self._file.fileno())
@@ -123,11 +115,7 @@ class OutputFile:
                 self._file.close()
 
     def _take_stock(self) -> int:
-        """Read what is there; the length of what stays.
-
-        Raises:
-            ConfigError: it is not a batch's output.
-        """
+        """Read the lines of earlier runs and return the length of the whole ones; ConfigError if they are not a batch's."""
         end = 0
         for number, line in enumerate(_lines(self._file), 1):
             try:
@@ -146,11 +134,7 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """That a line which is not whole is the end of what a killed run wrote, and may be cut.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError unless a line is the last, incomplete one of a killed run, which may be cut."""
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
         kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):
@@ -171,11 +155,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lock(file: BinaryIO, path: Path) -> None:
-    """The system gives the lock back when the process ends, however that happens.
-
-    Raises:
-        ConfigError: another process has it.
-    """
+    """Lock a file until the process ends; ConfigError if another process has it."""
     try:
         if sys.platform == "win32":
             import msvcrt

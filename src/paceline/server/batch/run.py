@@ -127,11 +127,7 @@ def begin_batch(source: Path, output: OutputFile, settings: ServerSettings, watc
 
 
 def check_model(output: OutputFile, model: str, adapters: Iterable[str]) -> None:
-    """Check that earlier answers come from the same model or its adapters.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError if earlier answers come from another model than this one or its adapters."""
     if others := sorted(output.finished.models - {model, *adapters}):
         found = f"{output.path} holds answers of the model {others[0]!r}, and this is {model!r}"
         raise ConfigError(f"{found}: give another output file, or its adapter by that name")

@@ -152,8 +152,8 @@ async def _forward(service: FrontService, request: Request) -> Response:
         key,
     )
     parts = _parts(service, forwarded)
-    async with _closed_on_error(parts):
-        head = await cancel_on_disconnect(request, _next(parts))
+    try:
+        head = await cancel_on_disconnect(request, anext(parts))
         assert isinstance(head, ResponseHead)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
@@ -163,14 +163,13 @@ async def _forward(service: FrontService, request: Request) -> Response:
             return stream
         content = head.body + await cancel_on_disconnect(request, _rest(parts))
         return Response(content, head.status, headers)
+    except BaseException:  # otherwise the stream that is returned closes it
+        await parts.aclose()
+        raise
 
 
 async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGenerator[ResponseHead | bytes, None]:
-    """ResponseHead and body of an answer, while the admission holds a place for it.
-
-    Raises:
-        HttpError: it is not let in, or its replica ended.
-    """
+    """Yield head and body of an admitted request; HttpError if it is refused or its replica ended."""
     with service.admission.admitted(1):
         if not await service.engine.num_running():
             raise no_replica()
@@ -180,24 +179,6 @@ async def _parts(service: FrontService, forwarded: ForwardedRequest) -> AsyncGen
                     yield part
             except ReplicaLostError:
                 raise replica_lost() from None
-
-
-class _closed_on_error:  # noqa: N801  # reads as a block
-    """Close a generator if the block fails; otherwise the stream that is returned closes it."""
-
-    def __init__(self, parts: AsyncGenerator[ResponseHead | bytes, None]) -> None:
-        self._parts = parts
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            await self._parts.aclose()
-
-
-async def _next(parts: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead | bytes:
-    return await anext(parts)
 
 
 async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:

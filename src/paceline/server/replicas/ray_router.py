@@ -22,9 +22,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Return the chosen replica, then the others as fallbacks."""
         replicas = {one.replica_id.unique_id: one for one in candidate_replicas}
         arguments: dict[str, Any] = {} if pending_request is None else pending_request.kwargs
-        wanted = arguments.get("replica")
-        if wanted is not None:
-            return [[replicas[wanted]]] if wanted in replicas else []
+        named = arguments.get("replica")
+        if named is not None:
+            return [[replicas[named]]] if named in replicas else []
         if not replicas:
             return []
         loads = {name: self._loads[name] for name in replicas}

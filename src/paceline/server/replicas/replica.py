@@ -10,7 +10,7 @@ from typing import Any
 from paceline.engine.async_engine import AsyncEngine
 from paceline.server.app import create_app
 from paceline.server.asgi_client import batched_parts, call_app
-from paceline.server.errors import HttpError
+from paceline.server.errors import HttpError, unavailable
 from paceline.server.settings import ServerSettings
 
 RETRY_S = 2
@@ -88,16 +88,13 @@ class ReplicaPool(ABC):
 
 def replica_lost() -> HttpError:
     """Return the error of a request whose replica ended."""
-    return _unavailable("the replica of this request ended and is being restarted: send the request again", "replica_lost")
+    text = "the replica of this request ended and is being restarted: send the request again"
+    return unavailable(text, "replica_lost", RETRY_S)
 
 
 def no_replica() -> HttpError:
     """Return the error of a request while no replica runs."""
-    return _unavailable("no replica is running yet: send the request again soon", "no_replica")
-
-
-def _unavailable(text: str, code: str) -> HttpError:
-    return HttpError(503, text, kind="service_unavailable_error", code=code, headers={"Retry-After": str(RETRY_S)})
+    return unavailable("no replica is running yet: send the request again soon", "no_replica", RETRY_S)
 
 
 WINDOW_S = 0.02

@@ -1,4 +1,4 @@
-"""Which replica answers a request: the one that has probably seen how it begins, unless that one has too much to do.
+"""Choice of a replica for a request: the one that probably has its prefix cached, unless it has too much load.
 
 A function of numbers alone: `tools/simulate_replicas.py` and its tests call it with a simulated clock.
 """
@@ -12,16 +12,15 @@ from typing import Any
 DEFAULT_MAX_LEAD = 4
 PROMPT_CHARS = 512
 PROMPT_TOKENS = 128
-"""What of a prompt's beginning is looked at."""
+"""Length of the hashed beginning of a prompt."""
 _MASK = 2**64 - 1
 
 
 def choose_replica(loads: Mapping[str, int], key: int, *, max_lead: int = DEFAULT_MAX_LEAD) -> str:
     """The name of the replica for a request.
 
-    Every key has one replica that it belongs to, which stays the same while that one is there (rendezvous hashing); so requests that begin
-    alike meet the rows of one another. If that one has more than `max_lead` requests more than the least loaded, the request goes to the
-    least loaded; of several to the one that comes first for this key.
+    Rendezvous hashing assigns a replica to every key as long as that replica runs, so requests with the same beginning share cached rows.
+    If it has more than `max_lead` requests more than the least loaded one, the least loaded one with the highest weight is chosen.
 
     Args:
         loads: requests that each replica has now.
@@ -72,12 +71,12 @@ def _beginning(fields: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=4096)
 def _affine(names: tuple[str, ...], key: int) -> str:
-    """Whom a key belongs to; kept, as among a thousand replicas finding out takes a millisecond."""
+    """The replica of a key; cached, since the choice among a thousand takes a millisecond."""
     return max(names, key=lambda name: _weight(name, key))
 
 
 def _weight(name: str, key: int) -> int:
-    """How much a replica attracts a key: 64 well-mixed bits of both.
+    """The weight of a replica for a key: 64 well-mixed bits of both.
 
     Source: the finaliser of SplitMix64 (G. Steele, D. Lea, C. Flood 2014).
     """

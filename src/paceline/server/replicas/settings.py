@@ -30,11 +30,7 @@ class ClusterSettings:
             _check_count(name, getattr(self, name))
 
     def engine_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `AsyncEngine.open` for a replica: on one machine they share its processors.
-
-        Raises:
-            ConfigError: `threads` is missing for a cluster.
-        """
+        """Return the arguments of `AsyncEngine.open` for a replica; ConfigError if a cluster has no `threads`."""
         if arguments.get("threads") is not None:
             return dict(arguments)
         if self.ray_address is not None:

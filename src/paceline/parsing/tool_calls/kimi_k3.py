@@ -1,0 +1,125 @@
+"""Sections between <|open|>name<|sep|> and <|close|>name<|sep|>: Kimi-K3.
+
+The sections of an answer are think, response and tools. A call has its name and each argument its key and type as attributes; arguments
+may also be one JSON object in a section `json`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape, unescape
+from typing import Any
+
+from paceline.parsing.argument_types import parameter_schema
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.lenient_json import emit_json_object, escape_json
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.schema_grammar import value_grammar
+from paceline.parsing.tagged_values import TaggedValues, ValueTags
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
+from paceline.parsing.tools import Tool
+
+OPEN_TAG, CLOSE_TAG, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
+TOKENS = (OPEN_TAG, CLOSE_TAG, SEPARATOR)
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+
+
+def section(name: str) -> tuple[str, str]:
+    """Return the marks around a section."""
+    return f"{OPEN_TAG}{name}{SEPARATOR}", f"{CLOSE_TAG}{name}{SEPARATOR}"
+
+
+THINK, RESPONSE, MESSAGE = section("think"), section("response"), section("message")
+OPEN, CLOSE = section("tools")
+_CALL, _CALL_END = f"{OPEN_TAG}call ", section("call")[1]
+_ARGUMENT, _ARGUMENT_END = f"{OPEN_TAG}argument ", section("argument")[1]
+_TAG_END = f'"{SEPARATOR}'
+_VALUE_TAGS = ValueTags(_ARGUMENT, _ARGUMENT_END, _CALL, (_CALL_END, CLOSE), block_opening=OPEN)
+_JSON, _JSON_END = f"{OPEN_TAG}json", section("json")[1]
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect(_CALL)
+    yield from _read_call(stream, sink)
+    while sink.can_call and (yield from stream.take(_CALL)):
+        yield from _read_call(stream, sink)
+    yield from stream.take_or_end(CLOSE)
+
+
+def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
+    """Parse a call after the beginning of its tag."""
+    name = (yield from _read_attributes(stream)).get("tool")
+    if not name:
+        raise MalformedError
+    yield from stream.skip()
+    stream.mark_emitted()
+    with sink.call(name):
+        if (yield from stream.take(_JSON)):
+            yield from stream.until(SEPARATOR)
+            yield from stream.skip()
+            yield from emit_json_object(stream, sink.arguments)
+            yield from stream.skip()
+            yield from stream.take_or_end(_JSON_END)
+        else:
+            sink.arguments("{")
+            yield from _read_arguments(stream, sink, sink.schema_of(name))
+        yield from stream.skip()
+        yield from stream.take_or_end(_CALL_END)
+        stream.mark_emitted()
+    yield from stream.skip()
+
+
+def _read_arguments(stream: TextStream, sink: EventSink, root: Mapping[str, Any] | None) -> Parse[None]:
+    before = ""
+    while (yield from stream.take(_ARGUMENT)):
+        begin, attributes = stream.position, (yield from _read_attributes(stream))
+        key = attributes.get("key", "")
+        schema = parameter_schema(root, key)
+        if schema is None:  # the model names the type
+            schema = {"type": attributes.get("type", "string")}
+        yield from TaggedValues.of(stream, sink, _VALUE_TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
+        before = ", "
+        yield from stream.skip()
+
+
+def _read_attributes(stream: TextStream) -> Parse[dict[str, str]]:
+    """Pass the rest of an opening tag."""
+    return {name: unescape(value) for name, value in _ATTRIBUTE.findall((yield from stream.until(SEPARATOR)))}
+
+
+read_reasoning = reasoning_until(THINK[1], open=THINK[0])
+# the marks of the answer are also those of reasoning, because they are markup without tools, too
+_ANSWER = dict.fromkeys((*RESPONSE, MESSAGE[1]), drop_mark)
+MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+THINK_MARKERS = Markers(anywhere=_ANSWER, first={THINK[0]: read_reasoning, THINK[1]: drop_mark})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Return a grammar of an empty answer and calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
+    calls = []
+    for tool in tools:
+        head = grammar.text(f'{_CALL}tool="{escape(tool.name)}" index="')
+        calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.text(_TAG_END)} {_arguments(grammar, tool)} {grammar.text(_CALL_END)}")
+    empty = grammar.text("".join(RESPONSE))
+    return f"({empty})? {grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
+    root = arguments_schema(tool)
+    required, parts = root.get("required") or (), ['""']
+    for name in root.get("properties") or ():
+        schema = parameter_schema(root, name) or {}
+        named = schema.get("type")
+        types = grammar.text(named) if isinstance(named, str) else "/[a-z]+/"
+        key = grammar.text(f'{_ARGUMENT}key="{escape(name)}" type="')
+        opening = f"{key} {types} {grammar.text(_TAG_END)}"
+        one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _ARGUMENT_END)}")
+        parts.append(one if name in required else f"{one}?")
+    return " ".join(parts)
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN_TAG, "'tools'"), TOKENS, calls_grammar)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (OPEN_TAG, "'think'"), TOKENS, *THINK, read_reasoning)

@@ -1,0 +1,62 @@
+"""Messages with a kind, think, content or tool_calls, and calls of an id, a name and JSON: Solar Open.
+
+The prompt ends with the role of the first message.
+"""
+
+import re
+from collections.abc import Sequence
+
+from paceline.parsing.event_sink import EventSink
+from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
+from paceline.parsing.json_call import emit_arguments, skip_closers
+from paceline.parsing.markers import Markers
+from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.text_stream import MalformedError, Parse, TextStream
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
+from paceline.parsing.tools import Tool
+
+OPEN, CLOSE = "<|tool_calls|>", "<|calls|>"
+CALL, NAME, ARGUMENTS, CALL_END = "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"
+BEGIN, CONTENT, END = "<|begin|>assistant", "<|content|>", "<|end|>"
+THINK = ("<|think|>", END)
+TOKENS = (OPEN, CLOSE, CALL, NAME, ARGUMENTS, CALL_END)
+_ID = re.compile(r"[\w.\-]")
+
+
+def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
+    yield from stream.skip()
+    yield from stream.expect(CALL)
+    yield from _read_call(stream, sink)
+    while sink.can_call and (yield from stream.take(CALL)):
+        yield from _read_call(stream, sink)
+    yield from stream.take_or_end(CLOSE)
+
+
+def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
+    call_id = yield from stream.matching(_ID)
+    yield from stream.expect(NAME)
+    name = (yield from stream.until(ARGUMENTS)).strip()
+    if not name or not name.isprintable():
+        raise MalformedError
+    yield from stream.skip()
+    yield from emit_arguments(stream, sink, name, call_id or None)
+    yield from skip_closers(stream)
+    yield from stream.take_or_end(CALL_END)
+    yield from stream.skip()
+    stream.mark_emitted()
+
+
+read_reasoning = reasoning_until(THINK[1])
+_ANSWER = dict.fromkeys((BEGIN, CONTENT, END), drop_mark)
+MARKERS = Markers(anywhere={OPEN: read_calls, **_ANSWER})
+THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})
+
+
+def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
+    """Return a grammar of calls with ids of ten characters, after the role if reasoning came before."""
+    calls = [f"{grammar.text(CALL)} /[a-z0-9]{{10}}/ {grammar.call(f'{NAME}{tool.name}{ARGUMENTS}', tool, CALL_END)}" for tool in tools]
+    return f"({grammar.text(BEGIN)})? {grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+
+
+FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)
+REASONING_FORMAT = ReasoningFormat(THINK_MARKERS, (THINK[0], CONTENT), (*THINK, "<|begin|>", CONTENT), *THINK, read_reasoning)

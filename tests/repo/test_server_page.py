@@ -1,0 +1,23 @@
+"""The tables of docs/server.md are made from the code."""
+
+import pytest
+
+from list_server_tables import PAGE, TABLES, TITLES, calls, served_fields, written
+from paceline.parsing.registry import TOOL_CALL_FORMATS
+from paceline.server.field_table import TABLE
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_the_server_page_is_that_of_the_code(name: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page, name), "python tools/list_server_tables.py --write"
+
+
+def test_every_dialect_has_fields_in_the_server_page() -> None:
+    assert set(TITLES) == set(TABLE) == {dialect for dialect, _ in served_fields()}
+
+
+def test_every_tool_call_format_has_a_row_in_the_server_page() -> None:
+    rows = list(calls())
+    for name in TOOL_CALL_FORMATS:
+        assert sum(f"`{name}`" in row.split("|")[1] for row in rows) == 1, name

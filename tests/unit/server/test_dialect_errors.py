@@ -1,0 +1,27 @@
+"""How each dialect writes an error that ends a stream."""
+
+import json
+
+import pytest
+
+from paceline.server.dialects import dialect_of
+from paceline.server.errors import HttpError
+
+ERROR = HttpError(503, "the server is shutting down", kind="service_unavailable_error", code="shutting_down")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "kind"),
+    [
+        ("/v1/chat/completions", None, None),
+        ("/v1/responses", "error", "error"),
+        ("/responses", "error", "error"),
+        ("/v1/messages", "error", "error"),
+    ],
+)
+def test_an_error_event_has_the_name_that_clients_dispatch_on(path: str, name: str | None, kind: str | None) -> None:
+    *names, data = dialect_of(path).error_event(ERROR).decode().strip().splitlines()
+    assert names == ([] if name is None else [f"event: {name}"])
+    fields = json.loads(data.removeprefix("data: "))
+    assert fields.get("type") == kind
+    assert "shutting down" in json.dumps(fields)
