@@ -54,11 +54,13 @@ class ParsedToolCall:
         name: the tool's name.
         arguments: the arguments by their names.
         id: an id made for this call, or the one that the model wrote.
+        is_complete: False if the text ended within a string of the arguments, which is cut there: do not run such a call.
     """
 
     name: str
     arguments: dict[str, Any]
     id: str
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)

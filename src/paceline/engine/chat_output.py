@@ -46,7 +46,8 @@ class ChatOutputParser:
     def parsed(self, output: RequestOutput) -> RequestOutput:
         """Return a whole output with its content, reasoning and tool calls."""
         stream = self.stream(sample=output.sample_index)
-        found = ParsedOutput.of_events([*stream.push(output.text), *stream.finish()])
+        events = [*stream.push(output.text), *stream.finish()]
+        found = ParsedOutput.of_events(events, stream.sink.broken_off)
         return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
 
 

@@ -36,7 +36,7 @@ class EventSink:
 
     Attributes:
         num_calls: number of calls that were begun.
-        num_complete: number of calls whose arguments did not end within a string.
+        broken_off: indices of the calls whose arguments ended within a string.
         has_text: whether the answer has text.
     """
 
@@ -46,7 +46,8 @@ class EventSink:
         self._completer = JsonCompleter()
         self._has_arguments = False
         self._pieces: list[str] = []  # of arguments, not yet completed
-        self.num_calls = self.num_complete = 0
+        self.num_calls = 0
+        self.broken_off: set[int] = set()
         self.has_text = False
         self._events: list[Event] = []
 
@@ -73,6 +74,11 @@ class EventSink:
     def tool_names(self) -> Collection[str]:
         """Names of the tools that the model was shown."""
         return self._tools.keys()
+
+    @property
+    def num_complete(self) -> int:
+        """Number of calls whose arguments did not end within a string."""
+        return self.num_calls - len(self.broken_off)
 
     def schema_of(self, name: str) -> Mapping[str, Any] | None:
         """Return the schema of a tool's arguments; None if there is none."""
@@ -102,7 +108,8 @@ class EventSink:
 
     def _complete_call(self) -> None:
         self._pass_arguments()
-        self.num_complete += not self._completer.in_string
+        if self._completer.in_string:
+            self.broken_off.add(self.num_calls - 1)
         self._add_arguments(self._completer.close() if self._has_arguments else "{}")
 
     def arguments(self, text: str) -> None:

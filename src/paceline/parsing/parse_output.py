@@ -1,8 +1,9 @@
 """Reads content, reasoning and tool calls out of the text that a model wrote."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import RequestError
@@ -22,6 +23,12 @@ from paceline.parsing.registry import (
 )
 from paceline.parsing.tools import Tool
 
+_END_TOKENS = re.compile(
+    r"(?:\s*(?:</s>|<eos>|<\|(?:im_end|eot_id|eom_id|eot|eom|end|end_of_text|endoftext|return|user|observation|role_end|END_OF_TURN_TOKEN)\|>"
+    r"|<end_of_turn>|<turn\|>|<｜end▁of▁sentence｜>|\[e~\[|<\|/?end_of_role\|>))+\s*$"
+)
+"""Tokens by which models end an output."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
@@ -38,8 +45,12 @@ class ParsedOutput:
     tool_calls: tuple[ParsedToolCall, ...]
 
     @classmethod
-    def of_events(cls, events: Sequence[Event]) -> "ParsedOutput":
-        """Return what all events of one sample amount to."""
+    def of_events(cls, events: Sequence[Event], broken_off: Collection[int] = ()) -> "ParsedOutput":
+        """Return what all events of one sample amount to.
+
+        Args:
+            broken_off: indices of the calls whose arguments ended within a string.
+        """
         content, reasoning = "", ""
         calls: list[ParsedToolCall] = []
         for event in merged(events):
@@ -48,16 +59,16 @@ class ParsedOutput:
             elif isinstance(event, Reasoning):
                 reasoning += event.text
             elif isinstance(event, ToolCallStart):
-                calls.append(ParsedToolCall(event.name, {}, event.id))
+                calls.append(ParsedToolCall(event.name, {}, event.id, event.call not in broken_off))
             elif isinstance(event, ToolCallArguments):
-                calls[-1] = ParsedToolCall(calls[-1].name, json.loads(event.json), calls[-1].id)
+                calls[-1] = replace(calls[-1], arguments=json.loads(event.json))
         return cls(content, reasoning or None, tuple(calls))
 
 
 def parse_output(
     text: str,
     *,
-    tools: Sequence[Mapping[str, Any] | Tool] = (),
+    tools: Sequence[Mapping[str, Any] | Tool] | None = (),
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
     template: str | None = None,
@@ -65,12 +76,13 @@ def parse_output(
 ) -> ParsedOutput:
     """Return the content, reasoning and tool calls of a text that a model wrote.
 
-    The text has to contain its special tokens: detokenize it with `skip_special_tokens=False`.
+    The text has to contain its special tokens: detokenize it with `skip_special_tokens=False`. A token that ends the output is dropped.
 
     Args:
         text: the whole text after the prompt.
         tools: the functions that the model was shown, as OpenAI describes them: {"type": "function", "function": {"name": …}} or
-            {"name": …}. Values are converted to the types of their schemas. Without any, every name is taken for a tool's.
+            {"name": …}. Values of formats without types (XML and the like) get the types of their schemas. Without any tools every name
+            is taken for a tool's.
         tool_call_parser: the format of calls; "auto" = as the template or the text shows, "none" = calls are text.
         reasoning_parser: the format of reasoning, in the same way.
         template: the model's chat template, as text.
@@ -80,21 +92,24 @@ def parse_output(
         ConfigError: there is no such parser, or the two do not go together.
         RequestError: a tool is not a description of a function.
     """
-    shown = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in tools]
+    if isinstance(tools, str | Mapping):
+        raise RequestError(f"tools is {tools!r}: send a list of functions", parameter="tools")
+    text = _END_TOKENS.sub("", text)
+    shown = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in tools or ()]
     candidates = _formats(text, tool_call_parser, reasoning_parser, template)
     found = [_parse(text, shown, one, in_reasoning=in_reasoning) for one in candidates]
     return max(found, key=lambda one: len(one.tool_calls))
 
 
-def tool_of(described: Mapping[str, Any]) -> Tool:
+def tool_of(described: object) -> Tool:
     """Return the tool that an OpenAI description of a function means.
 
     Raises:
         RequestError: it is none.
     """
-    function = described.get("function", described)
+    function = described.get("function", described) if isinstance(described, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         raise RequestError(f"a tool has no name: {str(described)[:200]}; send {{'name': …, 'parameters': {{…}}}}", parameter="tools")
     parameters, description = function.get("parameters"), function.get("description")
     if parameters is not None and not isinstance(parameters, Mapping):
@@ -130,4 +145,4 @@ def _parse(text: str, tools: Sequence[Tool], formats: OutputFormat, *, in_reason
     parser = formats.reading(tools, sink, in_reasoning=in_reasoning, parses_calls=True)
     parser.push(text)
     parser.finish()
-    return ParsedOutput.of_events(sink.take())
+    return ParsedOutput.of_events(sink.take(), sink.broken_off)

@@ -1,5 +1,7 @@
 """`parse_output` reads content, reasoning and calls out of a text, with the parsers that are named or that the text shows."""
 
+from typing import Any
+
 import pytest
 
 from harness.fault_cases import FAULT_CASES, TOOLS, FaultCase
@@ -90,3 +92,30 @@ def test_the_generic_prompt_describes_tools_and_the_form_that_is_read() -> None:
     form = next(line for line in prompt.splitlines() if line.startswith('{"tool_call"'))
     found = parse_output(form, tool_call_parser="generic").tool_calls
     assert found == (ParsedToolCall("the function's name", {"a parameter": "its value"}, found[0].id),)
+
+
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<|eot_id|>", "<|eom_id|>\n", "<|im_end|>\n<|endoftext|>", "<end_of_turn>"])
+def test_a_token_that_ends_the_output_is_no_content(end: str) -> None:
+    assert parse_output("Hi." + end, template="<tool_call>").content == "Hi."
+    found = parse_output(ROME + end)
+    assert (found.content, len(found.tool_calls)) == ("", 1)
+    assert parse_output(f"Say {end.strip()} twice", template="<tool_call>").content == f"Say {end.strip()} twice"
+
+
+def test_a_call_cut_within_a_string_is_marked_as_incomplete() -> None:
+    assert [call.is_complete for call in parse_output(ROME).tool_calls] == [True]
+    (call,) = parse_output(ROME[: ROME.index("ome")]).tool_calls
+    assert (call.is_complete, call.arguments) == (False, {"city": "R"})
+
+
+@pytest.mark.parametrize("tools", ["weather", {"name": "weather"}, ["weather"], [7]])
+def test_tools_that_are_no_list_of_functions_are_refused(tools: Any) -> None:
+    with pytest.raises(RequestError, match="tool"):
+        parse_output(ROME, tools=tools)
+
+
+def test_tools_may_be_none() -> None:
+    assert len(parse_output(ROME, tools=None).tool_calls) == 1
