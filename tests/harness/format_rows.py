@@ -2,77 +2,48 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from harness.markup_cases import TOOLS
-from paceline.parsing.events import Event, Reasoning, Text, ToolCallArguments, ToolCallStart, merged
-from paceline.parsing.registry import OutputFormat
+from harness.markup_cases import Case, Parsed, events_of, parsed
 
-Parsed = list[tuple[str, ...]]
-"""("text", …), ("reasoning", …) or ("call", name, arguments) in the order written."""
 Row = tuple[str, Parsed]
 """What a model wrote, and what it consists of."""
 
 
-@dataclass(frozen=True, slots=True)
-class FormatCase:
-    """An answer in a format.
-
-    Attributes:
-        formats: of tool calls and of reasoning.
-    """
-
-    formats: tuple[str, str]
-    output: str
-    expected: Parsed
-
-    def __str__(self) -> str:
-        return f"{self.formats[0]}: {self.output[-100:]!a}"
+def cases(tool_calls: str, reasoning: str, rows: Sequence[Row]) -> list[Case]:
+    """The cases of a format, named after the end of their text."""
+    return [Case(f"{output[-100:]!a}", (tool_calls, reasoning), output, expected) for output, expected in rows]
 
 
-def cases(tool_calls: str, reasoning: str, rows: Sequence[Row]) -> list[FormatCase]:
-    """The cases of a format."""
-    return [FormatCase((tool_calls, reasoning), output, expected) for output, expected in rows]
+def name_of(case: Case) -> str:
+    """The name of a case in a report."""
+    return f"{', '.join(dict.fromkeys(case.formats))}: {case.name}"
 
 
-def parse(formats: tuple[str, str], pieces: Iterable[str], *, parallel: bool = True, is_opened: bool = False) -> Parsed:
-    """What an answer consists of that arrives in pieces."""
-    output_format = OutputFormat(*formats)
-    sink = output_format.sink(0, TOOLS, several=parallel)
-    reading = output_format.reading(TOOLS, sink, in_reasoning=is_opened)
-    events: list[Event] = []
-    for piece in pieces:
-        reading.push(piece)
-        events += sink.take()
-    reading.finish()
-    assert reading.is_done
-    return parsed(events + sink.take())
+def parse(formats: tuple[str, str], pieces: Iterable[str], **fields: Any) -> Parsed:
+    """What an answer consists of that arrives in pieces; `fields` are those of a case."""
+    return parsed(events_of(Case("", formats, "", [], **fields), pieces)[0])
 
 
-def parsed(events: Sequence[Event]) -> Parsed:
-    """What events amount to, ids left out."""
-    found: Parsed = []
-    for event in merged(events):
-        if isinstance(event, Text | Reasoning):
-            found.append(("text" if isinstance(event, Text) else "reasoning", event.text))
-        elif isinstance(event, ToolCallStart):
-            found.append(("call", event.name, ""))
-        elif isinstance(event, ToolCallArguments):
-            found[-1] = ("call", found[-1][1], event.json)
-    return found
-
-
-def pieces_of(text: str) -> Iterator[list[str]]:
-    """The whole text, its characters, and all cuts into two."""
+def pieces_of(text: str, *, every_cut: bool = True) -> Iterator[list[str]]:
+    """The whole text, its characters and, on request, all cuts into two."""
     yield [text]
     yield list(text)
-    for place in range(1, len(text)):
+    for place in range(1, len(text)) if every_cut else ():
         yield [text[:place], text[place:]]
 
 
-def check(case: FormatCase) -> None:
-    """Assert that every split of an answer has the expected parts, and that arguments are objects even where a call breaks off."""
-    for pieces in pieces_of(case.output):
-        found = parse(case.formats, pieces)
+def longest_of_formats(formats_and_texts: Iterable[tuple[tuple[str, str], str]]) -> set[str]:
+    """The longest text of up to 300 characters of each format: the texts that short runs cut everywhere."""
+    longest: dict[tuple[str, str], str] = {}
+    for formats, text in formats_and_texts:
+        longest[formats] = max(longest.get(formats, ""), text if len(text) <= 300 else "", key=len)
+    return set(longest.values())
+
+
+def check(case: Case, *, every_cut: bool = True) -> None:
+    """Assert that an answer has the expected parts however it is cut, and that arguments are objects even where a call breaks off."""
+    for pieces in pieces_of(case.output, every_cut=every_cut):
+        found = parsed(events_of(case, pieces)[0])
         assert found == case.expected, pieces
         assert all(isinstance(json.loads(one[2]), dict) for one in found if one[0] == "call")

@@ -54,7 +54,7 @@ def answer_grammar(
         calls = rules.one_of([calls, _text_rule(rules, grammar)])
     elif tool_use is not ToolUse.REQUIRED:
         opening = rules.token_id(chosen.opening)
-        if opening is None:  # no token says where a call begins
+        if opening is None:  # no token marks the beginning of a call
             return None
         free = rules.rule(f"({ANYTHING} | <[^{opening}]>)*")
         return Grammar.lark(rules.lark(f"{free} ({calls} {free})?"))

@@ -34,6 +34,25 @@ def is_text(schema: Mapping[str, Any] | None) -> bool:
     return schema is None or _types(schema) == {"string"}
 
 
+def enum_values(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the only values that a schema allows by `enum` or `const`; none if it has neither."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else []
+
+
+def admits_text(schema: Mapping[str, Any]) -> bool:
+    """Return whether a value may be a text."""
+    if values := enum_values(schema):
+        return any(isinstance(value, str) for value in values)
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        return "string" in ([named] if isinstance(named, str) else named)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        return any(isinstance(option, Mapping) and admits_text(option) for option in options)
+    return True
+
+
 def coerce_argument(written: str, schema: Mapping[str, Any] | None) -> str:
     """Return the JSON of a value; a value that fits no type of the schema is a text."""
     types, text = {"string"} if schema is None else _types(schema), written.strip()
@@ -77,8 +96,7 @@ def _container(text: str, types: frozenset[str] | set[str]) -> str | None:
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types that a value may have: all of them if the schema names none."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
+    if values := enum_values(schema):
         return frozenset(map(_type_of, values))
     named = schema.get("type")
     if isinstance(named, str):

@@ -27,12 +27,12 @@ def format_of_template(formats: Mapping[str, ToolCallFormat] | Mapping[str, Reas
 
 
 def tool_call_formats_of_text(formats: Mapping[str, ToolCallFormat], text: str) -> list[str]:
-    """Return the names of the formats of which a text has an opening mark or a token."""
+    """Return the names of the formats that have an opening mark or a token in a text."""
     return [name for name, one in formats.items() if any(mark in text for mark in (*one.markers.anywhere, *one.tokens, *one.text_signs))]
 
 
 def reasoning_format_of_text(formats: Mapping[str, ReasoningFormat], text: str) -> str | None:
-    """Return the name of the first reasoning format of which a text has a mark, or a token if it has no marks."""
+    """Return the name of the first reasoning format that has a mark in a text, or a token if the format has no marks."""
     for name, one in formats.items():
         if any(mark in text for mark in (one.open, one.close) if mark) or (not one.open and any(token in text for token in one.tokens)):
             return name

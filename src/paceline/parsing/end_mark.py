@@ -4,11 +4,11 @@ import re
 
 from paceline.parsing.text_stream import Parse, TextStream
 
-_TAG_CHARACTER = re.compile(r"[\w:.-]")
+_TAG_CHARACTER = re.compile(r"[\w:.｜-]")
 
 
 def pass_end_mark(stream: TextStream, close: str) -> Parse[None]:
-    """Pass white space and `close`, any number of times; other closing tags such as </tool> are passed like it."""
+    """Pass white space, `close` and other closing tags such as </tool>, any number of times."""
     while True:
         yield from stream.skip()
         stream.mark_emitted()

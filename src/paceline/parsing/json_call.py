@@ -30,7 +30,7 @@ def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = F
         MalformedError: the text does not begin with a call.
     """
     yield from stream.skip()
-    is_fenced = yield from _skip_fence(stream)
+    is_fenced = yield from take_fence(stream)
     is_list = yield from stream.take("[")
     yield from stream.skip()
     if is_list and (yield from stream.take("]")):
@@ -45,7 +45,8 @@ def read_json_calls(stream: TextStream, sink: EventSink, *, only_known: bool = F
     stream.mark_emitted()
 
 
-def _skip_fence(stream: TextStream) -> Parse[bool]:
+def take_fence(stream: TextStream) -> Parse[bool]:
+    """Pass the opening line of a code fence and white space after it; returns whether there was one."""
     if not (yield from stream.take(_FENCE)):
         return False
     yield from stream.matching(_LANGUAGE)
@@ -54,7 +55,7 @@ def _skip_fence(stream: TextStream) -> Parse[bool]:
 
 
 def _read_more(stream: TextStream, sink: EventSink, *, only_known: bool, between: str) -> Parse[None]:
-    """Pass further calls; what begins like one and is none is left to the caller."""
+    """Pass further calls; text that is no call is left to the caller."""
     while sink.can_call:
         stream.mark_emitted()
         yield from stream.skip(WHITESPACE + between)

@@ -25,7 +25,7 @@ class JsonCallList:
         close_marks: marks that end calls.
         only_known: whether calls must have arguments and name an offered tool. For marks that may also begin ordinary text.
         before, between, after: texts around and between the calls, as the model has learnt them.
-        head, tail: texts around the arguments of one call; "NAME" in `head` stands for the quoted name.
+        head, tail: texts around the arguments of one call; "NAME" in `head` is replaced by the quoted name.
     """
 
     open_marks: tuple[str, ...]
@@ -39,11 +39,11 @@ class JsonCallList:
 
     @property
     def markers(self) -> Markers:
-        """Each of `open_marks` begins calls anywhere in an answer."""
+        """The marks with their parsers; each begins calls anywhere in an answer."""
         return Markers(anywhere={mark: self.reader(1 if mark.endswith("[") else 0) for mark in self.open_marks})
 
     def reader(self, num_back: int = 0) -> ParseMarkup:
-        """Return a function that parses calls, of which the last `num_back` characters of the mark are the beginning."""
+        """Return a function that parses calls that begin with the last `num_back` characters of the mark."""
 
         def read(stream: TextStream, sink: EventSink) -> Parse[None]:
             stream.at -= num_back
@@ -77,15 +77,6 @@ class JsonCallList:
     def head_of(self, tool: Tool) -> str:
         """Return the text before the arguments of a call."""
         return self.head.replace("NAME", json.dumps(tool.name))
-
-
-def take_fence(stream: TextStream) -> Parse[bool]:
-    """Pass the opening line of a code fence and white space after it. Return whether there was one."""
-    if not (yield from stream.take("```")):
-        return False
-    yield from stream.take("json")
-    yield from stream.skip()
-    return True
 
 
 def take_any(stream: TextStream, marks: Sequence[str]) -> Parse[bool]:

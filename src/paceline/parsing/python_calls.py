@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from paceline.parsing.argument_types import parameter_schema
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.json_writer import HeldCall, JsonWriter
+from paceline.parsing.held_call import HeldCall
 from paceline.parsing.lenient_json import escape_json
 from paceline.parsing.python_literals import AFTER_STRING, BrokenStringError, LiteralReader
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
 
 _NAME = re.compile(r"[\w.\-]")
 _KEY = re.compile(r"[^\s=,()'\"\[\]{}*]")
@@ -104,22 +104,20 @@ class CallListReader:
             yield from stream.take(")")
             return
         call.name = self._tool_name(name, sink)
-        writer = JsonWriter(call.emit)
         try:
-            yield from _read_arguments(stream, writer, sink.schema_of(call.name), LiteralReader(self.ends, self.ends_strings))
+            yield from _read_arguments(stream, call.emit, sink.schema_of(call.name), LiteralReader(self.ends, self.ends_strings))
             call.open()
         except MalformedError:
             if stream.has_ended and stream.at == len(stream.text):
                 call.open()
-                sink.arguments(writer.missing_end)
                 raise
-            yield from self._recover(stream, sink, call, writer, num_calls)
+            yield from self._recover(stream, sink, call, num_calls)
 
     def _tool_name(self, name: str, sink: EventSink) -> str:
         """Return the name of the tool; in code the module before it is left out.
 
         Raises:
-            MalformedError: the tool is unknown and would have to be known.
+            MalformedError: the tool is unknown and `only_known` is set.
         """
         if self.is_code and name not in sink.tool_names:
             name = name.rpartition(".")[2]
@@ -127,7 +125,7 @@ class CallListReader:
             raise MalformedError
         return name
 
-    def _recover(self, stream: TextStream, sink: EventSink, call: HeldCall, writer: JsonWriter, num_calls: int) -> Parse[None]:
+    def _recover(self, stream: TextStream, sink: EventSink, call: HeldCall, num_calls: int) -> Parse[None]:
         """Read the rest of the block, from the call on that was begun, as a whole."""
         yield from _pass_until(stream, self.ends)
         segments = self._best_split(call.source, sink)
@@ -144,7 +142,7 @@ class CallListReader:
             call.end()
             self._emit_segments(others, sink)
             return
-        sink.arguments(writer.missing_end)
+        call.end()
         sink.text(", ".join(text for text, _ in others))
         yield from self._pass_end(stream)
         stream.mark_emitted()
@@ -191,18 +189,18 @@ class CallListReader:
         _run(stream.skip())
         _run(stream.expect("("))
         name = self._tool_name(name, sink)
-        _run(_read_arguments(stream, JsonWriter(parts.append), sink.schema_of(name), LiteralReader(is_strict=is_strict)))
+        _run(_read_arguments(stream, parts.append, sink.schema_of(name), LiteralReader(is_strict=is_strict)))
         if not name or stream.at < len(text) or not text.endswith(")"):
             raise MalformedError
         return name, "".join(parts)
 
 
-def _read_arguments(stream: TextStream, writer: JsonWriter, schema: Mapping[str, Any] | None, literals: LiteralReader) -> Parse[None]:
+def _read_arguments(stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None, literals: LiteralReader) -> Parse[None]:
     """Pass the arguments of a call and the parenthesis after them, and write them as an object.
 
     The parenthesis may be missing before the end of the block.
     """
-    writer.open("{", "}")
+    emit("{")
     before = ""
     while True:
         yield from stream.skip()
@@ -211,32 +209,32 @@ def _read_arguments(stream: TextStream, writer: JsonWriter, schema: Mapping[str,
         if before and (yield from _at_end(stream, literals.ends)):
             break
         if (yield from stream.take("**")):
-            before = yield from _read_unpacked(stream, writer, literals, before)
+            before = yield from _read_unpacked(stream, emit, literals, before)
         else:
             key = yield from stream.matching(_KEY)
             yield from stream.skip()
             if not key:
                 raise MalformedError
             yield from stream.expect("=")
-            writer.put(f'{before}"{escape_json(key)}": ')
-            yield from literals.read(stream, writer, parameter_schema(schema, key))
+            emit(f'{before}"{escape_json(key)}": ')
+            yield from literals.read(stream, emit, parameter_schema(schema, key))
             before = ", "
         yield from stream.skip()
         if not (yield from stream.take(",")) and (yield from stream.peek()) != ")" and not (yield from _at_end(stream, literals.ends)):
             raise MalformedError
-    writer.close()
+    emit("}")
 
 
-def _read_unpacked(stream: TextStream, writer: JsonWriter, literals: LiteralReader, before: str) -> Parse[str]:
+def _read_unpacked(stream: TextStream, emit: Emit, literals: LiteralReader, before: str) -> Parse[str]:
     """Pass an object after ** and write its pairs; returns what to write before the next argument."""
     parts: list[str] = []
-    yield from literals.read(stream, JsonWriter(parts.append))
+    yield from literals.read(stream, parts.append)
     given = json.loads("".join(parts))
     if not isinstance(given, dict):
         raise MalformedError
     for key, value in given.items():
-        writer.put(f'{before}"{escape_json(key)}": ')
-        writer.emit(json.dumps(value, ensure_ascii=False))
+        emit(f'{before}"{escape_json(key)}": ')
+        emit(json.dumps(value, ensure_ascii=False))
         before = ", "
     return before
 
@@ -304,7 +302,7 @@ def _requoted(text: str, start: int) -> Iterator[str]:
 
 
 def _run(reading: Generator[None, None, Result]) -> Result:
-    """Return the result of a reading whose text has all arrived."""
+    """Return the result of a parser on a whole text."""
     try:
         next(reading)
     except StopIteration as end:

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.parsing.argument_types import coerce_argument, is_text
-from paceline.parsing.json_writer import JsonWriter
+from paceline.parsing.argument_types import admits_text, coerce_argument, is_text
 from paceline.parsing.lenient_json import NUMBER, escape_json
 from paceline.parsing.text_stream import WHITESPACE, Emit, MalformedError, Parse, TextStream
 
@@ -55,7 +54,7 @@ class LiteralReader:
     ends_strings: bool = False
     is_strict: bool = False
 
-    def read(self, stream: TextStream, writer: JsonWriter, schema: Mapping[str, Any] | None = None, depth: int = 0) -> Parse[None]:
+    def read(self, stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None = None, depth: int = 0) -> Parse[None]:
         """Pass a literal and write it as JSON; a schema decides between a text and other types.
 
         Raises:
@@ -68,88 +67,88 @@ class LiteralReader:
         if char and char in "[({":
             if schema is not None and is_text(schema):
                 text = yield from self._collect(stream, depth)
-                writer.emit(f'"{escape_json(text)}"')
+                emit(f'"{escape_json(text)}"')
             elif char == "[":
-                yield from self._read_list(stream, writer, depth)
+                yield from self._read_list(stream, emit, depth)
             else:
-                yield from self._read_bracket(stream, writer, depth)
+                yield from self._read_bracket(stream, emit, depth)
             return
         word = yield from stream.matching(_WORD)
         quote = yield from stream.peek()
         if quote in QUOTES and word.lower() in _PREFIXES:
-            yield from self._read_text(stream, writer, word.lower(), schema)
+            yield from self._read_text(stream, emit, word.lower(), schema)
         else:
-            writer.emit(_scalar(word, schema))
+            emit(_scalar(word, schema))
 
-    def _read_text(self, stream: TextStream, writer: JsonWriter, prefix: str, schema: Mapping[str, Any] | None) -> Parse[None]:
+    def _read_text(self, stream: TextStream, emit: Emit, prefix: str, schema: Mapping[str, Any] | None) -> Parse[None]:
         if schema is None or admits_text(schema):
-            writer.open('"', '"')
-            yield from self._read_string(stream, writer.emit, prefix)
-            writer.close()
+            emit('"')
+            yield from self._read_string(stream, emit, prefix)
+            emit('"')
             return
         parts: list[str] = []
         yield from self._read_string(stream, parts.append, prefix)
-        writer.emit(coerce_argument(json.loads(f'"{"".join(parts)}"'), schema))
+        emit(coerce_argument(json.loads(f'"{"".join(parts)}"'), schema))
 
     def _collect(self, stream: TextStream, depth: int) -> Parse[str]:
         parts: list[str] = []
-        yield from self.read(stream, JsonWriter(parts.append), depth=depth + 1)
+        yield from self.read(stream, parts.append, depth=depth + 1)
         return "".join(parts)
 
-    def _read_list(self, stream: TextStream, writer: JsonWriter, depth: int) -> Parse[None]:
+    def _read_list(self, stream: TextStream, emit: Emit, depth: int) -> Parse[None]:
         stream.at += 1
-        writer.open("[", "]")
-        yield from self._read_items(stream, writer, depth, "]", "")
+        emit("[")
+        yield from self._read_items(stream, emit, depth, "]", "")
 
-    def _read_items(self, stream: TextStream, writer: JsonWriter, depth: int, end: str, before: str) -> Parse[None]:
+    def _read_items(self, stream: TextStream, emit: Emit, depth: int, end: str, before: str) -> Parse[None]:
         while True:
             yield from stream.skip()
             if (yield from stream.take(end)):
                 break
-            writer.put(before)
-            yield from self.read(stream, writer, depth=depth + 1)
+            emit(before)
+            yield from self.read(stream, emit, depth=depth + 1)
             before = ", "
             yield from stream.skip()
             if not (yield from stream.take(",")):
                 yield from stream.expect(end)
                 break
-        writer.close()
+        emit("]")
 
-    def _read_bracket(self, stream: TextStream, writer: JsonWriter, depth: int) -> Parse[None]:
+    def _read_bracket(self, stream: TextStream, emit: Emit, depth: int) -> Parse[None]:
         """Read a tuple, a set, an object, or one value in parentheses: the mark after the first value decides."""
         end = ")" if stream.text[stream.at] == "(" else "}"
         stream.at += 1
         yield from stream.skip()
         if (yield from stream.take(end)):
-            writer.emit("[]" if end == ")" else "{}")
+            emit("[]" if end == ")" else "{}")
             return
         first = yield from self._collect(stream, depth)
         yield from stream.skip()
         if end == "}" and (yield from stream.take(":")):
-            writer.open("{", "}")
-            yield from self._read_pairs(stream, writer, depth, first)
+            emit("{")
+            yield from self._read_pairs(stream, emit, depth, first)
             return
         if (yield from stream.take(",")):
-            writer.open("[" + first, "]")
-            yield from self._read_items(stream, writer, depth, end, ", ")
+            emit("[" + first)
+            yield from self._read_items(stream, emit, depth, end, ", ")
             return
         yield from stream.expect(end)
-        writer.emit(first if end == ")" else f"[{first}]")
+        emit(first if end == ")" else f"[{first}]")
 
-    def _read_pairs(self, stream: TextStream, writer: JsonWriter, depth: int, key: str) -> Parse[None]:
+    def _read_pairs(self, stream: TextStream, emit: Emit, depth: int, key: str) -> Parse[None]:
         """Read the pairs of an object, after the first key and its colon."""
         before = ""
         while True:
             if key[0] in "[{":
                 raise MalformedError
-            writer.put(f"{before}{key}: " if key[0] == '"' else f'{before}"{key}": ')
-            yield from self.read(stream, writer, depth=depth + 1)
+            emit(f"{before}{key}: " if key[0] == '"' else f'{before}"{key}": ')
+            yield from self.read(stream, emit, depth=depth + 1)
             before = ", "
             yield from stream.skip()
             has_more = yield from stream.take(",")
             yield from stream.skip()
             if (yield from stream.take("}")):
-                writer.close()
+                emit("}")
                 return
             if not has_more:
                 raise MalformedError
@@ -283,17 +282,3 @@ def _number(word: str) -> str | None:
     except ValueError:
         return None
     return sign + repr(value) if math.isfinite(value) else None
-
-
-def admits_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether a value may be a text."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
-        return any(isinstance(value, str) for value in values)
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        return "string" in ([named] if isinstance(named, str) else named)
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(options, list):
-        return any(isinstance(option, Mapping) and admits_text(option) for option in options)
-    return True

@@ -18,7 +18,7 @@ class ReasoningReader:
     """Reads reasoning up to its closing mark. Line ends around the reasoning are markup.
 
     Args:
-        open: the opening mark, which models repeat after a prompt that ends with it; empty = it is not looked for.
+        open: the opening mark, which models repeat after a prompt that ends with it; empty = it is not searched for.
         close: the closing mark.
         label: what must follow the opening mark.
     """

@@ -11,13 +11,17 @@ The text is held back only from a tag that is not the expected one until the tag
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.parsing.argument_value import ArgumentValue
+from paceline.parsing.argument_types import coerce_argument, is_text
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.text_stream import Emit, Parse, TextStream
+from paceline.parsing.lenient_json import escape_json
+from paceline.parsing.text_stream import WHITESPACE, Emit, Parse, TextStream
+
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": '"', "&apos;": "'"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class ValueTags:
         endings: what ends the call; the first one ends what `call_opening` begins.
         border: a line end, where one is written around a value and is not part of it. Before other tags it never is.
         block_opening: what begins a block of calls.
+        is_xml: whether CDATA and entities are read, white space around a value is left out, and a value without an end is left out unless
+            it is a text.
     """
 
     opening: str
@@ -39,6 +45,7 @@ class ValueTags:
     endings: tuple[str, ...]
     border: str = ""
     block_opening: str = ""
+    is_xml: bool = False
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -54,6 +61,7 @@ class TaggedValues:
         self._pattern = re.compile("|".join(map(re.escape, tags.all)))
         self._longest = max(map(len, tags.all))
         self._marks = (*tags.all, *("\n" + tag for tag in tags.all if tags.border or tag != tags.closing))
+        self._marks += (_CDATA, *_ENTITIES) if tags.is_xml else ()
         self._found: list[tuple[int, str]] = []  # tags by their position
         self._num_searched = 0
         self._closed_at: dict[int, int | None] = {}  # of opening tags, by the position after them
@@ -68,14 +76,26 @@ class TaggedValues:
         found: TaggedValues = stream.kept[tags]
         return found
 
-    def read(self, schema: Mapping[str, Any] | None, begin: int) -> Parse[None]:
-        """Pass a value, and its closing tag if there is one, and emit the value.
+    def read(self, head: str, schema: Mapping[str, Any] | None, begin: int) -> Parse[None]:
+        """Pass a value, and its closing tag if there is one, and emit `head` and the value.
+
+        A text is emitted while it arrives, any other value when it is whole. A text without an end is left open, so that its call counts
+        as incomplete. A value of another type is left out if it is empty.
 
         Args:
+            head: JSON before the value.
             begin: position after its opening tag.
         """
-        value = ArgumentValue(self._sink, schema)
-        value.end(is_whole=(yield from self._read(value.add, begin)))
+        parts: list[str] = []
+        if is_text(schema):
+            self._sink.arguments(f'{head}"')
+            if (yield from self._read(lambda part: self._sink.arguments(escape_json(part)), begin)):
+                self._sink.arguments('"')
+            return
+        is_whole = yield from self._read(parts.append, begin)
+        value = "".join(parts)
+        if is_whole or (value.strip() and not self._tags.is_xml):
+            self._sink.arguments(head + coerce_argument(value, schema))
 
     def skip(self, begin: int) -> Parse[None]:
         """Pass a value as `read` does, without emitting it."""
@@ -84,16 +104,23 @@ class TaggedValues:
     def _read(self, emit: Emit, begin: int) -> Parse[bool]:
         """Return whether a tag ended the value."""
         stream, tags = self._stream, self._tags
-        yield from stream.take(tags.border)
+        yield from stream.skip() if tags.is_xml else stream.take(tags.border)
         stream.mark_emitted()
-        while (mark := (yield from stream.emit_until(self._marks, emit))) is not None:
+
+        def emit_text(part: str) -> None:
+            emit(_without_open_mark(part, self._marks) if stream.has_ended else part)
+
+        while (mark := (yield from stream.emit_until(self._marks, emit_text, held=WHITESPACE if tags.is_xml else ""))) is not None:
             tag = mark if mark in tags.all else mark.removeprefix("\n")
-            if (yield from self._ends_value(tag, stream.position + len(mark) - len(tag), begin)):
+            if tag in tags.all and (yield from self._ends_value(tag, stream.position + len(mark) - len(tag), begin)):
                 stream.at += len(mark) if tag == tags.closing else len(mark) - len(tag)
                 break
-            emit(mark)
+            emit(stream.unemitted + _ENTITIES.get(mark, "" if mark == _CDATA else mark))
             stream.at += len(mark)
             stream.mark_emitted()
+            if mark == _CDATA and (yield from stream.emit_until((_CDATA_END,), emit)) is not None:
+                stream.at += len(_CDATA_END)
+                stream.mark_emitted()
         stream.mark_emitted()
         return mark is not None
 
@@ -167,3 +194,11 @@ class TaggedValues:
                 return None
             self._num_searched = self._stream.num_dropped + max(start, len(self._stream.text) - self._longest + 1)
             yield
+
+
+def _without_open_mark(text: str, marks: Sequence[str]) -> str:
+    """Return a text without the beginning of a mark at its end."""
+    for at in range(max(0, len(text) - max(map(len, marks))), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return text[:at]
+    return text

@@ -1,6 +1,6 @@
 """Text that arrives in pieces, for parsers that are written as if the whole text were there.
 
-A parser is a generator: it yields where it has to wait for more text. Its events depend on the text alone, not on how the text was cut
+A parser is a generator that yields to wait for more text. Its events depend on the text alone, not on how the text was cut
 into pieces, because a parser only uses characters whose meaning no further text can change.
 """
 

@@ -32,5 +32,5 @@ class ToolUse(Enum):
     """Whether tools are called."""
 
     NONE = "none"  # the model does not see them
-    AUTO = "auto"  # as the model likes
-    REQUIRED = "required"  # at least one call; which one `ChatRequest.tool_name` may say
+    AUTO = "auto"  # the model decides
+    REQUIRED = "required"  # at least one call; `ChatRequest.tool_name` may name the tool

@@ -162,7 +162,7 @@ def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: C
 
 
 def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Markers(anywhere={"<|im_start|>": hermes.read_call})
+    reads = Markers(anywhere={"<|im_start|>": hermes.MARKERS.anywhere[hermes.OPEN]})
     special = formats.ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
     monkeypatch.setitem(formats.TOOL_CALL_FORMATS, "special", special)
     monkeypatch.setattr(formats, "TOOL_CALL_PARSERS", ("special",))

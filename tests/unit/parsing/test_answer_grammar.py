@@ -1,6 +1,7 @@
 """The grammar of an answer allows calls as the parser of their format reads them, and nothing else."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,10 +79,16 @@ def with_tokens(mini: Path, tokens: tuple[str, ...]) -> Tokenizer:
     return Tokenizer(pretrained)
 
 
+@lru_cache(maxsize=1)
+def compiler_of(tokenizer: Tokenizer) -> GrammarCompiler:
+    """A compiler, whose tables take most of the time of a test."""
+    return GrammarCompiler(tokenizer, [END])
+
+
 def allows(tokenizer: Tokenizer, grammar: Grammar | None, text: str, prompt: str = "") -> bool:
     """Whether a grammar takes a text and its end."""
     assert grammar is not None
-    matcher = GrammarCompiler(tokenizer, [END]).matcher(grammar, tokenizer.encode(prompt))
+    matcher = compiler_of(tokenizer).matcher(grammar, tokenizer.encode(prompt))
     return matcher.is_allowed([*tokenizer.encode(text, add_special_tokens=False), END])
 
 
@@ -177,7 +184,7 @@ def test_texts_of_the_grammar_are_read_as_calls_of_the_schemas(mini_dir: Path, n
     random = np.random.default_rng(seed)
     formats = OutputFormat(name, "openai_gptoss" if name == "openai" else "none")
     tokenizer = with_tokens(mini_dir, formats.tokens(TOOLS))
-    compiler = GrammarCompiler(tokenizer, [END])
+    compiler = compiler_of(tokenizer)
     grammar = grammar_of(formats, tokenizer)
     assert grammar is not None
     ends = [token_id for text in ('"', "}", "]", ",", "\n", "</", "1") for token_id in tokenizer.encode(text, add_special_tokens=False)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness.fault_cases import FAULT_CASES, TOOLS, FaultCase
+from harness.format_rows import longest_of_formats, pieces_of
 from harness.markup_cases import CASES
 from paceline.parsing.events import Event, ToolCallArguments, ToolCallStart
 from paceline.parsing.parse_output import ParsedOutput
@@ -29,9 +30,7 @@ def found_in(case: FaultCase, pieces: Sequence[str], tools: Sequence[Tool] = TOO
     return [(call.name, call.arguments) for call in output.tool_calls], output.content, output.reasoning
 
 
-def cuts(text: str) -> list[list[str]]:
-    """One character at a time, and every single cut."""
-    return [list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+CUT = longest_of_formats((case.parsers, case.output) for case in FAULT_CASES)
 
 
 def name_of(case: FaultCase) -> str:
@@ -39,13 +38,8 @@ def name_of(case: FaultCase) -> str:
 
 
 @pytest.mark.parametrize("case", FAULT_CASES, ids=name_of)
-def test_an_answer_with_a_fault_is_read_as_meant(case: FaultCase) -> None:
-    assert found_in(case, [case.output]) == (case.calls, case.content, case.reasoning)
-
-
-@pytest.mark.parametrize("case", FAULT_CASES, ids=name_of)
-def test_every_cut_of_an_answer_with_a_fault_reads_the_same(case: FaultCase) -> None:
-    for pieces in cuts(case.output):
+def test_an_answer_with_a_fault_is_read_as_meant_in_every_split(case: FaultCase, large_counts: bool) -> None:
+    for pieces in pieces_of(case.output, every_cut=large_counts or case.output in CUT):
         assert found_in(case, pieces) == (case.calls, case.content, case.reasoning), pieces
 
 
@@ -56,12 +50,13 @@ def shared_cases() -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")
-def test_the_shared_cases_are_read_right_whole_and_cut_everywhere() -> None:
+def test_the_shared_cases_are_read_right_whole_and_cut_everywhere(large_counts: bool) -> None:
+    longest = longest_of_formats(((row["format"], row["think"]), row["output"]) for row in shared_cases())
     for row in shared_cases():
         tools = [Tool(name=name, parameters=schema) for name, schema in row["tools"].items()]
         calls = [(call["name"], call["arguments"]) for call in row["calls"]]
         case = FaultCase(row["title"], (row["format"], row["think"]), row["output"], calls)
-        for pieces in [[case.output], *cuts(case.output)]:
+        for pieces in pieces_of(case.output, every_cut=large_counts or case.output in longest):
             found, content, _ = found_in(case, pieces, tools)
             assert found == calls, (row["title"], pieces)
             assert row["content"] in (None, content), (row["title"], pieces)
@@ -113,6 +108,8 @@ LONG: dict[str, tuple[tuple[str, str], str]] = {
     "end marks": (("qwen3_coder", "none"), "<function=f><parameter=city>" + "</function></tool_call>" * (MEGABYTE // 23)),
     "nested calls": (("qwen3_coder", "none"), "<function=f><parameter=city>" + "<function=g><parameter=n>" * (MEGABYTE // 25)),
     "unclosed values": (("glm45", "none"), "<tool_call>f" + "<arg_key>city</arg_key><arg_value>a" * (MEGABYTE // 35)),
+    "XML": (("minicpm5", "none"), '<function name="f"><param name="city">' + "&lt;<![CDATA[x]]></param> x" * (MEGABYTE // 27)),
+    "keys": (("hy_v3", "none"), "<tool_calls><tool_call>f<tool_sep>" + "<arg_key>city</arg_key><arg_value>a" * (MEGABYTE // 35)),
     "quotes": (("gemma4", "none"), "<|tool_call>call:f{city:" + '<|"|>a<tool_call|>' * (MEGABYTE // 17)),
     "headers": (("openai", "openai_gptoss"), "commentary to=functions." * (MEGABYTE // 24)),
 }
@@ -120,9 +117,9 @@ LONG: dict[str, tuple[tuple[str, str], str]] = {
 
 @pytest.mark.parametrize("title", LONG)
 def test_a_long_answer_takes_time_in_proportion_to_its_length(title: str, large_counts: bool) -> None:
-    """A megabyte takes less than 3 s on a quiet machine; in quadratic time the fifth of it that is read here would take minutes."""
+    """A megabyte takes less than 3 s on a quiet machine; in quadratic time the tenth of it that a short run reads would take minutes."""
     parsers, text = LONG[title]
-    assert time_of(parsers, text if large_counts else text[: len(text) // 5]) < (9 if large_counts else 2)
+    assert time_of(parsers, text if large_counts else text[: len(text) // 10]) < (9 if large_counts else 2)
 
 
 def time_of(parsers: tuple[str, str], text: str) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.format_rows import check, longest_of_formats, name_of
 from harness.json_formats import REASONING_PARSERS
 from harness.markup_cases import Case, Parsed, events_of, parsed
 from paceline.parsing.registry import OutputFormat
@@ -423,11 +424,7 @@ CASES = [
 ]
 
 
-def case_name(one: Case) -> str:
-    return f"{one.formats[0]}, {one.formats[1]}: {one.name}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=case_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_an_answer_read_whole_has_its_text_and_calls(case: Case) -> None:
     events, num_complete = events_of(case, [case.output])
     assert parsed(events) == case.expected
@@ -436,14 +433,15 @@ def test_an_answer_read_whole_has_its_text_and_calls(case: Case) -> None:
     assert all(isinstance(json.loads(call[2]), dict) for call in calls)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_an_answer_cut_anywhere_has_the_same_text_and_calls(case: Case) -> None:
-    assert parsed(events_of(case, list(case.output))[0]) == case.expected
-    for at in range(1, len(case.output)):
-        assert parsed(events_of(case, [case.output[:at], case.output[at:]])[0]) == case.expected, at
+CUT = longest_of_formats((case.formats, case.output) for case in CASES)
 
 
-@pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.expected)], ids=case_name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_an_answer_cut_anywhere_has_the_same_text_and_calls(case: Case, large_counts: bool) -> None:
+    check(case, every_cut=large_counts or case.output in CUT)
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if any(part[0] == "call" for part in one.expected)], ids=name_of)
 def test_an_answer_that_breaks_off_keeps_what_came_before(case: Case) -> None:
     wholes = [one for one in case.expected if one[0] == "call"]
     for end in range(1, len(case.output)):

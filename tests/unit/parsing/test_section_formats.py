@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.format_rows import FormatCase, Parsed, Row, cases, check, parse
+from harness.format_rows import Row, cases, check, name_of, parse
+from harness.markup_cases import Case, Parsed
 from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
 from paceline.parsing.tools import Tool
 
@@ -163,8 +164,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_answer_of_sections_is_the_same_in_every_split(case: FormatCase) -> None:
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_an_answer_of_sections_is_the_same_in_every_split(case: Case) -> None:
     check(case)
 
 

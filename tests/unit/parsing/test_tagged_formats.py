@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.format_rows import FormatCase, Parsed, Row, cases, check, parse
+from harness.format_rows import Row, cases, check, name_of, parse
+from harness.markup_cases import Case, Parsed, events_of, parsed
 from paceline.parsing.registry import REASONING_FORMATS, OutputFormat
 
 
@@ -136,7 +137,7 @@ MUSE: list[Row] = [
     (atem(city(" a <b> &amp; ")), [weather(city=" a <b> &amp; ")]),
     (atem('name="weather"><atem:parameter name="tags">["a"]</atem:parameter>'), [weather(tags=["a"])]),
     ('<atem:function_calls><atem:invoke name="now"></atem:invoke>', [NOW]),
-    (atem(city("A")).replace("</atem:parameter>", ""), [weather(city="A\n")]),
+    (atem(city("A")).replace("</atem:parameter>", ""), [weather(city="A")]),
     ('<atem:function_calls><atem:invoke name="weather"><atem:parameter name="city">Kö', [weather(city="Kö")]),
     ("<atem:function_calls>x", text("<atem:function_calls>x")),
 ]
@@ -165,8 +166,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_tagged_answer_says_the_same_in_every_split(case: FormatCase) -> None:
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_tagged_answer_has_the_same_events_in_every_split(case: Case) -> None:
     check(case)
 
 
@@ -178,7 +179,7 @@ OPENED = [
 
 
 @pytest.mark.parametrize(("name", "prompt", "written"), OPENED, ids=[name for name, _, _ in OPENED])
-def test_thoughts_begun_by_the_prompt_are_thoughts(name: str, prompt: str, written: str) -> None:
+def test_reasoning_begun_by_the_prompt_is_reasoning(name: str, prompt: str, written: str) -> None:
     assert prompt.rstrip().endswith(REASONING_FORMATS[name].open)
     assert parse((name, name), [written], is_opened=True) == [("reasoning", "so"), ("text", "Yes")]
 
@@ -196,3 +197,38 @@ TEMPLATES = [
 def test_a_template_shows_its_tagged_format(template: str, expected: tuple[str, str]) -> None:
     tokenizer: Any = SimpleNamespace(template_source=lambda *, has_tools: template)
     assert OutputFormat.of(tokenizer) == OutputFormat(*expected)
+
+
+# texts up to the value of `city` or `days`, and the tag after it
+BROKEN_OFF = {
+    "qwen3_coder": ("<tool_call>\n<function=weather>\n<parameter=KEY>\n", "\n</parameter>"),
+    "seed_oss": ("<seed:tool_call><function=weather><parameter=KEY>", "</parameter>"),
+    "minimax_m2": ('<minimax:tool_call><invoke name="weather"><parameter name="KEY">', "</parameter>"),
+    "deepseek_v32": ('<｜DSML｜function_calls><｜DSML｜invoke name="weather"><｜DSML｜parameter name="KEY">', "</｜DSML｜parameter>"),
+    "minicpm5": ('<function name="weather"><param name="KEY">', "</param>"),
+    "muse_glimmer": ('<atem:function_calls><atem:invoke name="weather"><atem:parameter name="KEY">', "</atem:parameter>"),
+    "glm45": ("<tool_call>weather<arg_key>KEY</arg_key><arg_value>", "</arg_value>"),
+    "hy_v3": ("<tool_calls><tool_call>weather<tool_sep><arg_key>KEY</arg_key><arg_value>", "</arg_value>"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_OFF)
+def test_a_value_that_breaks_off_has_no_part_of_its_tag(name: str) -> None:
+    opening, closing = BROKEN_OFF[name]
+    for end in range(len(closing)):
+        case = Case("", (name, "none"), opening.replace("KEY", "city") + "Paris" + closing[:end], [])
+        events, num_complete = events_of(case, [case.output])
+        assert (parsed(events), num_complete) == ([weather(city="Paris")], 0), end
+
+
+@pytest.mark.parametrize("name", BROKEN_OFF)
+def test_an_answer_that_ends_before_a_number_has_no_empty_text(name: str) -> None:
+    opening, closing = BROKEN_OFF[name]
+    for end in range(opening.index("KEY"), len(opening) + 1):
+        assert parse((name, "none"), [opening[:end].replace("KEY", "days")]) == [weather()], end
+    assert parse((name, "none"), [opening.replace("KEY", "days") + "3" + closing]) == [weather(days=3)]
+
+
+@pytest.mark.parametrize("written", ["<|tool_call_start|>[weather(city='Par", "<|tool_call_start|>[weather(city='Paris', tags=['a"])
+def test_a_python_call_that_breaks_off_in_a_text_is_incomplete(written: str) -> None:
+    assert events_of(Case("", ("lfm2", "none"), written, []), [written])[1] == 0

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call_list import take_any, take_fence
+from paceline.parsing.json_call import take_fence
+from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import drop_mark

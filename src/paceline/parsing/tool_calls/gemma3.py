@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.llama3_json import read_bare_calls, read_calls
@@ -19,16 +19,7 @@ _READER = CallListReader((FENCE,), only_known=True, is_code=True)
 
 
 def read_json_fence(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    is_list = yield from stream.take("[")
     yield from read_calls(stream, sink)
-    yield from stream.skip()
-    while is_list and sink.can_call and (yield from stream.take(",")):
-        yield from read_calls(stream, sink)
-        yield from stream.skip()
-    if is_list:
-        yield from stream.take("]")
-        yield from stream.skip()
     if not (yield from stream.take_or_end(FENCE)):
         raise MalformedError
 

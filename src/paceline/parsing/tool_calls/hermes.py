@@ -2,32 +2,15 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
-from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call import json_call_head, read_json_calls
+from paceline.parsing.json_call import json_call_head
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls import qwen3_coder
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse what follows one or more opening marks: a call or several."""
-    yield from skip_repeated_mark(stream, OPEN)
-    if sink.num_calls and (yield from stream.peek()) == "":  # an opening mark where a closing one should be
-        return
-    if (yield from stream.take(qwen3_coder.FUNCTION)):  # Qwen 3 at times writes calls as Qwen3-Coder does
-        yield from qwen3_coder.read_functions(stream, sink, qwen3_coder.TAGS)
-        return
-    yield from read_json_calls(stream, sink)
-    yield from pass_end_mark(stream, CLOSE)
-
-
-MARKERS = Markers(anywhere={OPEN: read_call})
+MARKERS = Markers(anywhere={OPEN: qwen3_coder.read_calls})  # Qwen 3 at times writes calls as Qwen3-Coder does
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:

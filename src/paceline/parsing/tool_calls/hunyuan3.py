@@ -4,24 +4,20 @@ Hunyuan 4 leaves out <tool_sep> and the line ends. The published Hunyuan 3 has a
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from paceline.parsing.argument_types import parameter_schema
-from paceline.parsing.argument_value import value_grammar
-from paceline.parsing.closed_value import read_closed_value
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call_list import take_any
-from paceline.parsing.lenient_json import emit_json_object, escape_json
+from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import reasoning_format
+from paceline.parsing.tagged_calls import LINE_END, TaggedCalls
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
-from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
+from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 _NAME = re.compile(r"[\w.\-]")
-_LINE_END = '"\\n"?'
 
 
 class Hunyuan3:
@@ -37,6 +33,16 @@ class Hunyuan3:
         self._key, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
         self._value, self._value_end = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
         self._separator = f"<tool_sep{suffix}>"
+        self._tags = TaggedCalls(
+            open=self._open,
+            close=self._close,
+            function=self._call,
+            function_end=self._call_end,
+            parameter=self._key,
+            key_end=self._key_end,
+            value=self._value,
+            parameter_end=self._value_end,
+        )
 
     def format_of(self, signs: tuple[str, ...]) -> ToolCallFormat:
         """Return the format that these texts in a chat template show."""
@@ -66,26 +72,12 @@ class Hunyuan3:
                 yield from emit_json_object(stream, sink.arguments)
             else:
                 sink.arguments("{")
-                try:
-                    yield from self._read_arguments(stream, sink, sink.schema_of(name))
-                finally:
-                    sink.arguments("}")
+                yield from self._tags.read_parameters(stream, sink, sink.schema_of(name))
             stream.mark_emitted()
         yield from stream.skip()
         yield from take_any(stream, (self._call_end,))
         yield from stream.skip()
         stream.mark_emitted()
-
-    def _read_arguments(self, stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None) -> Parse[None]:
-        before = ""
-        while (yield from stream.take(self._key)):
-            key = (yield from stream.until(self._key_end)).strip()
-            yield from stream.skip()
-            yield from stream.expect(self._value)
-            head = f'{before}"{escape_json(key)}": '
-            yield from read_closed_value(stream, sink, head, parameter_schema(schema, key), self._value_end, (self._key, self._call_end))
-            before = ", "
-            yield from stream.skip()
 
     def read_bare_call(self, stream: TextStream, sink: EventSink) -> Parse[None]:
         """Parse calls whose outer mark is missing."""
@@ -96,19 +88,9 @@ class Hunyuan3:
         """Build the grammar. Arguments come in the schema's order."""
         separator = "" if grammar.has(self._key) and not grammar.has(self._separator) else self._separator
         heads = [grammar.text(f"{self._call}{tool.name}{separator}") for tool in tools]
-        end = f"{grammar.text(self._call_end)} {_LINE_END}"
-        calls = [f"{head} {_LINE_END} {self._arguments(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]
-        return f"{grammar.text(self._open)} {_LINE_END} {grammar.listed(calls, '', several=several)} {grammar.text(self._close)}"
-
-    def _arguments(self, grammar: ToolCallGrammar, tool: Tool) -> str:
-        root = arguments_schema(tool)
-        required, parts = root.get("required") or (), []
-        for name in root.get("properties") or ():
-            key = f"{grammar.text(f'{self._key}{name}{self._key_end}')} {_LINE_END} {grammar.text(self._value)}"
-            value = value_grammar(grammar, root, parameter_schema(root, name) or {}, self._value_end)
-            one = grammar.rule(f"{key} {value} {_LINE_END}")
-            parts.append(one if name in required else f"{one}?")
-        return " ".join(parts)
+        end = f"{grammar.text(self._call_end)} {LINE_END}"
+        calls = [f"{head} {self._tags.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]
+        return f"{grammar.text(self._open)} {LINE_END} {grammar.listed(calls, '', several=several)} {grammar.text(self._close)}"
 
 
 _SUFFIX = ":opensource"

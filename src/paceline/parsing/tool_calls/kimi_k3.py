@@ -10,12 +10,13 @@ from html import escape, unescape
 from typing import Any
 
 from paceline.parsing.argument_types import parameter_schema
-from paceline.parsing.argument_value import read_value, value_grammar
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.lenient_json import emit_json_object, escape_json
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import drop_mark, reasoning_until
+from paceline.parsing.schema_grammar import value_grammar
+from paceline.parsing.tagged_values import TaggedValues, ValueTags
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool
@@ -35,6 +36,7 @@ OPEN, CLOSE = section("tools")
 _CALL, _CALL_END = f"{OPEN_TAG}call ", section("call")[1]
 _ARGUMENT, _ARGUMENT_END = f"{OPEN_TAG}argument ", section("argument")[1]
 _TAG_END = f'"{SEPARATOR}'
+_VALUE_TAGS = ValueTags(_ARGUMENT, _ARGUMENT_END, _CALL, (_CALL_END, CLOSE), block_opening=OPEN)
 _JSON, _JSON_END = f"{OPEN_TAG}json", section("json")[1]
 
 
@@ -73,14 +75,13 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
 def _read_arguments(stream: TextStream, sink: EventSink, root: Mapping[str, Any] | None) -> Parse[None]:
     before = ""
     while (yield from stream.take(_ARGUMENT)):
-        attributes = yield from _read_attributes(stream)
+        begin, attributes = stream.position, (yield from _read_attributes(stream))
         key = attributes.get("key", "")
         schema = parameter_schema(root, key)
         if schema is None:  # the model names the type
             schema = {"type": attributes.get("type", "string")}
-        sink.arguments(f'{before}"{escape_json(key)}": ')
+        yield from TaggedValues.of(stream, sink, _VALUE_TAGS).read(f'{before}"{escape_json(key)}": ', schema, begin)
         before = ", "
-        yield from read_value(stream, sink, schema, (_ARGUMENT_END,))
         yield from stream.skip()
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
-from paceline.parsing.json_call import read_json_call
+from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tool_calls.pythonic import read_list
@@ -23,22 +23,11 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
     is_bracketed = yield from stream.take("[")
     yield from stream.skip()
     if (yield from stream.peek()) == "{":
-        yield from _read_json_calls(stream, sink)
+        yield from read_json_calls(stream, sink)
+        if not (yield from stream.take_or_end(CLOSE)):
+            raise MalformedError
     else:
         yield from _READER.read(stream, sink, is_bracketed=is_bracketed)
-
-
-def _read_json_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    while True:
-        yield from read_json_call(stream, sink)
-        stream.mark_emitted()
-        yield from stream.skip(" \t\r\n,;")
-        if not sink.can_call or (yield from stream.peek()) != "{":
-            break
-    yield from stream.take("]")
-    yield from stream.skip()
-    if not (yield from stream.take_or_end(CLOSE)):
-        raise MalformedError
 
 
 # the model sometimes leaves out the token

@@ -8,15 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.parsing.argument_types import coerce_argument, parameter_schema, resolve_ref
-from paceline.parsing.argument_value import value_grammar
+from paceline.parsing.argument_types import admits_text, coerce_argument, parameter_schema, resolve_ref
 from paceline.parsing.end_mark import pass_end_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.lenient_json import MAX_DEPTH, escape_json
 from paceline.parsing.markers import Markers
-from paceline.parsing.python_literals import admits_text
 from paceline.parsing.reasoning import reasoning_format
+from paceline.parsing.schema_grammar import value_grammar
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar, arguments_schema
 from paceline.parsing.tools import Tool

@@ -29,11 +29,6 @@ def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
         yield from _read_named(stream, sink)
 
 
-def read_list(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Parse the calls of a list after its bracket."""
-    yield from read_json_calls(stream, sink)
-
-
 def _read_named(stream: TextStream, sink: EventSink) -> Parse[None]:
     name = yield from stream.matching(_NAME)
     if not name:

@@ -5,33 +5,30 @@ Reasoning is to `self`, the answer is to `user`, calls are to the tool.
 
 from collections.abc import Sequence
 
-from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import drop_mark
-from paceline.parsing.text_stream import WHITESPACE, MalformedError, Parse, TextStream
+from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
 OPEN, CLOSE = "<atem:function_calls>", "</atem:function_calls>"
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
 TOKENS = (START, MESSAGE, *ENDS)
-TAGS = AttributeXml("<atem:invoke", "<atem:parameter", "</atem:invoke>", "</atem:parameter>")
+TAGS = TaggedCalls(
+    open=OPEN,
+    close=CLOSE,
+    function="<atem:invoke",
+    function_end="</atem:invoke>",
+    parameter="<atem:parameter",
+    parameter_end="</atem:parameter>",
+    attribute="name=",
+    quote='"',
+)
 _TO, _SELF, _USER = "to=", "self", "user"
 THINK_OPEN = f" {_TO}{_SELF}{MESSAGE}"
-
-
-def read_calls(stream: TextStream, sink: EventSink) -> Parse[None]:
-    yield from stream.skip()
-    yield from stream.expect(TAGS.function)
-    yield from TAGS.read(stream, sink)
-    yield from stream.skip()
-    while sink.can_call and (yield from stream.take(TAGS.function)):
-        yield from TAGS.read(stream, sink)
-        yield from stream.skip()
-    if not (yield from stream.take_or_end(CLOSE)):
-        raise MalformedError
 
 
 def read_reasoning(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -54,7 +51,7 @@ def read_header(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 _HEADERS = {START: read_header, **dict.fromkeys((*ENDS, MESSAGE), drop_mark)}
 # the first header begins in the prompt
-MARKERS = Markers(anywhere={OPEN: read_calls, **_HEADERS}, first={"to=": read_header})
+MARKERS = Markers(anywhere={OPEN: TAGS.read_calls, **_HEADERS}, first={"to=": read_header})
 THINK_MARKERS = Markers(anywhere=_HEADERS, first={"to=": read_header})
 
 
@@ -63,7 +60,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = []
     for tool in tools:
         head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
-        calls.append(f"{head} {attribute_xml_grammar(grammar, TAGS, tool, chr(10))} {grammar.text(chr(10) + CLOSE)}")
+        calls.append(f"{head} {TAGS.call_grammar(grammar, tool)} {grammar.text(chr(10) + CLOSE)}")
     return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.python_call_grammar import python_call_grammar
 from paceline.parsing.python_calls import CallListReader
+from paceline.parsing.schema_grammar import python_call_grammar
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 

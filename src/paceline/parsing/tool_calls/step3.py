@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from paceline.parsing.attribute_xml import AttributeXml, attribute_xml_grammar
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.markers import Markers
+from paceline.parsing.tagged_calls import TaggedCalls
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -13,7 +13,15 @@ from paceline.parsing.tools import Tool
 OPEN, CLOSE = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
 TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
-TAGS = AttributeXml("<steptml:invoke", "<steptml:parameter", "</steptml:invoke>", "</steptml:parameter>")
+TAGS = TaggedCalls(
+    close=CLOSE,
+    function="<steptml:invoke",
+    function_end="</steptml:invoke>",
+    parameter="<steptml:parameter",
+    parameter_end="</steptml:parameter>",
+    attribute="name=",
+    quote='"',
+)
 _HEAD = f"{CALL}function{SEPARATOR}"
 
 
@@ -30,7 +38,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.take(_HEAD)
     yield from stream.skip()
     yield from stream.expect(TAGS.function)
-    yield from TAGS.read(stream, sink)
+    yield from TAGS.read_function(stream, sink)
     yield from stream.skip()
     yield from stream.take_or_end(CALL_END)
     yield from stream.skip()
@@ -41,7 +49,7 @@ MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [f"{grammar.text(_HEAD)} {attribute_xml_grammar(grammar, TAGS, tool)} {grammar.text(CALL_END + chr(10))}" for tool in tools]
+    calls = [f"{grammar.text(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.text(CALL_END + chr(10))}" for tool in tools]
     return f"{grammar.text(OPEN + chr(10))} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
 
 

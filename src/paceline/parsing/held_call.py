@@ -1,52 +1,12 @@
-"""JSON that is put together while its source arrives, and can be closed at any time."""
+"""A call whose arguments are held back at first, because the call may prove to be text."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from paceline.parsing.event_sink import EventSink
-from paceline.parsing.text_stream import Emit, TextStream
+from paceline.parsing.text_stream import TextStream
 
 MAX_HELD_CHARS = 256
 """Arguments up to this size are passed on with the end of their call: until then a faulty call can still become text."""
-
-
-@dataclass(slots=True)
-class JsonWriter:
-    """Write JSON piece by piece.
-
-    Keys and commas are written together with the value after them. The missing end is therefore always made of closing characters alone.
-
-    Args:
-        output: takes the pieces.
-    """
-
-    output: Emit
-    _ends: list[str] = field(default_factory=list, init=False)
-    _before: str = field(default="", init=False)
-
-    def put(self, text: str) -> None:
-        """Write `text` before the next value, if one comes."""
-        self._before = text
-
-    def emit(self, text: str) -> None:
-        """Write a whole value, or a part of an open string."""
-        self.output(self._before + text)
-        self._before = ""
-
-    def open(self, text: str, end: str) -> None:
-        """Begin an object, a list or a string; `end` closes it."""
-        self.emit(text)
-        self._ends.append(end)
-
-    def close(self) -> None:
-        """End what was opened last."""
-        self._before = ""
-        self.emit(self._ends.pop())
-
-    @property
-    def missing_end(self) -> str:
-        """Return the characters that make the JSON whole."""
-        return "".join(reversed(self._ends))
 
 
 class HeldCall:
