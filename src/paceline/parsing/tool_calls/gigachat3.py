@@ -1,4 +1,4 @@
-"""<|function_call|>{"name": …, "arguments": {…}} at the end of an answer: GigaChat 3.1; GigaChat 3 writes it as a message of its own."""
+"""<|function_call|>{"name": …, "arguments": {…}} at the end of an answer, or in a message of its own: GigaChat 3 and 3.1."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B and Apriel.
+"""<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B, MiniMax-M1, Jamba and Apriel.
 
 Jamba writes line ends within the list, MiniMax-M1 the calls on lines of their own without a list.
 """
