@@ -106,9 +106,12 @@ class _Completion:
     def is_streamed(self) -> bool:
         return bool(self.fields.stream)
 
-    async def whole(self) -> dict[str, Any]:
+    async def collect(self) -> list[RequestOutput]:
+        """Generate all outputs."""
+        return await self.service.generation.collect(self.job)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer as one object."""
-        outputs = await self.service.generation.collect(self.job)
         return {
             **answer_head(self.service, self.job.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
