@@ -1,7 +1,7 @@
 """Bytes of an answer's objects, whole and in streams."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode  # json.dumps makes one for every call
@@ -57,9 +57,9 @@ def _as_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def data_event(fields: Mapping[str, Any]) -> bytes:
+def data_event(fields: Mapping[str, Any], encode: Callable[[Mapping[str, Any]], bytes] = as_json) -> bytes:
     """A server-sent event without a name, as in OpenAI's chats."""
-    return b"data: " + as_json(fields) + b"\n\n"
+    return b"data: " + encode(fields) + b"\n\n"
 
 
 def named_event(fields: Mapping[str, Any]) -> bytes:

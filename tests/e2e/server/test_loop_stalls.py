@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import pairwise
 from statistics import median
@@ -69,8 +69,12 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "many biases": (CHAT, lambda: chat(logit_bias={str(index): 1 for index in range(100_000)})),
     "64 prompts": (TEXT, lambda: text(prompt=["word " * 10_000] * 64)),
     "token ids": (TEXT, lambda: text(prompt=[5] * (2 * MB))),
-    "tokenize": ("/tokenize", lambda: json.dumps({"prompt": "word " * 700_000}).encode()),
-    "detokenize": ("/detokenize", lambda: json.dumps({"tokens": [5] * (2 * MB)}).encode()),
+    "tokenize": ("/tokenize", lambda: json.dumps({"prompt": "word " * 200_000}).encode()),
+    "tokenize 3.5 MB": ("/tokenize", lambda: json.dumps({"prompt": "word " * 700_000, "with_pieces": True}).encode()),
+    "detokenize": ("/detokenize", lambda: json.dumps({"tokens": [5] * 400_000}).encode()),
+    "too much to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [5] * (2 * MB)}).encode()),
+    "log-probabilities": (TEXT, lambda: text(prompt=[5] * 1900, prompt_logprobs=20)),
+    "streamed log-probabilities": (TEXT, lambda: text(prompt=[5] * 1900, echo=True, logprobs=20, stream=True)),
     "count_tokens": ("/v1/messages/count_tokens", lambda: json.dumps({"model": "mini", "messages": [USER] * 50_000}).encode()),
     "a large image": (CHAT, lambda: chat(messages=[{**USER, "content": [IMAGE]}])),
     "unicode escapes": (CHAT, lambda: chat(messages=[{**USER, "content": "\U0001f600" * 600_000}])),
@@ -78,6 +82,17 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "1,000 unknown fields": (CHAT, lambda: chat(**{f"field_{index}": index for index in range(1000)})),
     "100,000 unknown fields": (CHAT, lambda: chat(**{f"field_{index}": index for index in range(100_000)})),
 }
+
+ORDINARY = (
+    "blanks in a message",
+    "100,000 messages",
+    "40,000 parts of a message",
+    "a large schema",
+    "tokenize",
+    "detokenize",
+    "streamed log-probabilities",
+    "tiny chunks",
+)
 
 
 class Moment(NamedTuple):
@@ -156,7 +171,12 @@ def check_stalls(stream: Stream, attack: Callable[[], object]) -> None:
     raise AssertionError(f"in {NUM_TRIES} tries the server held the stream for {stalls} s, and it had gaps of {waits} s")
 
 
-@pytest.mark.parametrize("name", BODIES)
+def attacks(names: Iterable[str]) -> list[Any]:
+    """All of them; a few are run each time."""
+    return [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", attacks(BODIES))
 def test_a_body_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
     path, make = BODIES[name]
     body = make()
@@ -191,7 +211,7 @@ TRAFFIC: dict[str, Callable[[Server], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("name", attacks(TRAFFIC))
 def test_traffic_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
     check_stalls(stream, lambda: TRAFFIC[name](server))
     assert httpx.get(server.url + "/health").status_code == 200
