@@ -20,6 +20,8 @@ from harness.tool_model import write_tool_model
 SECONDS = 240.0
 FACTOR = 2.0
 NUM_SEQS, MAX_QUEUE = 4, 16
+MAX_CLIENTS = 256
+"""Well below the connections of a server, which closes the oldest ones without a request beyond that."""
 LEAVING = 0.15
 QUESTIONS = ["I need a taxi to the airport.", "Tell me of the sea.", "Repeat: one two three one two three", "What is a lighthouse?"]
 SCHEMA = {
@@ -134,8 +136,10 @@ class Soak:
             self.counts.clear()
             asking, due_s = set[asyncio.Task[None]](), time.monotonic()
             end_s = due_s + seconds
-            while due_s < end_s:
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            while due_s < end_s and time.monotonic() < end_s:
+                await asyncio.sleep(max(0.01, due_s - time.monotonic()))
+                if len(asking) >= MAX_CLIENTS:  # this process is too slow to read its answers
+                    continue
                 task = asyncio.ensure_future(self._one(client))
                 asking.add(task)
                 task.add_done_callback(asking.discard)
