@@ -122,6 +122,12 @@ def reason_of(matcher: Any) -> str:
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON]
 
 
+def has_grown_too_far(matcher: Any) -> bool:
+    """Return whether a matcher may be broken because of its automaton, which others share, and not because of its own text alone."""
+    text: str = matcher.get_error()
+    return "Current row has" not in text
+
+
 def library_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
     """A grammar in llguidance's form.
 

@@ -14,7 +14,7 @@ from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
-from paceline.server.framing import as_json
+from paceline.server.framing import as_json, large_json
 from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
@@ -30,8 +30,11 @@ class Answering(Protocol):
     def is_streamed(self) -> bool:
         """Whether the answer is sent as events."""
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    async def collect(self) -> Any:
+        """Generate all outputs."""
+
+    def whole(self, collected: Any, /) -> dict[str, Any]:
+        """The answer as one object, from what `collect` returned. Log-probabilities take time: call it in a thread."""
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events, encoded."""
@@ -79,8 +82,8 @@ async def answer_json(
     """
     fields, headers = await _read(request, service, kind, lambda fields: fields)
     with named(fields.parameter_names()), service.admission.admitted(0):
-        found = await asyncio.to_thread(compute, fields) if is_slow else compute(fields)
-    return Response(as_json(found), media_type="application/json", headers=headers)
+        body = await asyncio.to_thread(lambda: large_json(compute(fields))) if is_slow else as_json(compute(fields))
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def read_request(request: Request, service: Service, kind: type[Read]) -> Read:
@@ -103,7 +106,9 @@ async def _read(request: Request, service: Service, kind: type[Read], build: Cal
 
 
 async def _whole(request: Request, answer: Answering) -> Response:
-    return Response(as_json(await cancel_on_disconnect(request, answer.whole())), media_type="application/json")
+    collected = await cancel_on_disconnect(request, answer.collect())
+    body = await asyncio.to_thread(lambda: large_json(answer.whole(collected)))
+    return Response(body, media_type="application/json")
 
 
 async def _streamed(request: Request, answer: Answering) -> Response:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.outputs import RequestOutput, Usage
-from paceline.parsing.events import Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
+from paceline.parsing.events import Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
 from paceline.parsing.tools import ToolUse
 from paceline.sampling.params import SamplingParams
 from paceline.server.answer_form import schema_grammar
@@ -271,9 +271,13 @@ class _Message:
     def is_streamed(self) -> bool:
         return bool(self.fields.stream)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    async def collect(self) -> Answer:
+        """Generate the output."""
         (answer,) = await self.service.chat.collect(self.request)
+        return answer
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
         return {
             **self._message(answer.output.usage),
             "content": [_block(part) for part in answer.parts],

@@ -23,6 +23,7 @@ _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n
 _BUSY += b"Content-Length: %d\r\n\r\n%b" % (len(_BUSY_BODY), _BUSY_BODY)
 _LINE = re.compile(rb"[A-Z]+ (?:https?://[^/ ]*)?(/[^ ?]*)")
 _MAX_LINE_BYTES = 1024  # of a request's first line, read for its path
+_MIN_IDLE_S = 0.25  # a connection that has just been opened or answered may have a request under way
 _READ_BYTES = 8192  # at a time: asyncio's 256 kB of tiny chunks block the event loop for 0.3 s
 
 
@@ -36,11 +37,11 @@ class Connection(H11Protocol):
 
     Attributes:
         settings: its limits are `max_connections`, `head_timeout_s` and `send_timeout_s`.
-        idle: connections of the server that wait for a head, the oldest first.
+        idle: connections of the server that wait for a head, the oldest first, with the time since when.
     """
 
     settings: ClassVar[ServerSettings]
-    idle: ClassVar[dict["Connection", None]]
+    idle: ClassVar[dict["Connection", float]]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -54,13 +55,13 @@ class Connection(H11Protocol):
         if hasattr(transport, "max_size"):
             transport.max_size = _READ_BYTES
         if len(self.connections) > self.settings.max_connections:
-            if not self.idle:
+            oldest = next(iter(self.idle), None)
+            if oldest is None or self.loop.time() < self.idle[oldest] + _MIN_IDLE_S:
                 transport.write(_BUSY)
                 self._close()
                 return
-            oldest = next(iter(self.idle))
             del self.idle[oldest]  # its `connection_lost` is called later
-            oldest.transport.abort()
+            oldest._close()  # what it has not read yet of its last response is still sent
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,7 +131,7 @@ class Connection(H11Protocol):
         is_idle = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
         if is_idle and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.settings.head_timeout_s, self._close)
-            self.idle[self] = None
+            self.idle[self] = self.loop.time()
         elif not is_idle and self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -5,6 +5,7 @@ long are parsed in a worker thread by the pure-Python scanner of `json`, which o
 """
 
 import json
+from collections.abc import Callable
 from json.decoder import JSONArray, JSONDecodeError, JSONObject, scanstring  # type: ignore[attr-defined]  # not in typeshed
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
@@ -17,6 +18,8 @@ MAX_CONTAINERS = 50_000
 """Objects and lists of a body. 100 tools of a coding agent have about 5,000."""
 MAX_MEMBERS = 10_000
 """Members of an object."""
+MAX_ITEMS = 500_000
+"""Items of a list; a prompt of token ids is the longest. Validating so many takes 30 ms, which no other thread interrupts."""
 _PIECE_CHARS = 65_536
 _MAX_ESCAPE_CHARS = 12  # of a surrogate pair
 
@@ -26,7 +29,8 @@ def parse_json(body: bytes) -> Any:
 
     Raises:
         ValueError: as `json.loads`.
-        HttpError: it has more than `MAX_CONTAINERS` objects and lists, or an object more than `MAX_MEMBERS` members.
+        HttpError: it has more than `MAX_CONTAINERS` objects and lists, an object more than `MAX_MEMBERS` members, or a list more than
+            `MAX_ITEMS` items.
     """
     return _Decoder().decode(body.decode(json.detect_encoding(body)))
 
@@ -44,9 +48,18 @@ class _Decoder(json.JSONDecoder):
         self._count()
         return JSONObject(*arguments)
 
-    def _array(self, *arguments: Any) -> Any:
+    def _array(self, start: tuple[str, int], scan_once: Callable[[str, int], Any]) -> Any:
         self._count()
-        return JSONArray(*arguments)
+        num_items = 0
+
+        def scan_counted(text: str, index: int) -> Any:
+            nonlocal num_items
+            num_items += 1
+            if num_items > MAX_ITEMS:
+                raise HttpError(400, f"a list of the body has more than {MAX_ITEMS} items: send fewer", code="invalid_value")
+            return scan_once(text, index)
+
+        return JSONArray(start, scan_counted)
 
     def _count(self) -> None:
         self._num_containers += 1

@@ -278,13 +278,16 @@ class _OllamaAnswer:
     def is_streamed(self) -> bool:
         return self.fields.stream is not False
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    async def collect(self) -> Answer:
+        """Generate the output."""
         if isinstance(self.request, ChatRequest):
             (answer,) = await self.service.chat.collect(self.request)
-        else:
-            (output,) = await self.service.generation.collect(self.request)
-            answer = Answer((Text(0, output.text),), output, output.finish_reason)
+            return answer
+        (output,) = await self.service.generation.collect(self.request)
+        return Answer((Text(0, output.text),), output, output.finish_reason)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one object."""
         more = {"thinking": answer.reasoning} if answer.reasoning else {}
         calls = [found for call in answer.tool_calls if (found := _call(call)) is not None]
         whole = self._object(answer.text, **more, **({"tool_calls": calls} if calls else {}))

@@ -336,9 +336,12 @@ class _Chat:
     def is_streamed(self) -> bool:
         return bool(self.fields.stream)
 
-    async def whole(self) -> dict[str, Any]:
+    async def collect(self) -> list[Answer]:
+        """Generate all outputs."""
+        return await self.service.chat.collect(self.request)
+
+    def whole(self, answers: list[Answer]) -> dict[str, Any]:
         """The answer as one object."""
-        answers = await self.service.chat.collect(self.request)
         outputs = [answer.output for answer in answers]
         found = {
             **answer_head(self.service, self.request.options, "chat.completion", "chatcmpl"),

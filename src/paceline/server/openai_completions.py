@@ -1,6 +1,7 @@
 """OpenAI's completions: `/v1/completions`, with the fields that vLLM and llama.cpp add."""
 
-from collections.abc import AsyncGenerator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.errors import check_length, invalid
 from paceline.server.fields import FastList
-from paceline.server.framing import data_event
+from paceline.server.framing import as_json, data_event, large_json
 from paceline.server.generation import GenerationRequest
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, token_limit
@@ -96,9 +97,12 @@ class _Completion:
     def is_streamed(self) -> bool:
         return bool(self.fields.stream)
 
-    async def whole(self) -> dict[str, Any]:
+    async def collect(self) -> list[RequestOutput]:
+        """Generate all outputs."""
+        return await self.service.generation.collect(self.request)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The answer as one object."""
-        outputs = await self.service.generation.collect(self.request)
         return {
             **answer_head(self.service, self.request.options, "text_completion", "cmpl"),
             "choices": [self._choice(place, output) for place, output in enumerate(outputs)],
@@ -118,16 +122,30 @@ class _Completion:
                 place = index * self.request.params.n + chunk.sample_index
                 text = self._prefix(index) if place not in num_chars else ""
                 num_chars.setdefault(place, 0)
-                choice = self._piece(place, text, chunk, num_chars)
                 if chunk.output is not None:
                     outputs[place] = chunk.output
-                origins = chunk_origins(chunk, self.service.texts) if self.fields.shows_origins else {}
-                yield data_event({**top, "choices": [choice], **origins})
+                if chunk.prompt_logprobs:  # one event for all tokens of the prompt
+                    yield await asyncio.to_thread(self._event, top, place, text, chunk, num_chars, large_json)
+                else:
+                    yield self._event(top, place, text, chunk, num_chars, as_json)
         if self.fields.includes_usage:
             ended = [outputs[place] for place in sorted(outputs)]
             usage = usage_of(ended, counts_output=self.shows_output)
             yield data_event({**top, "choices": [], "usage": usage, "speculation": speculation_of(ended, shows_origins=False)})
         yield DONE
+
+    def _event(
+        self,
+        top: Mapping[str, Any],
+        place: int,
+        prefix: str,
+        chunk: StreamChunk,
+        num_chars: dict[int, int],
+        encode: Callable[[Mapping[str, Any]], bytes],
+    ) -> bytes:
+        choice = self._piece(place, prefix, chunk, num_chars)
+        origins = chunk_origins(chunk, self.service.texts) if self.fields.shows_origins else {}
+        return data_event({**top, "choices": [choice], **origins}, encode)
 
     def _prefix(self, index: int) -> str:
         """The text before an output: the prompt, where it is echoed."""

@@ -215,10 +215,15 @@ class _Response:
     def is_streamed(self) -> bool:
         return bool(self.fields.stream)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    async def collect(self) -> tuple[dict[str, Any], Answer]:
+        """Begin the answer's object, and generate the output."""
         head = self._head()
         (answer,) = await self.service.chat.collect(self.request)
+        return head, answer
+
+    def whole(self, collected: tuple[dict[str, Any], Answer]) -> dict[str, Any]:
+        """The answer as one object."""
+        head, answer = collected
         return self._ended(head, items_of(answer), Finished(0, answer.output, answer.finish_reason))
 
     async def events(self) -> AsyncGenerator[bytes, None]:

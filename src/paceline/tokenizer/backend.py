@@ -11,6 +11,7 @@ from paceline.errors import CheckpointError, RequestError, described, is_interru
 
 SPARE_IDS = 1 << 16
 """Ids that a vocabulary may leave unused, besides as many as it has."""
+_MAX_DECODED_WITH_LOCK = 4096  # ids; `decode` holds the interpreter lock (700,000 ids: 0.26 s), `decode_batch` does not
 
 
 class TokenizerBackend:
@@ -38,6 +39,9 @@ class TokenizerBackend:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         try:
+            if len(ids) > _MAX_DECODED_WITH_LOCK:
+                texts: list[str] = self._library.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+                return texts[0]
             text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             _refuse("decode token ids", error)

@@ -76,13 +76,23 @@ def test_idle_connections_beyond_the_limit_make_room(engine: AsyncEngine) -> Non
     with live_server(engine, max_connections=3, api_keys=(KEY,)) as server:
         opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(12)]
         try:
-            opened[-1].sendall(HEALTH[:20])  # an incomplete head is idle too
+            opened[0].sendall(HEALTH[:20])  # an incomplete head is idle too
+            time.sleep(0.4)
             for _ in range(5):
                 assert httpx.get(server.url + "/health", timeout=10).status_code == 200
             assert sum(map(is_ended, opened)) >= 9
         finally:
             for connection in opened:
                 connection.close()
+
+
+def test_a_connection_that_was_answered_a_moment_ago_is_kept(engine: AsyncEngine) -> None:
+    """Its client may have sent the next request already."""
+    with live_server(engine, max_connections=1) as server, server.connect() as first:
+        for _ in range(3):
+            first.sendall(HEALTH)
+            assert statuses(first.recv(1 << 16)) == [200]
+            assert statuses(server.sent(b"")) == [503]
 
 
 def test_a_connection_beyond_the_limit_is_refused_if_all_are_busy(engine: AsyncEngine) -> None:

@@ -281,6 +281,14 @@ def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
             one.commit(letter)
 
 
+def test_a_row_too_long_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the text's own, and compiling takes as long as the batch stands still."""
+    tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
+    monkeypatch.setattr(CompiledGrammar, "renew", lambda _: pytest.fail("it compiles the grammar again"))
+    with pytest.raises(RequestError, match="Current row has"):
+        write(tight, Grammar.lark('start: start start | "a"'), ids("a") * 12)
+
+
 def test_a_grammar_too_complex_for_its_own_text_is_an_error_of_that_request() -> None:
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 40})
     with pytest.raises(RequestError, match="too many states") as refusal:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.server import json_body
 from paceline.server.errors import HttpError
-from paceline.server.json_body import MAX_CONTAINERS, MAX_MEMBERS, parse_json
+from paceline.server.json_body import MAX_CONTAINERS, MAX_ITEMS, MAX_MEMBERS, parse_json
 
 CHARACTERS = ["a", '"', "\\", "\n", "é", "😀", "\ud83d", "\udc00", "\u2028", " "]
 
@@ -45,8 +45,9 @@ def test_a_raw_line_end_in_a_string_is_refused() -> None:
         b"[" + b"[]," * MAX_CONTAINERS + b"1]",
         b"[" + b"{}," * MAX_CONTAINERS + b"1]",
         b"{" + b",".join(b'"%d":1' % index for index in range(MAX_MEMBERS + 1)) + b"}",
+        b"[[" + b"1," * MAX_ITEMS + b"1]]",
     ],
-    ids=["lists", "objects", "members"],
+    ids=["lists", "objects", "members", "items"],
 )
 def test_too_many_parts_are_refused(body: bytes) -> None:
     with pytest.raises(HttpError, match="send "):

@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError, PacelineError, RequestError, librar
 from paceline.proof.checkpoint_facts import read_tokenizer
 from paceline.sampling.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
+from paceline.tokenizer import backend
 from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids
 from paceline.tokenizer.files import MAX_ADDED_ID
 from paceline.tokenizer.gguf import MAX_TOKENS, read_gguf_tokenizer
@@ -290,3 +291,13 @@ def test_the_library_is_the_one_that_panics(tmp_path: Path) -> None:
     with pytest.raises(BaseException, match="precompiled_charsmap") as caught:
         Library.from_str(json.dumps({**content, "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}))
     assert not isinstance(caught.value, Exception)
+
+
+@pytest.mark.parametrize("write", [write_byte_level_tokenizer, write_byte_fallback_tokenizer])
+def test_the_text_of_many_ids_is_that_of_few(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many are decoded without the interpreter lock."""
+    tokenizer = opened(tmp_path, write=write)
+    ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]
+    texts = [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)]
+    monkeypatch.setattr(backend, "_MAX_DECODED_WITH_LOCK", 3)
+    assert [tokenizer.decode(ids, skip_special_tokens=skips) for skips in (True, False)] == texts

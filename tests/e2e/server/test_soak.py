@@ -1,0 +1,190 @@
+"""Minutes at twice what a server can do, in all dialects, whole and streamed, with clients that leave: no answer is lost or wrong."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.server_process import Server
+from harness.tool_model import write_tool_model
+
+SECONDS = 240.0
+FACTOR = 2.0
+NUM_SEQS, MAX_QUEUE = 4, 16
+MAX_CLIENTS = 256
+"""Well below the connections of a server, which closes the oldest ones without a request beyond that."""
+LEAVING = 0.15
+QUESTIONS = ["I need a taxi to the airport.", "Tell me of the sea.", "Repeat: one two three one two three", "What is a lighthouse?"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "maximum": 99}, "tall": {"type": "boolean"}},
+    "required": ["age", "tall"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "note", "description": "", "parameters": SCHEMA}
+CALLS = {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+OLLAMA = "/api/chat"
+
+
+def requests(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, question in enumerate(QUESTIONS):
+        messages = [{"role": "user", "content": question}]
+        sampled = {"seed": number, "temperature": 0.8}
+        yield CHAT, {"messages": messages, "max_tokens": 40, **sampled}
+        yield CHAT, {"messages": messages, "max_tokens": 60, "temperature": 0.0, **CALLS}
+        yield TEXT, {"prompt": question, "max_tokens": 30, "ignore_eos": True, **sampled}
+        yield RESPONSES, {"input": question, "max_output_tokens": 40, "temperature": 0.0}
+        yield MESSAGES, {"model": model, "messages": messages, "max_tokens": 40, "temperature": 0.0}
+        calls = {"tools": [{"name": "note", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+        yield MESSAGES, {"model": model, "messages": messages, "max_tokens": 60, "temperature": 0.0, **calls}
+        yield OLLAMA, {"model": model, "messages": messages, "options": {"num_predict": 40, **sampled}}
+
+
+def content_of(path: str, body: str, *, is_streamed: bool) -> str:
+    """Texts and calls of a complete answer.
+
+    Raises:
+        ValueError: it ends too early, or with an error.
+    """
+    if path == OLLAMA:
+        found = [json.loads(one) for one in body.split("\n") if one]
+    else:
+        found = [json.loads(one[6:]) for one in body.split("\n") if one.startswith("data: {")] if is_streamed else [json.loads(body)]
+    if any("error" in one and one["error"] for one in found):
+        raise ValueError(body[-300:])
+    ends = {CHAT: "[DONE]", TEXT: "[DONE]", RESPONSES: "response.completed", MESSAGES: "message_stop", OLLAMA: '"done":true'}
+    if is_streamed and ends[path] not in body and not (path == RESPONSES and "response.incomplete" in body):
+        raise ValueError(f"the stream has no end: {body[-300:]}")
+    return "".join(_texts(found))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """What an answer says: each dialect has it under names of its own."""
+    if isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, dict) and value.get("type") not in _REPEATED:
+        for name, inner in value.items():
+            if name in ("text", "content", "arguments", "partial_json", "delta") and isinstance(inner, str):
+                yield inner
+            elif name == "input" and inner:
+                yield json.dumps(inner)
+            elif name == "name" and inner:
+                yield f"\n{inner} "
+            elif name not in ("speculation", "usage", "tools", "input"):
+                yield from _texts(inner)
+
+
+_REPEATED = (
+    "response.created",
+    "response.in_progress",
+    "response.output_text.done",
+    "response.content_part.added",
+    "response.content_part.done",
+    "response.output_item.added",
+    "response.output_item.done",
+    "response.completed",
+    "response.incomplete",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    path: str
+    fields: dict[str, Any]
+    content: str
+
+
+class Soak:
+    """Clients of one server.
+
+    Attributes:
+        counts: what became of requests: "compared", "left", "wrong", "lost", or a status.
+        faults: the first of what is wrong or lost.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._random = url, Random(7)
+        self._kinds = list(requests(model))
+        self.cases: list[Case] = []
+        self.counts: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    async def run(self, seconds: float) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # the server may just be ending an idle one
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as client:
+            for path, fields in self._kinds:
+                for streams in (False, True):
+                    given = {**fields, "stream": streams}
+                    answer = await client.post(path, json=given)
+                    assert answer.status_code == 200, answer.text
+                    self.cases.append(Case(path, given, content_of(path, answer.text, is_streamed=streams)))
+            started_s = time.monotonic()
+            per_client = 12
+            await asyncio.gather(*(self._some(client, per_client) for _ in range(NUM_SEQS)))
+            rate = FACTOR * per_client * NUM_SEQS / (time.monotonic() - started_s)
+            self.counts.clear()
+            asking, due_s = set[asyncio.Task[None]](), time.monotonic()
+            end_s = due_s + seconds
+            while due_s < end_s and time.monotonic() < end_s:
+                await asyncio.sleep(max(0.01, due_s - time.monotonic()))
+                if len(asking) >= MAX_CLIENTS:  # this process is too slow to read its answers
+                    continue
+                task = asyncio.ensure_future(self._one(client))
+                asking.add(task)
+                task.add_done_callback(asking.discard)
+                due_s += self._random.expovariate(rate)
+            await asyncio.gather(*asking)
+
+    async def _some(self, client: httpx.AsyncClient, count: int) -> None:
+        for _ in range(count):
+            await self._one(client)
+
+    async def _one(self, client: httpx.AsyncClient) -> None:
+        case = self._random.choice(self.cases)
+        self.counts["requests"] += 1
+        if self._random.random() < LEAVING:
+            with suppress(TimeoutError, httpx.HTTPError):
+                await asyncio.wait_for(client.post(case.path, json=case.fields), self._random.random() * 0.3)
+            self.counts["left"] += 1
+            return
+        try:
+            answer = await client.post(case.path, json=case.fields)
+            if answer.status_code != 200:
+                self.counts[str(answer.status_code)] += 1
+                return
+            content = content_of(case.path, answer.text, is_streamed=case.fields["stream"])
+        except (httpx.HTTPError, ValueError) as error:
+            self.counts["lost"] += 1
+            self.faults.append(f"{case}: {error!r}")
+            return
+        self.counts["compared"] += 1
+        if content != case.content:
+            self.counts["wrong"] += 1
+            self.faults.append(f"{case}: {content!r}")
+
+
+@pytest.mark.long
+def test_minutes_at_twice_the_capacity_lose_and_change_nothing(mini_dir: Path, tmp_path: Path, tally: "Counter[str]") -> None:
+    model = write_tool_model(mini_dir, tmp_path / "talking")
+    limits = ("--max-num-seqs", str(NUM_SEQS), "--max-queue", str(MAX_QUEUE))
+    with closing(Server("--model", str(model), "--drafter", "ngram", *limits)) as server:
+        soak = Soak(server.url, "talking")
+        asyncio.run(soak.run(SECONDS))
+        assert httpx.get(server.url + "/health").status_code == 200
+    tally.update({f"soak: {name}": count for name, count in soak.counts.items()})
+    assert not soak.faults, soak.faults[:3]
+    assert [(case.path, case.fields) for case in soak.cases if len(case.content) < 4] == []
+    assert set(soak.counts) <= {"requests", "compared", "left", "429"}
+    assert soak.counts["compared"] > 20
+    assert soak.counts["429"] > 0, "the server is not busy"

@@ -1,0 +1,41 @@
+"""Large answers: the same bytes as those of small ones, made in pieces."""
+
+import random
+from typing import Any
+
+import pytest
+
+from paceline.server import framing
+from paceline.server.framing import as_json, large_json
+
+TEXTS = ["", "a", 'é"\\', "\u2028\u0085", "\ud83d", "😀\n", "word " * 3]
+
+
+def value(generator: random.Random, depth: int) -> Any:
+    kind = generator.randrange(6 if depth else 4)
+    if kind == 4:
+        return [value(generator, depth - 1) for _ in range(generator.randrange(9))]
+    if kind == 5:
+        return {generator.choice(TEXTS) + str(index): value(generator, depth - 1) for index in range(generator.randrange(5))}
+    return [generator.choice(TEXTS), generator.randrange(-5, 10**6), -0.25, generator.choice([None, True, False])][kind]
+
+
+@pytest.mark.parametrize(("items", "chars", "depth"), [(1, 1, 12), (2, 3, 12), (4, 7, 2), (64, 65_536, 12)])
+def test_json_in_pieces_is_that_of_a_whole(items: int, chars: int, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("_PIECE_ITEMS", items), ("_PIECE_CHARS", chars), ("_MAX_DEPTH", depth)):
+        monkeypatch.setattr(framing, name, number)
+    generator = random.Random(seed)
+    for _ in range(300):
+        fields = {"a": value(generator, 5), "b": [], "c": {}, "d": tuple(range(items + 1))}
+        assert large_json(fields) == as_json(fields)
+
+
+def test_no_piece_of_a_large_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    real = framing._as_bytes
+    monkeypatch.setattr(framing, "_as_bytes", lambda text: lengths.append(len(text)) or real(text))
+    best = [{"token": "a", "logprob": -1.5, "bytes": [97]}] * 20
+    content = [{"token": "a", "logprob": -1.5, "bytes": [97], "top_logprobs": best}] * 2000
+    large_json({"choices": [{"message": {"content": "word " * 400_000}, "logprobs": {"content": content}}], "tokens": [5] * 100_000})
+    assert sum(lengths) > 3_000_000
+    assert max(lengths) < 200_000
