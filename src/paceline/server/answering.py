@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paceline.errors import CapacityError, RequestError
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
@@ -149,7 +149,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         ours = found.parameter or ""
         if ours in names:
             found.parameter = names[ours]
-            if found.message.startswith((f"{ours}:", f"{ours} ")):
+            if found.code != CONTEXT_LENGTH_EXCEEDED and found.message.startswith((f"{ours}:", f"{ours} ")):
                 found.message = names[ours] + found.message.removeprefix(ours)
         elif "messages[" in names and ours.startswith("messages["):
             found.parameter = names["messages["]

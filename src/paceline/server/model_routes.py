@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from paceline.sampling.params import SamplingParams
 from paceline.server.answering import answer_json, request_schema
 from paceline.server.chat_request import ChatRequest
-from paceline.server.errors import check_length, invalid
+from paceline.server.errors import check_count, check_length, invalid
 from paceline.server.fields import FastList, Fields
 from paceline.server.openai_chat import Message, ToolFields, conversation, tools_of
 from paceline.server.service import Service
@@ -141,7 +141,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
 def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
     maker = service.engine.opened.maker
-    check_length("tokens", len(fields.tokens), service.settings)
+    check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)
     for token_id in fields.tokens:
         if not 0 <= token_id < maker.vocab_size:
             raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {maker.vocab_size - 1}")
