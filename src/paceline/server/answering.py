@@ -77,10 +77,11 @@ async def answer_json(
     Raises:
         HttpError: as `answer_request`, or as `compute`.
     """
-    fields, headers = await _read(request, service, kind, lambda fields: fields)
+    fields, _ = await _read(request, service, kind, lambda fields: fields)
     with named(fields.parameter_names()), service.admission.admitted(0):
         found = await asyncio.to_thread(compute, fields) if is_slow else compute(fields)
-    return Response(as_json(found), media_type="application/json", headers=headers)
+    log_ignored(fields.ignored, service.logged_fields)
+    return Response(as_json(found), media_type="application/json", headers=ignored_header(fields.ignored))
 
 
 async def read_request(request: Request, service: Service, kind: type[Read]) -> Read:

@@ -256,7 +256,7 @@ def _template_options(fields: ConversationFields, service: Service) -> dict[str,
     effort = None if fields.output_config is None else fields.output_config.effort
     if effort == "high" or thinks is False:
         effort = None
-    return service.chat.thinking_options(thinks=thinks, effort=effort)
+    return service.chat.thinking_options(fields, thinks=thinks, effort=effort)
 
 
 @dataclass(frozen=True, slots=True)

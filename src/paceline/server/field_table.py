@@ -114,7 +114,8 @@ TEXT_REQUEST = (
     | _refused("adapters are requested as the model", "lora lora_path")
     | _refused("send json_schema, regex or a Lark grammar", "grammar_lazy grammar_triggers preserved_tokens ebnf")
     | _refused("whitespace of JSON is fixed", "guided_whitespace_pattern")
-    | _refused("answers end by themselves, by stop or by a limit", "repetition_detection thinking_token_budget")
+    | _refused("answers end by themselves, by stop or by a limit", "repetition_detection")
+    | _ignored("thinking_token_budget thinking_budget reasoning_budget")  # max_tokens limits reasoning and text together
     | _refused("code of a request is never run", "logits_processors custom_logit_processor logits_processor")
     | _refused("hidden states are not sent", "return_hidden_states")
     | _refused(_TEXT_ONLY, "multimodal_data image_data audio_data prompt_embeds")
@@ -159,6 +160,8 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
                 "disable_additional_properties": Refusal("write additionalProperties in the schema"),
             },
         ),
+        "thinking": _ignored("budget_tokens display clear_thinking"),
+        "reasoning": _ignored("max_tokens exclude summary"),
         "prediction": FieldRules(),
         "speculation": FieldRules(),
     },

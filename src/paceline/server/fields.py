@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
@@ -78,6 +78,7 @@ class Fields(BaseModel):
     """Dialect and kind of object, a class argument: the row of the table."""
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
+    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
 
     def __init_subclass__(cls, *, at: tuple[str, str] | None = None, **options: Any) -> None:
         cls.at = cls.at if at is None else at
@@ -98,6 +99,17 @@ class Fields(BaseModel):
             reading = info.context if isinstance(info.context, Reading) else Reading()
             reading.sort_out(cls, given)
         return given
+
+    @property
+    def ignored(self) -> Collection[str]:
+        """Names of fields that are ignored, in order."""
+        return self._ignored
+
+    def ignore(self, parameter: str, key: str | None = None) -> None:
+        """Add a field that this model has no use for, or a key of it, to those that are ignored."""
+        name = self.parameter_names().get(parameter, parameter)
+        if len(self._ignored) <= _MAX_NAMED:
+            self._ignored.setdefault(_printable(name if key is None else f"{name}.{key}"))
 
     def parameter_names(self) -> Mapping[str, str]:
         """The dialect's names of our parameters, for errors; see `answering.named`."""
@@ -125,9 +137,11 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tup
             _check_characters({name: value for name, value in body.items() if name in kind.served and name not in _ECHOED})
     reading = Reading(refuses_unknown=settings.unknown_fields == "refuse")
     try:
-        return kind.model_validate(body, context=reading), reading.ignored
+        fields = kind.model_validate(body, context=reading)
     except ValidationError as error:
         raise field_error(error.errors(include_url=False), body) from None
+    fields._ignored = reading.ignored
+    return fields, fields.ignored
 
 
 def log_ignored(names: Iterable[str], logged: set[str]) -> None:

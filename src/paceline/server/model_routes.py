@@ -130,7 +130,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         ChatRequest(
             messages=conversation(fields.messages, settings),
             tools=tools_of(fields.tools, settings),
-            template_options=fields.chat_template_kwargs or {},
+            template_options=service.chat.template_options(fields, fields.chat_template_kwargs),
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=bool(fields.continue_final_message) and bool(fields.messages),
             params=SamplingParams(),

@@ -254,8 +254,8 @@ def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
 
 def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:
     if isinstance(fields.think, str):
-        return service.chat.thinking_options(effort=fields.think)
-    return service.chat.thinking_options(thinks=fields.think)
+        return service.chat.thinking_options(fields, effort=fields.think)
+    return service.chat.thinking_options(fields, thinks=fields.think)
 
 
 @dataclass(frozen=True, slots=True)

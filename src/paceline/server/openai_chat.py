@@ -166,7 +166,8 @@ class ChatFields(TextFields, at=("chat", "")):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def parameter_names(self) -> Mapping[str, str]:
-        effort = "reasoning_effort" if self.reasoning is None else "reasoning.effort"
+        has_effort = self.reasoning_effort is not None or self.reasoning is None
+        has_switch = self.enable_thinking is not None or self.reasoning is None
         return {
             "prompt": "messages",
             "logprobs": "top_logprobs",
@@ -175,8 +176,8 @@ class ChatFields(TextFields, at=("chat", "")):
             "max_tokens": "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
             "include_stop": "include_stop_str_in_output",
             "grammar": self.form_name(),
-            "reasoning_effort": effort,
-            "thinking": "thinking" if self.thinking is not None else "enable_thinking",
+            "reasoning_effort": "reasoning_effort" if has_effort else "reasoning.effort",
+            "thinking": "thinking" if self.thinking is not None else "enable_thinking" if has_switch else "reasoning.enabled",
         }
 
 
@@ -315,13 +316,13 @@ def _template_options(fields: ChatFields, service: Service) -> dict[str, Any]:
         effort, thinks = effort or fields.reasoning.effort, fields.reasoning.enabled if thinks is None else thinks
     if fields.thinking is not None and fields.thinking.type in ("enabled", "disabled"):
         thinks = fields.thinking.type == "enabled"
-    found = service.chat.thinking_options(effort=effort, thinks=thinks)
+    found = service.chat.thinking_options(fields, effort=effort, thinks=thinks)
     meant = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
     for name, value in (fields.chat_template_kwargs or {}).items():
         if meant.get(name, value) != value:
             text = f"is {shown(value)}, which contradicts reasoning_effort {shown(effort)}: send one of them"
             raise invalid(f"chat_template_kwargs.{name}", text)
-    return {**found, **(fields.chat_template_kwargs or {})}
+    return {**found, **service.chat.template_options(fields, fields.chat_template_kwargs)}
 
 
 @dataclass(frozen=True, slots=True)
