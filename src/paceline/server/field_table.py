@@ -84,6 +84,7 @@ REQUEST = _ignored(
 OTHER_SAMPLERS = FieldRules(
     refused={
         "typical_p": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
+        "typical": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
         "tfs_z": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
         "length_penalty": Refusal("there is no beam search", (*NOTHING, 1)),
         "samplers": Refusal("the order of samplers is fixed"),

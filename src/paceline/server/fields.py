@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
@@ -21,7 +22,7 @@ _MAX_NAMED = 20  # ignored fields that one answer names
 _MAX_NAME = 60  # characters of an ignored field's name
 _MAX_LOGGED = 1000  # names that one process logs
 _MAX_CHECKED = 200  # unknown names of one request that are compared with known ones
-_MIN_TYPO = 4  # characters of a name that one edit may change: shorter ones are too close to each other
+_MIN_TYPO = 5  # characters of a name that one edit may change: shorter ones are too close to other words, as model is to mode
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # an answer may repeat them, nothing else reads them
 _COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
@@ -61,7 +62,8 @@ class Reading:
 
     def _check_unknown(self, name: str, known: Iterable[str]) -> None:
         self._num_checked += 1
-        meant = closest_name(name, known) if self._num_checked <= _MAX_CHECKED else None
+        is_typo = self._num_checked <= _MAX_CHECKED and name not in _known_anywhere()
+        meant = closest_name(name, known) if is_typo else None
         if meant is not None:
             raise _field_error(name, f"is no parameter of this request: did you mean {meant}?", "unknown_parameter")
         if self._refuses_unknown:
@@ -114,6 +116,17 @@ class Fields(BaseModel):
     def parameter_names(self) -> Mapping[str, str]:
         """The dialect's names of our parameters, for errors; see `answering.named`."""
         return {}
+
+
+@cache
+def _known_anywhere() -> frozenset[str]:
+    """Names that some object of some dialect has. They are no misspellings in another one, as `context` is none of `content`."""
+    names, left = set[str](), [Fields]
+    while left:
+        kind = left.pop()
+        names |= {*kind.served, *kind.rules().ignored, *kind.rules().refused}
+        left += kind.__subclasses__()
+    return frozenset(names)
 
 
 Read = TypeVar("Read", bound=Fields)

@@ -44,7 +44,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"messages": turns([{"type": "document"}])}, "messages[0].content[0].type"),
     (MESSAGES, {"messages": turns([{"type": "tool_use", "id": "a", "name": "f", "input": {}}])}, "messages[0].content[0].type"),
     (MESSAGES, {"messages": turns([{"type": "text", "text": 1}])}, "messages[0].content[0].text"),
-    (MESSAGES, {"messages": turns([{"type": "text", "text": "a", "textt": 1}])}, "messages[0].content[0].textt"),
+    (MESSAGES, {"messages": turns([{"type": "thinking", "thinking": "a", "thinkingg": 1}])}, "messages[0].content[0].thinkingg"),
     (MESSAGES, {"messages": turns("a", [{"type": "tool_use", "id": "a", "name": "f", "input": {}}])}, "messages"),
     (MESSAGES, {"messages": turns("a " * 5000)}, "prompt is too long"),
     (MESSAGES, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),

@@ -64,8 +64,8 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
     ),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": "a", "nome": 1}]},
-        "messages[0].nome is no parameter of this request: did you mean name?",
+        {"messages": [{"role": "user", "content": "a", "contenn": 1}]},
+        "messages[0].contenn is no parameter of this request: did you mean content?",
     ),
     (COMPLETIONS, {"prompt": [[1], [2, "a"]]}, 'prompt[1][1] is "a": send a whole number'),
     (COMPLETIONS, {"prompt": ["a", 5]}, "prompt[1] is 5: send a string"),

@@ -52,14 +52,45 @@ def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settin
     assert error.message == f"{name} is no parameter of this request: did you mean {meant}?"
 
 
-@pytest.mark.parametrize("name", ["temp", "temperaturess", "tokens", "k", "nn", "tag", "x" * 10_000, "", "\u00e4\u00f6"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temp",
+        "temperaturess",
+        "tokens",
+        "mode",
+        "models",
+        "context",
+        "speed",
+        "top",
+        "seeds",
+        "stops",
+        "tool",
+        "k",
+        "nn",
+        "tag",
+        "x" * 10_000,
+        "",
+        "\u00e4\u00f6",
+    ],
+)
 def test_name_unlike_known_ones_is_ignored(name: str) -> None:
     assert len(read({name: 1})[1]) == 1
 
 
-@pytest.mark.parametrize(("first", "second"), [("stop", "stopp"), ("stop", "stp"), ("abcd", "abdc"), ("abcd", "xbcd"), ("abcd", "abcx")])
+@pytest.mark.parametrize("message", [{"context": 1}, {"mode": 1}, {"names": 1}, {"citation": 1}, {"images": []}])
+def test_message_field_of_another_dialect_is_no_misspelling(message: dict[str, Any]) -> None:
+    for kind, more in ((ChatFields, {}), (anthropic.MessagesFields, {"max_tokens": 1}), (ollama.ChatFields, {"model": "mini"})):
+        body = {"messages": [{**MESSAGES[0], **message}], **more}
+        read_body(kind, json.dumps(body).encode(), ServerSettings())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("stop", "stopp"), ("seed", "sed"), ("abcde", "abced"), ("abcde", "xbcde"), ("abcde", "abcdx"), ("abcde", "abcdef")],
+)
 def test_closest_name_is_symmetric(first: str, second: str) -> None:
-    short = min(len(first), len(second)) < 4
+    short = min(len(first), len(second)) < 5
     assert (closest_name(first, [second]), closest_name(second, [first])) == ((None, None) if short else (second, first))
 
 
