@@ -19,15 +19,17 @@ class Refusal:
     Attributes:
         harmless: values that are ignored, because they request what the server does anyway.
         only_with: it is refused only where one of these fields of the same object is neither missing nor 0 nor 1.
+        equal_to: a field of the same object; the same value as there is ignored.
     """
 
     reason: str
     harmless: tuple[Any, ...] = NOTHING
     only_with: tuple[str, ...] = ()
+    equal_to: str | None = None
 
     def applies(self, value: object, given: Mapping[str, Any]) -> bool:
         """Whether `value` is refused in the object `given`."""
-        if value in self.harmless:
+        if value in self.harmless or (self.equal_to is not None and value == given.get(self.equal_to)):
             return False
         return not self.only_with or any(given.get(name) not in (None, 0, 1) for name in self.only_with)
 
@@ -103,7 +105,8 @@ OTHER_SAMPLERS |= _ignored(  # parameters of the samplers above
 TEXT_REQUEST = (
     REQUEST
     | OTHER_SAMPLERS
-    | _refused("there is no beam search; request n samples", "use_beam_search best_of num_beams early_stopping", 1)
+    | _refused("there is no beam search; request n samples", "use_beam_search num_beams early_stopping", 1)
+    | FieldRules(refused={"best_of": Refusal("there is no beam search; request n samples", (*NOTHING, 1), equal_to="n")})
     | _refused("send logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids")
     | _refused("send a regex or choices", "allowed_token_ids")
     | _refused("send max_tokens", "max_new_tokens max_output_tokens max_length num_predict")

@@ -111,7 +111,7 @@ def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
     if fields.return_token_strs:
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
     if fields.with_pieces:
-        found["tokens"] = [{"id": token_id, "piece": service.texts.text_of(token_id)} for token_id in ids]
+        found["tokens"] = [{"id": token_id, "piece": service.texts.piece_of(token_id)} for token_id in ids]
     return found
 
 
@@ -125,6 +125,8 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         assert text is not None
         check_length(given[0], len(text), settings)
         adds_special = bool(fields.add_special) if fields.prompt is None else fields.add_special_tokens is not False
+        if fields.parse_special is False:
+            return (maker.tokenizer.encode("") if adds_special else []) + maker.tokenizer.encode_plain(text)
         return maker.tokenizer.encode(text, add_special_tokens=adds_special)
     return service.chat.prompt_ids(
         ChatRequest(

@@ -58,14 +58,6 @@ def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settin
         "temp",
         "temperaturess",
         "tokens",
-        "mode",
-        "models",
-        "context",
-        "speed",
-        "top",
-        "seeds",
-        "stops",
-        "tool",
         "k",
         "nn",
         "tag",
@@ -76,6 +68,19 @@ def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settin
 )
 def test_name_unlike_known_ones_is_ignored(name: str) -> None:
     assert len(read({name: 1})[1]) == 1
+
+
+@pytest.mark.parametrize("name", ["mode", "models", "context", "speed", "top", "seeds", "stops", "tool"])
+def test_word_close_to_a_known_name_is_ignored(name: str) -> None:
+    assert read({name: 5})[1] == [name]
+
+
+@pytest.mark.parametrize(("n", "best_of", "is_refused"), [(2, 2, False), (None, 1, False), (2, 3, True), (2, 1, False), (None, 2, True)])
+def test_best_of_equal_to_n_is_ignored(n: int | None, best_of: int, is_refused: bool) -> None:
+    if is_refused:
+        assert refusal({"n": n, "best_of": best_of}).parameter == "best_of"
+    else:
+        assert read({"n": n, "best_of": best_of})[1] == ["best_of"]
 
 
 @pytest.mark.parametrize("message", [{"context": 1}, {"mode": 1}, {"names": 1}, {"citation": 1}, {"images": []}])
