@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
@@ -27,6 +27,14 @@ _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # an answer may repeat them, nothing else reads them
 _COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
 """Lists, and the setting that limits each; counted before any of their items is read."""
+
+
+def _whole_number(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+"""A whole number, which may be written 8.0: languages with one type of number write it so."""
 
 
 class Reading:
@@ -257,7 +265,7 @@ class SpeculationFields(Fields, at=("chat", "speculation")):
 
     enabled: bool = True
     drafter: str | None = None
-    max_draft_tokens: int | None = None
+    max_draft_tokens: WholeNumber | None = None
     origins: bool = False
     trees: bool = False
 
@@ -272,12 +280,12 @@ class SamplingFields(Fields):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: WholeNumber | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: WholeNumber | None = None
     stop_token_ids: FastList[int] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: WholeNumber | None = None
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

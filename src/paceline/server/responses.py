@@ -20,7 +20,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
-from paceline.server.fields import FastList, Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
 from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
@@ -112,7 +112,7 @@ class ResponsesFields(SamplingFields, at=("responses", "")):
     model: str | None = None
     input: str | FastList[Item]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: WholeNumber | None = None
     stop: str | FastList[str] | None = None
     stream: bool | None = None
     tools: FastList[FunctionTool] | None = None

@@ -8,6 +8,7 @@ import pytest
 from harness.dialects import Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.server.fields import IGNORED_HEADER
 
 TURNS = [{"role": "user", "content": "I need a taxi to the airport."}]
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -82,11 +83,11 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
     (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
-    (OLLAMA, options(num_predict=0), "options.num_predict"),
+    (OLLAMA, options(num_predict=-3), "options.num_predict"),
     (OLLAMA, options(temperature=-1), "options.temperature"),
     (OLLAMA, options(top_p=0), "options.top_p"),
     (OLLAMA, options(repeat_penalty=0), "options.repeat_penalty"),
-    (OLLAMA, options(num_ctx=4096), "options.num_ctx"),
+    (OLLAMA, options(num_predict=2.5), "options.num_predict"),
     (OLLAMA, options(repeat_last_n=64, repeat_penalty=1.2), "options.repeat_last_n"),
     (OLLAMA, options(mirostat=1), "options.mirostat"),
     (OLLAMA, options(typical_p=0.5), "options.typical_p"),
@@ -111,7 +112,25 @@ def test_a_wrong_or_refused_field_is_named(client: HttpClient, dialect: Spoken, 
         assert place == named if dialect is RESPONSES else place in named
 
 
+@pytest.mark.parametrize("num_ctx", [4096, 0, -1])
+def test_context_of_ollama_out_of_range_is_ignored_by_name(client: HttpClient, num_ctx: int) -> None:
+    for is_streamed in (False, True):
+        answer = client.post(OLLAMA.path, {"stream": is_streamed, **asked(OLLAMA, **options(num_ctx=num_ctx, num_predict=2))})
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "options.num_ctx")
+    answer = client.post(OLLAMA.path, asked(OLLAMA, **options(num_ctx=2048, num_predict=2)))
+    assert IGNORED_HEADER not in answer.headers
+
+
+def test_limit_of_ollama_that_is_zero_is_none(client: HttpClient) -> None:
+    answer = client.json(OLLAMA.path, {"stream": False, **asked(OLLAMA, **options(num_predict=0, temperature=0))})
+    assert answer["done_reason"] == "stop"
+    assert answer["eval_count"] > 2
+
+
 TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
+    (OLLAMA, options(num_predict=8.0, seed=3.0)),
+    (MESSAGES, {"max_tokens": 8.0, "top_k": 5.0}),
+    (RESPONSES, {"max_output_tokens": 8.0}),
     (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
     (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "tools": [], "mcp_servers": []}),
     (MESSAGES, {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),

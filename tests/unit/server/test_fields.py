@@ -105,6 +105,33 @@ def test_no_listed_name_is_taken_for_a_misspelling() -> None:
             assert not rules.ignored & set(rules.refused), (dialect, place)
 
 
+def test_whole_number_may_be_written_as_a_float() -> None:
+    fields, _ = read({"max_tokens": 8.0, "top_k": 40.0, "seed": -1.0, "temperature": 1})
+    assert (fields.max_tokens, fields.top_k, fields.seed) == (8, 40, -1)
+    assert isinstance(fields.max_tokens, int)
+    for value in (8.5, True, "8", 1e400):
+        assert refusal({"max_tokens": value}).parameter == "max_tokens"
+
+
+PARTS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"type": "thinking", "thinking": "Hm."}], "Hm."),
+    ([{"type": "thinking", "thinking": [{"type": "text", "text": "H"}, {"type": "text", "text": "m."}]}], "Hm."),
+    ([{"type": "reasoning", "reasoning": "Hm."}], "Hm."),
+    ([{"type": "reasoning", "text": "Hm."}], "Hm."),
+]
+
+
+@pytest.mark.parametrize(("parts", "reasoning"), PARTS)
+def test_reasoning_parts_of_an_answer_are_its_reasoning(parts: list[dict[str, Any]], reasoning: str) -> None:
+    content = [*parts, {"type": "text", "text": "Yes."}]
+    fields, _ = read({"messages": [*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES]})
+    (_, turn, _) = openai_chat.conversation(fields.messages, ServerSettings())
+    assert (turn["content"], turn["reasoning_content"]) == ("Yes.", reasoning)
+    fields, _ = read({"messages": [{"role": "user", "content": content}]})
+    with pytest.raises(HttpError, match="belongs to the role assistant"):
+        openai_chat.conversation(fields.messages, ServerSettings())
+
+
 def test_unknown_fields_are_named_by_their_place_in_order() -> None:
     message = {**MESSAGES[0], "mood": 1}
     tool = {"type": "function", "function": {"name": "f", "colour": 1}}
