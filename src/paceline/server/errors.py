@@ -105,10 +105,10 @@ def http_error_of(error: BaseException) -> HttpError:
     if isinstance(error, CapacityError):
         return HttpError(400, str(error), parameter="max_tokens", code=CONTEXT_LENGTH_EXCEEDED)
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return HttpError(404, "there is nothing at this path: docs/server.md lists all paths", code="not_found")
+        return HttpError(404, "there is nothing at this path: /openapi.json lists all paths", code="not_found")
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        text = f"this path takes {allowed}: docs/server.md lists all paths"
+        text = f"this path takes {allowed}: /openapi.json lists all paths"
         return HttpError(405, text, code="method_not_allowed", headers=error.headers)
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)

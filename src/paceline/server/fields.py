@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -227,8 +228,12 @@ def _parsed(content: bytes) -> Any:
         return parse_json(content) if len(content) > MAX_INLINE_BYTES else json.loads(content)
     except json.JSONDecodeError:
         raise HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json") from None
-    except (ValueError, RecursionError):
-        text = "the body cannot be read: send JSON in UTF-8, nested no deeper than a request needs, with numbers of 4,300 digits at most"
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body holds bytes that are no UTF-8: send JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply: send flatter objects and lists", code="invalid_value") from None
+    except ValueError:
+        text = f"the body has a number of more than {sys.get_int_max_str_digits()} digits: send a shorter one"
         raise HttpError(400, text, code="invalid_value") from None
 
 

@@ -301,7 +301,7 @@ def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], w
     given = choice if isinstance(choice, Mapping) else {}
     if given.get("type") == "allowed_tools":
         return _allowed_choice(given.get("allowed_tools") if within else given, tools, within)
-    one = given.get(within) if within else given
+    one = given.get("function", given)
     name = one.get("name") if isinstance(one, Mapping) and given.get("type") == "function" else None
     if not isinstance(name, str):
         function = '"function": {"name": ...}' if within else '"name": ...'
@@ -318,7 +318,9 @@ def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     names = [one["name"] for one in ones if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
     if given.get("mode") not in ("auto", "required") or not names or not isinstance(listed, list) or len(names) != len(listed):
-        raise invalid("tool_choice.allowed_tools", "is wrong: send the mode auto or required, and tools that are functions with names")
+        mode = shown(given.get("mode"))
+        what = "has no tools" if listed in (None, []) else f"has the mode {mode}, or a tool that is no function with a name"
+        raise invalid("tool_choice.allowed_tools", f"{what}: send the mode auto or required, and one or more functions with names")
     return {"tools": allowed_tools(tools, names, "tool_choice.allowed_tools"), "tool_use": ToolUse(given["mode"])}
 
 

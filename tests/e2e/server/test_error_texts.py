@@ -67,6 +67,13 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": "a", "contenn": 1}]},
         "messages[0].contenn is no parameter of this request: did you mean content?",
     ),
+    (CHAT, {"grammar": 'root ::= "a"', "json_schema": {"type": "object"}}, "json_schema and grammar both hold the answer to a form"),
+    (CHAT, {"grammar": 'root ::= "a"', "json_schema": ""}, "grammar is not served: it is GBNF"),
+    (
+        CHAT,
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools has no tools",
+    ),
     (COMPLETIONS, {"prompt": [[1], [2, "a"]]}, 'prompt[1][1] is "a": send a whole number'),
     (COMPLETIONS, {"prompt": ["a", 5]}, "prompt[1] is 5: send a string"),
     (RESPONSES, {"tool_choice": "all"}, 'tool_choice is "all": send one of "none", "auto" or "required" or an object'),

@@ -288,6 +288,15 @@ def test_a_conversation_with_calls_is_answered_without_tools(client: HttpClient)
     client.json(PATH, {"messages": CALLED, "max_tokens": 1})
 
 
+def test_choice_of_a_function_may_be_flat(tooled: Callable[..., HttpClient]) -> None:
+    name = ASKED["tools"][0]["function"]["name"]
+    answers = [
+        whole(tooled(), {**ASKED, "tool_choice": choice, "seed": 1, "max_tokens": 60})
+        for choice in ({"type": "function", "function": {"name": name}}, {"type": "function", "name": name})
+    ]
+    assert answers[0] == answers[1]
+
+
 THINKING: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "none"}, "reasoning_effort"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),

@@ -105,6 +105,21 @@ def test_no_listed_name_is_taken_for_a_misspelling() -> None:
             assert not rules.ignored & set(rules.refused), (dialect, place)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"a": "\xff"}', "no UTF-8"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "more than 4300 digits"),
+        (b'{"a": }', "no JSON"),
+    ],
+)
+def test_unreadable_body_is_refused_with_its_own_reason(body: bytes, text: str) -> None:
+    for content in (body, body + b" " * 1_000_000):
+        with pytest.raises(HttpError, match=text):
+            read_body(ChatFields, content, ServerSettings())
+
+
 def test_whole_number_may_be_written_as_a_float() -> None:
     fields, _ = read({"max_tokens": 8.0, "top_k": 40.0, "seed": -1.0, "temperature": 1})
     assert (fields.max_tokens, fields.top_k, fields.seed) == (8, 40, -1)
