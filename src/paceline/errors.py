@@ -22,6 +22,8 @@ from typing import Any
 
 MAX_TEXT = 4000
 """Characters of an error's text; what is longer loses its middle."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Code of errors about prompts that are too long."""
 
 
 class PacelineError(Exception):
@@ -85,6 +87,18 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
         if is_interrupt(error):
             raise
         raise kind(f"{text} ({described(error)})") from error
+
+
+def prompt_too_long(num_tokens: int, max_context: int, way_out: str, *, why: str = "") -> str:
+    """Return the text of an error about a prompt that leaves no room for output.
+
+    Agents shorten a conversation where a text has Anthropic's first sentence or OpenAI's second one, and repeat the request elsewhere.
+
+    Args:
+        why: follows the first sentence, such as how `num_tokens` was estimated.
+    """
+    first = f"prompt is too long: {num_tokens} tokens > {max_context - 1} maximum{why}"
+    return f"{first}. This model's maximum context length is {max_context} tokens, and at least one must be left for the output: {way_out}"
 
 
 @contextmanager

@@ -228,7 +228,9 @@ def test_wrong_messages_are_refused(llm: LLM, messages: Any) -> None:
 
 
 def test_a_prompt_as_long_as_the_context_is_refused(llm: LLM) -> None:
-    with raises(RequestError, "512 tokens", "the context holds 512", "shorten the prompt (the model was made for 512 tokens)"):
+    with raises(
+        RequestError, "512 tokens > 511 maximum", "context length is 512 tokens", "shorten the prompt (the model was made for 512 tokens)"
+    ):
         llm.generate([[5], [5] * 512], GREEDY)
 
 
@@ -450,7 +452,7 @@ def test_a_prompt_that_makes_the_tokenizer_panic_is_a_request_error(llm: LLM, mo
 
 def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) -> None:
     """Whoever follows it gets further, and is never sent back."""
-    with raises(RequestError, "the context holds 64", "shorten the prompt or raise max_context"):
+    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_context"):
         open_llm(directory, max_context=64).generate([[5] * 64])
     assert len(open_llm(directory, max_context=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
     with raises(CapacityError, "the cache of 64 tokens", "shorten the prompt, lower max_tokens or raise cache_gb"):
@@ -463,6 +465,6 @@ def test_a_context_that_may_grow_with_other_frequencies_is_told_so(tmp_path: Pat
     path = write_checkpoint(tmp_path, "phi3", num_hidden_layers=1, sliding_window=None)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "original_max_position_embeddings": 64, "rope_parameters": rope}))
-    with raises(RequestError, "the context holds 64", "shorten the prompt or raise max_context"):
+    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_context"):
         open_llm(path).generate([[5] * 64])
     assert open_llm(path, max_context=512).generate([[5] * 64], GREEDY)[0].token_ids

@@ -11,7 +11,7 @@ from paceline.engine.chat_messages import as_tools
 from paceline.engine.chat_output import ChatOutputParser
 from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
 from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
-from paceline.errors import RequestError
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
@@ -126,11 +126,10 @@ class RequestMaker:
         Raises:
             RequestError: it has more characters than so many tokens can have.
         """
-        limit = self.max_context * self.tokenizer.longest_piece
-        if num_chars > limit:
-            raise self._over_limit(
-                f"the prompt has {num_chars} characters, the context holds {self.max_context} tokens, {limit} characters"
-            )
+        longest = self.tokenizer.longest_piece
+        if num_chars > self.max_context * longest:
+            num_tokens = -(-num_chars // longest)
+            raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
 
     def check_num_messages(self, num_messages: int) -> None:
         """Check that a conversation may fit the context: each message has a token at least.
@@ -139,7 +138,7 @@ class RequestMaker:
             RequestError: there are more than the context has tokens.
         """
         if num_messages > self.max_context:
-            raise self._over_limit(f"the conversation has {num_messages} messages, the context holds {self.max_context} tokens")
+            raise self._too_long(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
 
     def notify(self, notice: str) -> None:
         """Log a notice, once."""
@@ -333,12 +332,9 @@ class RequestMaker:
             return self.max_context
         return min(self.max_context, self.cache_tokens)
 
-    def _too_long(self, num_tokens: int) -> RequestError:
-        text = f"the prompt has {num_tokens} tokens, the context holds {self.max_context} and at least one must be left for the output"
-        return self._over_limit(text)
-
-    def _over_limit(self, text: str) -> RequestError:
-        return RequestError(f"{text}: {self.way_out}", parameter="prompt", code="context_length_exceeded")
+    def _too_long(self, num_tokens: int, why: str = "") -> RequestError:
+        text = prompt_too_long(num_tokens, self.max_context, self.way_out, why=why)
+        return RequestError(text, parameter="prompt", code=CONTEXT_LENGTH_EXCEEDED)
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         for token_id in ids:

@@ -51,6 +51,8 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
     with_merged_turns,
     with_folded_system,
 )
+_NEED_CONTENT = ("system", "developer", "user")
+"""Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
@@ -189,8 +191,8 @@ def _checked(limits: PromptLimits, messages: Messages, others: Sequence[Any], *,
         raise RequestError("messages is empty: send at least one message", parameter="messages")
     limits.check_num_messages(len(messages))
     plain = with_plain_texts(messages)
-    for one in plain:
-        _check_message(one)
+    for index, one in enumerate(plain):
+        _check_message(index, one)
     try:
         limits.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
     except RecursionError:
@@ -204,9 +206,11 @@ def _checked(limits: PromptLimits, messages: Messages, others: Sequence[Any], *,
     return plain
 
 
-def _check_message(message: object) -> None:
+def _check_message(index: int, message: object) -> None:
     if not isinstance(message, Mapping):
         raise RequestError(f"messages holds {message!r}: give {{'role', 'content'}}", parameter="messages")
+    if message.get("role") in _NEED_CONTENT and message.get("content") is None:
+        raise RequestError(f"messages[{index}].content is missing: give a text", parameter=f"messages[{index}].content")
 
 
 def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:

@@ -13,7 +13,7 @@ from paceline.engine.adapters import Adapters
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step_lock import StepLock
 from paceline.engine.token_gaps import TokenGaps
-from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt
+from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.adapters.adapter import Adapter
@@ -187,15 +187,18 @@ class Engine:
             RequestError: it asks for a drafter or an adapter that is not loaded.
         """
         if self._blocks_of(request) > self.cache.pool.num_blocks:
-            raise CapacityError(
-                f"prompt and output of {request.max_len} tokens do not fit the cache of {self.cache.max_slots} tokens: "
-                "shorten the prompt, lower max_tokens or raise cache_gb"
-            )
+            raise CapacityError(self._too_long(request))
         self.adapters.check_known(request.adapter)
         wanted = request.speculation.drafter
         if wanted is not None and wanted not in self.speculator.drafters:
             loaded = ", ".join(sorted(self.speculator.drafters)) or "none"
             raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
+
+    def _too_long(self, request: Request) -> str:
+        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise cache_gb"
+        if request.num_prompt_tokens < size:
+            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
+        return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
 
     def add(self, request: Request) -> None:
         """Queue a new request; its blocks are given back when it ends.

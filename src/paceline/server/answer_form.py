@@ -81,16 +81,27 @@ class FormFields(SamplingFields):
 
     def form(self, settings: ServerSettings) -> Form | None:
         """Return the form of the answer, None = any text; HttpError if there are two, or it is wrong."""
+        names = self._form_names()
+        if len(names) > 1:
+            raise invalid(names[0], f"and {names[1]} both hold the answer to a form: send one of them")
         found = [*self._structured(settings), *self._top_level(settings)]
         if self.response_format is not None and (grammar := self.response_format.form(settings)) is not None:
             found.append(("response_format", grammar))
-        if len(found) > 1:
-            raise invalid(found[1][0], f"and {found[0][0]} both hold the answer to a form: send one of them")
         return found[0] if found else None
+
+    def _form_names(self) -> list[str]:
+        """The fields that hold a form."""
+        within, names = self.structured_outputs, list[str]()
+        if within is not None:
+            given = [(field.alias or name, getattr(within, name)) for name, field in StructuredOutputs.model_fields.items()]
+            names += [f"structured_outputs.{name}" for name, value in given if value not in (None, False)]
+        names += [name for name in _TOP_LEVEL if getattr(self, name) not in (None, "")]
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        return [*names, "response_format"] if has_format else names
 
     def form_name(self) -> str:
         """The field that a wrong grammar is an error of."""
-        given = [name for name in (*_TOP_LEVEL, "response_format") if getattr(self, name) is not None]
+        given = [name for name in (*_TOP_LEVEL, "response_format") if getattr(self, name) not in (None, "")]
         return "structured_outputs" if self.structured_outputs is not None else next(iter(given), "tools")
 
     def _structured(self, settings: ServerSettings) -> list[Form]:

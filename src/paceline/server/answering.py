@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paceline.errors import CapacityError, RequestError
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
@@ -80,10 +80,11 @@ async def answer_json(
     Raises:
         HttpError: as `answer_request`, or as `compute`.
     """
-    fields, headers = await _read(request, service, kind, lambda fields: fields)
+    fields, _ = await _read(request, service, kind, lambda fields: fields)
     with named(fields.parameter_names()), service.admission.admitted(0):
         body = await asyncio.to_thread(lambda: large_json(compute(fields))) if is_slow else as_json(compute(fields))
-    return Response(body, media_type="application/json", headers=headers)
+    log_ignored(fields.ignored, service.logged_fields)
+    return Response(body, media_type="application/json", headers=ignored_header(fields.ignored))
 
 
 async def read_request(request: Request, service: Service, kind: type[Read]) -> Read:
@@ -154,7 +155,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         ours = found.parameter or ""
         if ours in names:
             found.parameter = names[ours]
-            if found.message.startswith((f"{ours}:", f"{ours} ")):
+            if found.code != CONTEXT_LENGTH_EXCEEDED and found.message.startswith((f"{ours}:", f"{ours} ")):
                 found.message = names[ours] + found.message.removeprefix(ours)
         elif "messages[" in names and ours.startswith("messages["):
             found.parameter = names["messages["]

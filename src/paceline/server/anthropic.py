@@ -19,7 +19,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, unsupported
-from paceline.server.fields import FastList, Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -136,7 +136,7 @@ class ConversationFields(SamplingFields, at=("messages", "")):
 class MessagesFields(ConversationFields):
     """The body of `/v1/messages`."""
 
-    max_tokens: int
+    max_tokens: WholeNumber
     stop_sequences: FastList[str] | None = None
     stream: bool | None = None
 
@@ -256,7 +256,7 @@ def _template_options(fields: ConversationFields, service: Service) -> dict[str,
     effort = None if fields.output_config is None else fields.output_config.effort
     if effort == "high" or thinks is False:
         effort = None
-    return service.chat.thinking_options(thinks=thinks, effort=effort)
+    return service.chat.thinking_options(fields, thinks=thinks, effort=effort)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
 """From a neutral chat request to neutral events: the one way by which every dialect's chats are answered."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.engine.batch import RequestMaker
 from paceline.engine.chat_output import ChatOutputParser
-from paceline.engine.chat_prompt import check_template_options
+from paceline.engine.chat_prompt import RESERVED_OPTIONS, check_template_options
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
@@ -19,6 +19,7 @@ from paceline.parsing.tool_call_grammar import arguments_schema
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.server.chat_request import ChatRequest, check_tools
+from paceline.server.fields import Fields
 from paceline.server.generation import Generation, GenerationRequest
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -54,32 +55,45 @@ class ChatService:
         self.check(request)
         return request.prompt(self._generation.engine.opened.maker).token_ids
 
-    def thinking_options(self, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
-        """The chat template's variables for whether to think, and how much.
+    def thinking_options(self, fields: Fields, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
+        """Return the chat template's variables for whether to think, and how much. What it has no variable for is ignored.
+
+        Agents send such fields to every model.
 
         Args:
+            fields: of the request; what is ignored is added to those that are.
             thinks: None = as the model does by default.
             effort: "none" included; None = as the model does by default.
-
-        Raises:
-            RequestError: the template has no variable for it, and the model does not do so by default. `parameter` is "thinking" or
-                "reasoning_effort".
         """
         takes = self._tokenizer.template_takes
         if effort is not None and takes("reasoning_effort"):
             return {"reasoning_effort": effort}
         chosen = thinks if effort is None else effort != "none"
-        is_default = effort is None and chosen == (self.formats.reasoning_parser != NONE)
-        if chosen is None or (is_default and not takes("enable_thinking")):
+        if chosen is None:
             return {}
         if takes("enable_thinking"):
             return {"enable_thinking": chosen}
-        name = "thinking" if effort is None else "reasoning_effort"
-        raise RequestError(
-            f"{name} is not served: this model's chat template has no variable for it; write in a message how to think",
-            parameter=name,
-            code="unsupported_parameter",
-        )
+        fields.ignore("thinking" if effort is None else "reasoning_effort")
+        return {}
+
+    def template_options(self, fields: Fields, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the options that the chat template has a use for. The others are ignored, as vLLM, SGLang and llama.cpp do.
+
+        Args:
+            fields: of the request; what is ignored is added to those that are.
+            given: the field `chat_template_kwargs`.
+
+        Raises:
+            RequestError: one is an argument of its own here.
+        """
+        found = dict[str, Any]()
+        for name, value in (given or {}).items():
+            if name in RESERVED_OPTIONS or self._tokenizer.template_takes(name):
+                found[name] = value
+            else:
+                fields.ignore("template_options", name)
+        check_template_options(self._tokenizer, found)
+        return found
 
     async def collect(self, request: ChatRequest) -> list[Answer]:
         """Return the whole answers by sample, with the errors of `Generation.collect` and `check`."""

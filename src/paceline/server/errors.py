@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, printable
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, ConfigError, PacelineError, RequestError, printable
 from paceline.sampling.grammar_trial import BUSY
 from paceline.server.settings import MAX_HEAD_BYTES, MAX_HEADERS, ServerSettings
 
@@ -65,8 +65,11 @@ class HttpError(Exception):
 
     @property
     def text(self) -> str:
-        """The message with the field's name in it, for dialects that have no other place for the name."""
-        name = self.parameter
+        """The message with the field's name in it, for dialects that have no other place for the name.
+
+        Agents compare the beginning of the message about a prompt that is too long; it stays as it is.
+        """
+        name = None if self.code == CONTEXT_LENGTH_EXCEEDED else self.parameter
         return self.message if name is None or name in self.message else f"{name}: {self.message}"
 
 
@@ -100,12 +103,12 @@ def http_error_of(error: BaseException) -> HttpError:
         status = 404 if error.code == "adapter_not_found" else 400  # removed since the request was read
         return HttpError(status, str(error), parameter=error.parameter, code=error.code or "invalid_value")
     if isinstance(error, CapacityError):
-        return HttpError(400, str(error), parameter="max_tokens", code="context_length_exceeded")
+        return HttpError(400, str(error), parameter="max_tokens", code=CONTEXT_LENGTH_EXCEEDED)
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return HttpError(404, "there is nothing at this path: docs/server.md lists all paths", code="not_found")
+        return HttpError(404, "there is nothing at this path: /openapi.json lists all paths", code="not_found")
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        text = f"this path takes {allowed}: docs/server.md lists all paths"
+        text = f"this path takes {allowed}: /openapi.json lists all paths"
         return HttpError(405, text, code="method_not_allowed", headers=error.headers)
     if isinstance(error, HTTPException):
         return HttpError(error.status_code, str(error.detail), headers=error.headers)
@@ -140,8 +143,9 @@ def check_count(name: str, count: int, limit: int) -> None:
 def check_length(name: str, num_chars: int, settings: ServerSettings) -> None:
     """Raise HttpError if a prompt has too many characters to be tokenised."""
     if num_chars > settings.max_prompt_chars:
-        text = f"has {num_chars} characters, and may have {settings.max_prompt_chars}: shorten it"
-        raise invalid(name, text, "context_length_exceeded")
+        text = f"prompt is too long: {num_chars} characters > {settings.max_prompt_chars} maximum"
+        text = f"{text}. It exceeds the available context size of this server: shorten it, or serve with another --max-prompt-chars"
+        raise HttpError(400, text, parameter=name, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def num_chars(value: object) -> int:

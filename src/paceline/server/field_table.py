@@ -19,15 +19,17 @@ class Refusal:
     Attributes:
         harmless: values that are ignored, because they request what the server does anyway.
         only_with: it is refused only where one of these fields of the same object is neither missing nor 0 nor 1.
+        equal_to: a field of the same object; the same value as there is ignored.
     """
 
     reason: str
     harmless: tuple[Any, ...] = NOTHING
     only_with: tuple[str, ...] = ()
+    equal_to: str | None = None
 
     def applies(self, value: object, given: Mapping[str, Any]) -> bool:
         """Whether `value` is refused in the object `given`."""
-        if value in self.harmless:
+        if value in self.harmless or (self.equal_to is not None and value == given.get(self.equal_to)):
             return False
         return not self.only_with or any(given.get(name) not in (None, 0, 1) for name in self.only_with)
 
@@ -84,6 +86,7 @@ REQUEST = _ignored(
 OTHER_SAMPLERS = FieldRules(
     refused={
         "typical_p": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
+        "typical": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
         "tfs_z": Refusal(_NO_SAMPLER, (*NOTHING, 1)),
         "length_penalty": Refusal("there is no beam search", (*NOTHING, 1)),
         "samplers": Refusal("the order of samplers is fixed"),
@@ -102,7 +105,8 @@ OTHER_SAMPLERS |= _ignored(  # parameters of the samplers above
 TEXT_REQUEST = (
     REQUEST
     | OTHER_SAMPLERS
-    | _refused("there is no beam search; request n samples", "use_beam_search best_of num_beams early_stopping", 1)
+    | _refused("there is no beam search; request n samples", "use_beam_search num_beams early_stopping", 1)
+    | FieldRules(refused={"best_of": Refusal("there is no beam search; request n samples", (*NOTHING, 1), equal_to="n")})
     | _refused("send logprobs", "n_probs logprob_token_ids return_tokens_as_token_ids")
     | _refused("send a regex or choices", "allowed_token_ids")
     | _refused("send max_tokens", "max_new_tokens max_output_tokens max_length num_predict")
@@ -114,7 +118,8 @@ TEXT_REQUEST = (
     | _refused("adapters are requested as the model", "lora lora_path")
     | _refused("send json_schema, regex or a Lark grammar", "grammar_lazy grammar_triggers preserved_tokens ebnf")
     | _refused("whitespace of JSON is fixed", "guided_whitespace_pattern")
-    | _refused("answers end by themselves, by stop or by a limit", "repetition_detection thinking_token_budget")
+    | _refused("answers end by themselves, by stop or by a limit", "repetition_detection")
+    | _ignored("thinking_token_budget thinking_budget reasoning_budget")  # max_tokens limits reasoning and text together
     | _refused("code of a request is never run", "logits_processors custom_logit_processor logits_processor")
     | _refused("hidden states are not sent", "return_hidden_states")
     | _refused(_TEXT_ONLY, "multimodal_data image_data audio_data prompt_embeds")
@@ -159,6 +164,8 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
                 "disable_additional_properties": Refusal("write additionalProperties in the schema"),
             },
         ),
+        "thinking": _ignored("budget_tokens display clear_thinking"),
+        "reasoning": _ignored("max_tokens exclude summary"),
         "prediction": FieldRules(),
         "speculation": FieldRules(),
     },

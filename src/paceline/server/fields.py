@@ -3,10 +3,12 @@
 import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.server.errors import FIELD_ERROR, HttpError, check_count, field_error, field_name, invalid
@@ -21,11 +23,19 @@ _MAX_NAMED = 20  # ignored fields that one answer names
 _MAX_NAME = 60  # characters of an ignored field's name
 _MAX_LOGGED = 1000  # names that one process logs
 _MAX_CHECKED = 200  # unknown names of one request that are compared with known ones
-_MIN_TYPO = 4  # characters of a name that one edit may change: shorter ones are too close to each other
+_MIN_TYPO = 5  # characters of a name that one edit may change: shorter ones are too close to other words, as model is to mode
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key")  # an answer may repeat them, nothing else reads them
 _COUNTED = {"messages": "max_messages", "input": "max_messages", "tools": "max_tools"}
 """Lists, and the setting that limits each; counted before any of their items is read."""
+
+
+def _whole_number(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+"""A whole number, which may be written 8.0: languages with one type of number write it so."""
 
 
 class Reading:
@@ -61,7 +71,8 @@ class Reading:
 
     def _check_unknown(self, name: str, known: Iterable[str]) -> None:
         self._num_checked += 1
-        meant = closest_name(name, known) if self._num_checked <= _MAX_CHECKED else None
+        is_typo = self._num_checked <= _MAX_CHECKED and name not in _known_anywhere()
+        meant = closest_name(name, known) if is_typo else None
         if meant is not None:
             raise _field_error(name, f"is no parameter of this request: did you mean {meant}?", "unknown_parameter")
         if self._refuses_unknown:
@@ -78,6 +89,7 @@ class Fields(BaseModel):
     """Dialect and kind of object, a class argument: the row of the table."""
     served: ClassVar[frozenset[str]] = frozenset()
     """Names of served fields, as in JSON."""
+    _ignored: dict[str, None] = PrivateAttr(default_factory=dict)
 
     def __init_subclass__(cls, *, at: tuple[str, str] | None = None, **options: Any) -> None:
         cls.at = cls.at if at is None else at
@@ -99,9 +111,31 @@ class Fields(BaseModel):
             reading.sort_out(cls, given)
         return given
 
+    @property
+    def ignored(self) -> Collection[str]:
+        """Names of fields that are ignored, in order."""
+        return self._ignored
+
+    def ignore(self, parameter: str, key: str | None = None) -> None:
+        """Add a field that this model has no use for, or a key of it, to those that are ignored."""
+        name = self.parameter_names().get(parameter, parameter)
+        if len(self._ignored) <= _MAX_NAMED:
+            self._ignored.setdefault(_printable(name if key is None else f"{name}.{key}"))
+
     def parameter_names(self) -> Mapping[str, str]:
         """The dialect's names of our parameters, for errors; see `answering.named`."""
         return {}
+
+
+@cache
+def _known_anywhere() -> frozenset[str]:
+    """Names that some object of some dialect has. They are no misspellings in another one, as `context` is none of `content`."""
+    names, left = set[str](), [Fields]
+    while left:
+        kind = left.pop()
+        names |= {*kind.served, *kind.rules().ignored, *kind.rules().refused}
+        left += kind.__subclasses__()
+    return frozenset(names)
 
 
 Read = TypeVar("Read", bound=Fields)
@@ -125,9 +159,11 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tup
             _check_characters({name: value for name, value in body.items() if name in kind.served and name not in _ECHOED})
     reading = Reading(refuses_unknown=settings.unknown_fields == "refuse")
     try:
-        return kind.model_validate(body, context=reading), reading.ignored
+        fields = kind.model_validate(body, context=reading)
     except ValidationError as error:
         raise field_error(error.errors(include_url=False), body) from None
+    fields._ignored = reading.ignored
+    return fields, fields.ignored
 
 
 def log_ignored(names: Iterable[str], logged: set[str]) -> None:
@@ -192,8 +228,12 @@ def _parsed(content: bytes) -> Any:
         return parse_json(content) if len(content) > MAX_INLINE_BYTES else json.loads(content)
     except json.JSONDecodeError:
         raise HttpError(400, "the body is no JSON: send one JSON object", code="invalid_json") from None
-    except (ValueError, RecursionError):
-        text = "the body cannot be read: send JSON in UTF-8, nested no deeper than a request needs, with numbers of 4,300 digits at most"
+    except UnicodeDecodeError:
+        raise HttpError(400, "the body holds bytes that are no UTF-8: send JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise HttpError(400, "the body is nested too deeply: send flatter objects and lists", code="invalid_value") from None
+    except ValueError:
+        text = f"the body has a number of more than {sys.get_int_max_str_digits()} digits: send a shorter one"
         raise HttpError(400, text, code="invalid_value") from None
 
 
@@ -230,7 +270,7 @@ class SpeculationFields(Fields, at=("chat", "speculation")):
 
     enabled: bool = True
     drafter: str | None = None
-    max_draft_tokens: int | None = None
+    max_draft_tokens: WholeNumber | None = None
     origins: bool = False
     trees: bool = False
 
@@ -245,12 +285,12 @@ class SamplingFields(Fields):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: WholeNumber | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: WholeNumber | None = None
     stop_token_ids: FastList[int] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: WholeNumber | None = None
     logit_bias: dict[str, float] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

@@ -58,6 +58,7 @@ def add_middleware(
             allow_origins=settings.allow_origin,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
+            allow_private_network=True,  # browsers ask where a public page reaches this machine
             expose_headers=("X-Request-Id", "Retry-After", IGNORED_HEADER),
         )
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from paceline.sampling.params import SamplingParams
 from paceline.server.answering import answer_json, request_schema
 from paceline.server.chat_request import ChatRequest
-from paceline.server.errors import check_length, invalid
+from paceline.server.errors import check_count, check_length, invalid
 from paceline.server.fields import FastList, Fields
 from paceline.server.openai_chat import Message, ToolFields, conversation, tools_of
 from paceline.server.service import Service
@@ -111,7 +111,7 @@ def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
     if fields.return_token_strs:
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
     if fields.with_pieces:
-        found["tokens"] = [{"id": token_id, "piece": service.texts.text_of(token_id)} for token_id in ids]
+        found["tokens"] = [{"id": token_id, "piece": service.texts.piece_of(token_id)} for token_id in ids]
     return found
 
 
@@ -125,12 +125,14 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         assert text is not None
         check_length(given[0], len(text), settings)
         adds_special = bool(fields.add_special) if fields.prompt is None else fields.add_special_tokens is not False
+        if fields.parse_special is False:
+            return (maker.tokenizer.encode("") if adds_special else []) + maker.tokenizer.encode_plain(text)
         return maker.tokenizer.encode(text, add_special_tokens=adds_special)
     return service.chat.prompt_ids(
         ChatRequest(
             messages=conversation(fields.messages, settings),
             tools=tools_of(fields.tools, settings),
-            template_options=fields.chat_template_kwargs or {},
+            template_options=service.chat.template_options(fields, fields.chat_template_kwargs),
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=bool(fields.continue_final_message) and bool(fields.messages),
             params=SamplingParams(),
@@ -141,7 +143,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
 def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
     maker = service.engine.opened.maker
-    check_length("tokens", len(fields.tokens), service.settings)
+    check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)
     for token_id in fields.tokens:
         if not 0 <= token_id < maker.vocab_size:
             raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {maker.vocab_size - 1}")

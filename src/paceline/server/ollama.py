@@ -19,7 +19,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars
-from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields
+from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
 from paceline.server.parameters import num_top_logprobs, request_options, sampling_params, token_limit
@@ -64,15 +64,15 @@ class ToolFields(Fields, at=("ollama", "tools[]")):
 
 
 class Options(Fields, at=("ollama", "options")):
-    """How tokens are chosen. `num_ctx` must fit into the model's context."""
+    """How tokens are chosen. A `num_ctx` beyond the model's context is ignored."""
 
-    num_predict: int | None = None
-    num_ctx: int | None = None
+    num_predict: WholeNumber | None = None
+    num_ctx: WholeNumber | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: WholeNumber | None = None
     top_p: float | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: WholeNumber | None = None
     stop: str | FastList[str] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -86,7 +86,7 @@ class RequestFields(Fields, at=("ollama", "")):
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: WholeNumber | None = None
     speculation: SpeculationFields | None = None
 
     def parameter_names(self) -> Mapping[str, str]:
@@ -232,9 +232,8 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
     """Fields that a `ChatRequest` and a `GenerationRequest` share."""
     options, longest = fields.options or Options(), service.engine.opened.maker.max_context
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
-        text = f"is {options.num_ctx}: it must be in [1, {longest}], the model's context; serve with another --max-context"
-        raise invalid("options.num_ctx", text)
-    limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(-1, -2)), _sampling(fields)
+        fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
+    limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
     params = sampling_params(
         sampling,
         service.settings,
@@ -254,8 +253,8 @@ def _grammar(fields: RequestFields, service: Service) -> Grammar | None:
 
 def _template_options(fields: RequestFields, service: Service) -> dict[str, Any]:
     if isinstance(fields.think, str):
-        return service.chat.thinking_options(effort=fields.think)
-    return service.chat.thinking_options(thinks=fields.think)
+        return service.chat.thinking_options(fields, effort=fields.think)
+    return service.chat.thinking_options(fields, thinks=fields.think)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from paceline.server.answer_form import FormFields
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, allowed_tools, checked_tools, plain_content
 from paceline.server.errors import check_length, invalid, num_chars, shown
-from paceline.server.fields import FastList, Fields
+from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event
 from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -32,9 +32,23 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ContentPart(Fields, at=("chat", "messages[].content[]")):
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "reasoning"]
     text: str | None = None
     refusal: str | None = None
+    thinking: "str | FastList[ContentPart] | None" = None
+    reasoning: str | None = None
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether it is reasoning, as Mistral and vLLM write it."""
+        return self.type in ("thinking", "reasoning")
+
+    @property
+    def reasoning_text(self) -> str:
+        """Its reasoning."""
+        if isinstance(self.thinking, list):
+            return "".join(part.text or "" for part in self.thinking)
+        return self.thinking or self.reasoning or self.text or ""
 
 
 class CalledFunction(Fields, at=("chat", "messages[].tool_calls[].function")):
@@ -65,8 +79,17 @@ class Message(Fields, at=("chat", "messages[]")):
     @property
     def texts(self) -> list[str]:
         """Its content, without empty texts."""
-        given = [self.content] if isinstance(self.content, str) else [part.text or part.refusal for part in self.content or []]
+        if isinstance(self.content, str):
+            given: list[str | None] = [self.content]
+        else:
+            given = [part.text or part.refusal for part in self.content or [] if not part.is_reasoning]
         return [text for text in given if text] or ([self.refusal] if self.refusal else [])
+
+    @property
+    def reasoning_texts(self) -> str:
+        """Reasoning in its content."""
+        parts = [] if isinstance(self.content, str) else self.content or []
+        return "".join(part.reasoning_text for part in parts if part.is_reasoning)
 
 
 class FunctionFields(Fields, at=("chat", "tools[].function")):
@@ -111,13 +134,13 @@ class TextFields(FormFields):
     """Fields that chats and completions share."""
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    n_predict: int | None = None
+    n: WholeNumber | None = None
+    max_tokens: WholeNumber | None = None
+    n_predict: WholeNumber | None = None
     stop: str | FastList[str] | None = None
     include_stop_str_in_output: bool | None = None
     repeat_penalty: float | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: WholeNumber | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -150,9 +173,9 @@ class TextFields(FormFields):
 
 class ChatFields(TextFields, at=("chat", "")):
     messages: FastList[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: WholeNumber | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: WholeNumber | None = None
     prediction: Prediction | None = None
     tools: FastList[ToolFields] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -166,7 +189,8 @@ class ChatFields(TextFields, at=("chat", "")):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def parameter_names(self) -> Mapping[str, str]:
-        effort = "reasoning_effort" if self.reasoning is None else "reasoning.effort"
+        has_effort = self.reasoning_effort is not None or self.reasoning is None
+        has_switch = self.enable_thinking is not None or self.reasoning is None
         return {
             "prompt": "messages",
             "logprobs": "top_logprobs",
@@ -175,8 +199,8 @@ class ChatFields(TextFields, at=("chat", "")):
             "max_tokens": "max_completion_tokens" if self.max_completion_tokens is not None else "max_tokens",
             "include_stop": "include_stop_str_in_output",
             "grammar": self.form_name(),
-            "reasoning_effort": effort,
-            "thinking": "thinking" if self.thinking is not None else "enable_thinking",
+            "reasoning_effort": "reasoning_effort" if has_effort else "reasoning.effort",
+            "thinking": "thinking" if self.thinking is not None else "enable_thinking" if has_switch else "reasoning.enabled",
         }
 
 
@@ -230,7 +254,7 @@ def conversation(messages: Sequence[Message], settings: ServerSettings) -> list[
         if message.tool_calls:
             turn["tool_calls"] = [_call(call, f"call_{index}_{at}") for at, call in enumerate(message.tool_calls)]
             names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
-        reasoning = message.reasoning_content or message.reasoning
+        reasoning = message.reasoning_content or message.reasoning or message.reasoning_texts
         if reasoning and isinstance(reasoning, str):
             turn["reasoning_content"] = reasoning
         if message.role == "tool":
@@ -248,6 +272,8 @@ def _check_message(place: str, message: Message) -> None:
     for name, role in {"tool_calls": "assistant", "tool_call_id": "tool", "reasoning_content": "assistant"}.items():
         if getattr(message, name) and message.role != role:
             raise invalid(f"{place}.{name}", f"belongs to the role {role}, and the message is of {message.role}: leave it out")
+    if message.reasoning_texts and message.role != "assistant":
+        raise invalid(f"{place}.content", f"has reasoning, which belongs to the role assistant, and the message is of {message.role}")
     if message.content is None and message.role not in ("assistant", "tool"):
         raise invalid(f"{place}.content", "is missing: send a text", "missing_required_parameter")
 
@@ -275,7 +301,7 @@ def tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], w
     given = choice if isinstance(choice, Mapping) else {}
     if given.get("type") == "allowed_tools":
         return _allowed_choice(given.get("allowed_tools") if within else given, tools, within)
-    one = given.get(within) if within else given
+    one = given.get("function", given)
     name = one.get("name") if isinstance(one, Mapping) and given.get("type") == "function" else None
     if not isinstance(name, str):
         function = '"function": {"name": ...}' if within else '"name": ...'
@@ -292,7 +318,9 @@ def _allowed_choice(allowed: object, tools: Sequence[Tool], within: str) -> dict
     ones = [one.get(within) if within else one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     names = [one["name"] for one in ones if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
     if given.get("mode") not in ("auto", "required") or not names or not isinstance(listed, list) or len(names) != len(listed):
-        raise invalid("tool_choice.allowed_tools", "is wrong: send the mode auto or required, and tools that are functions with names")
+        mode = shown(given.get("mode"))
+        what = "has no tools" if listed in (None, []) else f"has the mode {mode}, or a tool that is no function with a name"
+        raise invalid("tool_choice.allowed_tools", f"{what}: send the mode auto or required, and one or more functions with names")
     return {"tools": allowed_tools(tools, names, "tool_choice.allowed_tools"), "tool_use": ToolUse(given["mode"])}
 
 
@@ -315,13 +343,13 @@ def _template_options(fields: ChatFields, service: Service) -> dict[str, Any]:
         effort, thinks = effort or fields.reasoning.effort, fields.reasoning.enabled if thinks is None else thinks
     if fields.thinking is not None and fields.thinking.type in ("enabled", "disabled"):
         thinks = fields.thinking.type == "enabled"
-    found = service.chat.thinking_options(effort=effort, thinks=thinks)
+    found = service.chat.thinking_options(fields, effort=effort, thinks=thinks)
     meant = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
     for name, value in (fields.chat_template_kwargs or {}).items():
         if meant.get(name, value) != value:
             text = f"is {shown(value)}, which contradicts reasoning_effort {shown(effort)}: send one of them"
             raise invalid(f"chat_template_kwargs.{name}", text)
-    return {**found, **(fields.chat_template_kwargs or {})}
+    return {**found, **service.chat.template_options(fields, fields.chat_template_kwargs)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.server.answering import answer_request, chunk_origins, request_schema, speculation_of
 from paceline.server.errors import check_length, invalid
-from paceline.server.fields import FastList
+from paceline.server.fields import FastList, WholeNumber
 from paceline.server.framing import as_json, data_event, large_json
 from paceline.server.generation import GenerationRequest
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionFields(TextFields, at=("completions", "")):
     prompt: str | FastList[str] | FastList[int] | FastList[FastList[int]]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: WholeNumber | None = None
     prediction: str | None = None
 
     @property

@@ -20,7 +20,7 @@ from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
-from paceline.server.fields import FastList, Fields, SamplingFields
+from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
 from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
@@ -112,7 +112,7 @@ class ResponsesFields(SamplingFields, at=("responses", "")):
     model: str | None = None
     input: str | FastList[Item]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: WholeNumber | None = None
     stop: str | FastList[str] | None = None
     stream: bool | None = None
     tools: FastList[FunctionTool] | None = None
@@ -161,7 +161,7 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
         messages=conversation(fields, service.settings),
         **tool_choice(fields.tool_choice, checked_tools(fields.tools, service.settings), within=""),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
-        template_options=service.chat.thinking_options(effort=None if fields.reasoning is None else fields.reasoning.effort),
+        template_options=service.chat.thinking_options(fields, effort=None if fields.reasoning is None else fields.reasoning.effort),
         params=sampling_params(fields, service.settings, max_tokens=limit, stop=fields.stop, grammar=_grammar(fields, service.settings)),
         options=request_options(fields, adapter=adapter),
         takes_the_rest=limit is None,

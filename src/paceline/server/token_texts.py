@@ -33,6 +33,14 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
+    def piece_of(self, token_id: int) -> str | list[int]:
+        """Its text; of a part of a character the bytes, as llama.cpp lists them."""
+        spelled = self.bytes_of(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return list(spelled)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of several, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -85,6 +85,13 @@ class Tokenizer:
         """Finds control tokens in texts, and encodes texts in which these are no control tokens."""
         return ControlTexts(self._pretrained.backend_tokenizer, self._backend.vocabulary)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, in which control tokens that are written out stay text; errors as for `encode`."""
+        escaped = self.control_texts.escaped([text], others=[])
+        if not escaped.is_needed:
+            return self.encode(text, add_special_tokens=False)
+        return self.control_texts.encode(escaped, escaped.normalized(escaped.value[0]))
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids the tokenizer does not know stand for nothing.
 

@@ -216,7 +216,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(tool_choice="required"), "tool_choice", ""),
     (changed(modalities=["text", "audio"]), "modalities", "unsupported_parameter"),
     (changed(audio={"voice": "a"}), "audio", "unsupported_parameter"),
-    (changed(reasoning_effort="low"), "reasoning_effort", "unsupported_parameter"),
     (changed(response_format={"type": "xml"}), "response_format.type", "invalid_value"),
     (changed(response_format={"type": "json_schema", "json_schema": {"name": "a"}}), "response_format", "invalid_value"),
     (changed(response_format={"type": "json_schema", "json_schema": {"schema": {"type": 7}}}), "response_format", ""),

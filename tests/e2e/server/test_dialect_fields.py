@@ -8,6 +8,7 @@ import pytest
 from harness.dialects import Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
+from paceline.server.fields import IGNORED_HEADER
 
 TURNS = [{"role": "user", "content": "I need a taxi to the airport."}]
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -44,9 +45,9 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"messages": turns([{"type": "document"}])}, "messages[0].content[0].type"),
     (MESSAGES, {"messages": turns([{"type": "tool_use", "id": "a", "name": "f", "input": {}}])}, "messages[0].content[0].type"),
     (MESSAGES, {"messages": turns([{"type": "text", "text": 1}])}, "messages[0].content[0].text"),
-    (MESSAGES, {"messages": turns([{"type": "text", "text": "a", "textt": 1}])}, "messages[0].content[0].textt"),
+    (MESSAGES, {"messages": turns([{"type": "thinking", "thinking": "a", "thinkingg": 1}])}, "messages[0].content[0].thinkingg"),
     (MESSAGES, {"messages": turns("a", [{"type": "tool_use", "id": "a", "name": "f", "input": {}}])}, "messages"),
-    (MESSAGES, {"messages": turns("a " * 5000)}, "messages"),
+    (MESSAGES, {"messages": turns("a " * 5000)}, "prompt is too long"),
     (MESSAGES, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     (MESSAGES, {"tools": [{**TOOL, "name": "no name"}]}, "tools[0].name"),
     (MESSAGES, {"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
@@ -55,9 +56,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
-    (MESSAGES, {"thinking": {"type": "enabled"}}, "thinking"),
     (MESSAGES, {"thinking": {"type": "much"}}, "thinking.type"),
-    (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "output_config.format"),
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits"),
     (MESSAGES, {"mcp_servers": [{"url": "a"}]}, "mcp_servers"),
@@ -71,7 +70,6 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (RESPONSES, {"truncation": "auto"}, "truncation"),
     (RESPONSES, {"top_logprobs": 2}, "top_logprobs"),
     (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
-    (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 7}}}}, "text.format"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type"),
@@ -85,24 +83,22 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (RESPONSES, {"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
     (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
-    (OLLAMA, options(num_predict=0), "options.num_predict"),
+    (OLLAMA, options(num_predict=-3), "options.num_predict"),
     (OLLAMA, options(temperature=-1), "options.temperature"),
     (OLLAMA, options(top_p=0), "options.top_p"),
     (OLLAMA, options(repeat_penalty=0), "options.repeat_penalty"),
-    (OLLAMA, options(num_ctx=4096), "options.num_ctx"),
+    (OLLAMA, options(num_predict=2.5), "options.num_predict"),
     (OLLAMA, options(repeat_last_n=64, repeat_penalty=1.2), "options.repeat_last_n"),
     (OLLAMA, options(mirostat=1), "options.mirostat"),
     (OLLAMA, options(typical_p=0.5), "options.typical_p"),
     (OLLAMA, options(temperatur=1), "options.temperatur"),
     (OLLAMA, {"format": "xml"}, "format"),
     (OLLAMA, {"format": {"type": 7}}, "format"),
-    (OLLAMA, {"think": True}, "think"),
-    (OLLAMA, {"think": "high"}, "think"),
     (OLLAMA, {"top_logprobs": 2}, "top_logprobs"),
     (OLLAMA, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (OLLAMA, {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images"),
     (OLLAMA, {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
-    (OLLAMA, {"messages": turns("a " * 5000)}, "messages"),
+    (OLLAMA, {"messages": turns("a " * 5000)}, "prompt is too long"),
     (OLLAMA, {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
 ]
 
@@ -116,7 +112,25 @@ def test_a_wrong_or_refused_field_is_named(client: HttpClient, dialect: Spoken, 
         assert place == named if dialect is RESPONSES else place in named
 
 
+@pytest.mark.parametrize("num_ctx", [4096, 0, -1])
+def test_context_of_ollama_out_of_range_is_ignored_by_name(client: HttpClient, num_ctx: int) -> None:
+    for is_streamed in (False, True):
+        answer = client.post(OLLAMA.path, {"stream": is_streamed, **asked(OLLAMA, **options(num_ctx=num_ctx, num_predict=2))})
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "options.num_ctx")
+    answer = client.post(OLLAMA.path, asked(OLLAMA, **options(num_ctx=2048, num_predict=2)))
+    assert IGNORED_HEADER not in answer.headers
+
+
+def test_limit_of_ollama_that_is_zero_is_none(client: HttpClient) -> None:
+    answer = client.json(OLLAMA.path, {"stream": False, **asked(OLLAMA, **options(num_predict=0, temperature=0))})
+    assert answer["done_reason"] == "stop"
+    assert answer["eval_count"] > 2
+
+
 TAKEN: list[tuple[Spoken, dict[str, Any]]] = [
+    (OLLAMA, options(num_predict=8.0, seed=3.0)),
+    (MESSAGES, {"max_tokens": 8.0, "top_k": 5.0}),
+    (RESPONSES, {"max_output_tokens": 8.0}),
     (MESSAGES, {"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "speed": "standard"}),
     (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}, "tools": [], "mcp_servers": []}),
     (MESSAGES, {"thinking": {"type": "disabled"}, "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),

@@ -1,6 +1,7 @@
 """What holds in every dialect: one text, streamed or whole, that of `LLM`; errors in its own shape; nothing left out in silence."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,7 +94,7 @@ ERRORS: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("another model", 404, {}, {"model": "gpt-9"}, "mini"),
     ("an unknown field", 400, {}, {"modell": "mini"}, "did you mean model?"),
     ("too many messages", 400, {"max_messages": 2}, {}, "may have 2"),
-    ("too long", 400, {"max_prompt_chars": 9}, {}, "may have 9"),
+    ("too long", 400, {"max_prompt_chars": 9}, {}, "characters > 9 maximum"),
     ("no key", 401, {"api_keys": ("key-of-this-very-test",)}, {}, "x-api-key"),
 ]
 
@@ -107,6 +108,18 @@ def test_errors_have_the_shape_of_the_dialect(
         answer = served(**settings).post(new_dialect.path, fields)
         assert answer.status_code == status, answer.text
         assert says in new_dialect.message_of(answer.json())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_too_long_prompt_has_the_sentences_that_agents_know(client: HttpClient, dialect: Spoken, streams: bool) -> None:
+    for text in ("x " * 3000, "x" * 3_000_000):
+        fields = {**dialect.fields([{"role": "user", "content": text}], max_tokens=2), "stream": streams}
+        answer = client.post(dialect.path, fields)
+        assert answer.status_code == 400
+        message = dialect.message_of(answer.json())
+        assert re.match(r"prompt is too long: \d{4,} tokens > 2047 maximum", message)
+        assert "This model's maximum context length is 2048 tokens" in message
+        assert "shorten the prompt" in message
 
 
 def test_keys_are_taken_as_each_client_sends_them(served: Served, new_dialect: Spoken) -> None:

@@ -186,6 +186,10 @@ def test_an_allowed_origin_is_answered_with_cors_headers(served: Served) -> None
     preflight = client.ask("OPTIONS", CHAT, headers={"Origin": origin, **PREFLIGHT})
     assert preflight.status_code == 200
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    private = {"Access-Control-Request-Private-Network": "true"}
+    preflight = client.ask("OPTIONS", CHAT, headers={"Origin": origin, **PREFLIGHT, **private})
+    assert (preflight.status_code, preflight.headers["access-control-allow-private-network"]) == (200, "true")
+    assert client.ask("OPTIONS", CHAT, headers={"Origin": "http://other.example", **PREFLIGHT, **private}).status_code == 400
     for headers, status in (({}, 401), ({"x-api-key": KEYS[0]}, 200)):
         answer = client.post(CHAT, FIELDS, headers={"Origin": origin, **headers})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, origin)

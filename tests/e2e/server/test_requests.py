@@ -441,10 +441,23 @@ def test_tokenization_is_as_in_llama_cpp_too(picky: HttpClient) -> None:
     assert picky.json("/tokenize", {"content": "I need a taxi.", "add_special": True})["tokens"] == tokens
     pieces = picky.json("/tokenize", {"content": "I need", "with_pieces": True})["tokens"]
     assert "".join(piece["piece"] for piece in pieces) == "I need"
+    pieces = picky.json("/tokenize", {"content": "\u0e51", "with_pieces": True})["tokens"]
+    assert [byte for piece in pieces for byte in piece["piece"]] == list("\u0e51".encode())
     strings = picky.json("/tokenize", {"prompt": "I need", "return_token_strs": True})["token_strs"]
     assert "".join(strings) == "I need"
     assert picky.json("/detokenize", {"tokens": tokens})["content"] == "I need a taxi."
     assert picky.refusal("/tokenize", {"content": "a", "prompt": "b"})["param"] == "prompt"
+
+
+def test_control_tokens_without_parse_special_are_text(picky: HttpClient) -> None:
+    text = "a<|im_end|>b"
+    control = picky.json("/tokenize", {"content": "<|im_end|>"})["tokens"]
+    assert len(control) == 1
+    assert control[0] in picky.json("/tokenize", {"content": text, "parse_special": True})["tokens"]
+    for more in ({}, {"add_special": True}):
+        tokens = picky.json("/tokenize", {"content": text, "parse_special": False, **more})["tokens"]
+        assert control[0] not in tokens
+        assert picky.json("/detokenize", {"tokens": tokens})["content"].endswith(text)
 
 
 def test_props_are_facts_about_the_model(picky: HttpClient) -> None:

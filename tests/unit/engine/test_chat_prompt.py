@@ -276,13 +276,20 @@ def test_what_cannot_fit_the_context_is_refused_at_once(messages: list[dict[str,
     assert raised.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_message_without_content_is_refused_by_its_index(role: str) -> None:
+    for message in ({"role": role, "content": None}, {"role": role}):
+        with pytest.raises(RequestError, match=r"messages\[1\]\.content is missing: give a text"):
+            chat_prompt(request_maker(CHATML), [USER, message])
+
+
 def test_a_plain_prompt_that_cannot_fit_is_refused_without_encoding() -> None:
     maker = request_maker(CHATML)
     longest = maker.max_context * maker.tokenizer.longest_piece
     with pytest.raises(RequestError, match=f"{longest + 1} characters") as raised:
         maker.prompt_ids(" " * (longest + 1))
     assert raised.value.code == "context_length_exceeded"
-    with pytest.raises(RequestError, match=r"has \d+ tokens"):
+    with pytest.raises(RequestError, match=r"too long: \d+ tokens > \d+ maximum"):
         maker.prompt_ids(" " * longest)
 
 

@@ -52,14 +52,50 @@ def test_name_one_edit_from_a_known_one_is_refused(name: str, meant: str, settin
     assert error.message == f"{name} is no parameter of this request: did you mean {meant}?"
 
 
-@pytest.mark.parametrize("name", ["temp", "temperaturess", "tokens", "k", "nn", "tag", "x" * 10_000, "", "\u00e4\u00f6"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temp",
+        "temperaturess",
+        "tokens",
+        "k",
+        "nn",
+        "tag",
+        "x" * 10_000,
+        "",
+        "\u00e4\u00f6",
+    ],
+)
 def test_name_unlike_known_ones_is_ignored(name: str) -> None:
     assert len(read({name: 1})[1]) == 1
 
 
-@pytest.mark.parametrize(("first", "second"), [("stop", "stopp"), ("stop", "stp"), ("abcd", "abdc"), ("abcd", "xbcd"), ("abcd", "abcx")])
+@pytest.mark.parametrize("name", ["mode", "models", "context", "speed", "top", "seeds", "stops", "tool"])
+def test_word_close_to_a_known_name_is_ignored(name: str) -> None:
+    assert read({name: 5})[1] == [name]
+
+
+@pytest.mark.parametrize(("n", "best_of", "is_refused"), [(2, 2, False), (None, 1, False), (2, 3, True), (2, 1, False), (None, 2, True)])
+def test_best_of_equal_to_n_is_ignored(n: int | None, best_of: int, is_refused: bool) -> None:
+    if is_refused:
+        assert refusal({"n": n, "best_of": best_of}).parameter == "best_of"
+    else:
+        assert read({"n": n, "best_of": best_of})[1] == ["best_of"]
+
+
+@pytest.mark.parametrize("message", [{"context": 1}, {"mode": 1}, {"names": 1}, {"citation": 1}, {"images": []}])
+def test_message_field_of_another_dialect_is_no_misspelling(message: dict[str, Any]) -> None:
+    for kind, more in ((ChatFields, {}), (anthropic.MessagesFields, {"max_tokens": 1}), (ollama.ChatFields, {"model": "mini"})):
+        body = {"messages": [{**MESSAGES[0], **message}], **more}
+        read_body(kind, json.dumps(body).encode(), ServerSettings())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("stop", "stopp"), ("seed", "sed"), ("abcde", "abced"), ("abcde", "xbcde"), ("abcde", "abcdx"), ("abcde", "abcdef")],
+)
 def test_closest_name_is_symmetric(first: str, second: str) -> None:
-    short = min(len(first), len(second)) < 4
+    short = min(len(first), len(second)) < 5
     assert (closest_name(first, [second]), closest_name(second, [first])) == ((None, None) if short else (second, first))
 
 
@@ -67,6 +103,48 @@ def test_no_listed_name_is_taken_for_a_misspelling() -> None:
     for dialect, rows in TABLE.items():
         for place, rules in rows.items():
             assert not rules.ignored & set(rules.refused), (dialect, place)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"a": "\xff"}', "no UTF-8"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "more than 4300 digits"),
+        (b'{"a": }', "no JSON"),
+    ],
+)
+def test_unreadable_body_is_refused_with_its_own_reason(body: bytes, text: str) -> None:
+    for content in (body, body + b" " * 1_000_000):
+        with pytest.raises(HttpError, match=text):
+            read_body(ChatFields, content, ServerSettings())
+
+
+def test_whole_number_may_be_written_as_a_float() -> None:
+    fields, _ = read({"max_tokens": 8.0, "top_k": 40.0, "seed": -1.0, "temperature": 1})
+    assert (fields.max_tokens, fields.top_k, fields.seed) == (8, 40, -1)
+    assert isinstance(fields.max_tokens, int)
+    for value in (8.5, True, "8", 1e400):
+        assert refusal({"max_tokens": value}).parameter == "max_tokens"
+
+
+PARTS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"type": "thinking", "thinking": "Hm."}], "Hm."),
+    ([{"type": "thinking", "thinking": [{"type": "text", "text": "H"}, {"type": "text", "text": "m."}]}], "Hm."),
+    ([{"type": "reasoning", "reasoning": "Hm."}], "Hm."),
+    ([{"type": "reasoning", "text": "Hm."}], "Hm."),
+]
+
+
+@pytest.mark.parametrize(("parts", "reasoning"), PARTS)
+def test_reasoning_parts_of_an_answer_are_its_reasoning(parts: list[dict[str, Any]], reasoning: str) -> None:
+    content = [*parts, {"type": "text", "text": "Yes."}]
+    fields, _ = read({"messages": [*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES]})
+    (_, turn, _) = openai_chat.conversation(fields.messages, ServerSettings())
+    assert (turn["content"], turn["reasoning_content"]) == ("Yes.", reasoning)
+    fields, _ = read({"messages": [{"role": "user", "content": content}]})
+    with pytest.raises(HttpError, match="belongs to the role assistant"):
+        openai_chat.conversation(fields.messages, ServerSettings())
 
 
 def test_unknown_fields_are_named_by_their_place_in_order() -> None:
