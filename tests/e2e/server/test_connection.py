@@ -93,8 +93,9 @@ def test_a_connection_that_was_answered_a_moment_ago_is_kept(engine: AsyncEngine
             first.sendall(HEALTH)
             answer = b""
             while not answer.endswith(b"}"):
-                assert (read := first.recv(1 << 16)), "the connection was closed"
-                answer += read
+                received = first.recv(1 << 16)
+                assert received, "the connection was closed"
+                answer += received
             assert statuses(answer) == [200]
             assert statuses(server.sent(b"")) == [503]
 
