@@ -258,7 +258,7 @@ def test_a_request_larger_than_the_cache_is_refused_before_anything_runs(directo
     assert llm.max_context == 512
     assert "raise cache_gb" in llm.notices[-1]
     passes = llm.runtime.num_passes
-    with raises(CapacityError, "82 tokens", "64", "shorten the prompt, lower max_tokens or raise cache_gb"):
+    with raises(CapacityError, "70 tokens", "63 maximum", "shorten the prompt, lower max_tokens or raise cache_gb"):
         llm.generate([[5] * 70], GREEDY)
     assert llm.runtime.num_passes == passes
     assert_usable(llm)

@@ -236,7 +236,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
     (CHAT, {"guided_json": "{"}, "guided_json"),
     (CHAT, {"guided_json": {"type": 7}}, "guided_json"),
     (CHAT, {"guided_choice": []}, "guided_choice"),
-    (CHAT, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+    (CHAT, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_regex"),
     (CHAT, {"response_format": {"type": "regex"}}, "response_format"),
     (MESSAGES, {"messages": [blocks({"type": "image", "source": {"type": "url", "url": "a"}})]}, "messages[0].content[0].type"),
     (MESSAGES, {"messages": [blocks({"type": "document", "source": {}})]}, "messages[0].content[0].type"),
