@@ -70,7 +70,7 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     """Build the grammar. The first mark is optional, because the prompt may end with it."""
     calls = [grammar.call(f"{tool.name}\n", tool) for tool in tools]
     body = grammar.listed(calls, RECIPIENT, several=several)
-    return f"{grammar.text(RECIPIENT)}? {body}"
+    return f"{grammar.literal(RECIPIENT)}? {body}"
 
 
 FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)

@@ -55,8 +55,10 @@ MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [f"{grammar.text(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools]
-    return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    calls = [
+        f"{grammar.literal(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools
+    ]
+    return f"{grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)
