@@ -41,7 +41,7 @@ RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have arguments of their own in `chat_prompt`."""
 
 FOLDED_SYSTEM = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
-GENERIC_TOOLS = "this model's chat template knows no tools: they are described in the system message, and calls are written as JSON"
+GENERIC_TOOLS = "this model's chat template does not support tools: they are described in the system message, and calls are written as JSON"
 
 _ADAPTATIONS: tuple[Adaptation, ...] = (
     arguments_as_text,
@@ -142,7 +142,7 @@ def chat_prompt(
         add_generation_prompt: whether the assistant's turn is begun.
         continue_final_message: whether the prompt ends with the text of the last message, an assistant's, which the output continues.
             Then no turn is begun.
-        allow_special_tokens: whether control tokens that the messages spell out are control tokens.
+        allow_special_tokens: whether control tokens in the text of messages are encoded as control tokens.
 
     Raises:
         RequestError: the conversation is empty, too long or malformed, or the template rejects it.
@@ -160,8 +160,8 @@ def chat_prompt(
         continues=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    knows_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
-    if knows_tools:
+    takes_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
+    if takes_tools:
         prompt, text = _rendered(conversation)
         if all(tool.name in text for tool in described):
             return _reported(limits, prompt)

@@ -86,7 +86,7 @@ class EventSink:
         """Return the schema of a tool's arguments; None if there is none."""
         return self._tools[name].parameters if name in self._tools else None
 
-    def knows(self, name: str) -> bool:
+    def has_tool(self, name: str) -> bool:
         """Return whether the prompt has a tool of this name. True for every name if the prompt has no tools."""
         return not self._tools or name in self._tools
 

@@ -98,7 +98,7 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
             return
         if key in (*_NAMES, *_NESTED):
             name = yield from read_short_string(stream)
-            if not name or (only_known and not sink.knows(name)):
+            if not name or (only_known and not sink.has_tool(name)):
                 raise MalformedError
         elif key in _ARGUMENTS and name is not None:
             yield from emit_arguments(stream, sink, name)

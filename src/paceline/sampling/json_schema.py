@@ -230,7 +230,7 @@ def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance tells types apart itself
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance distinguishes types itself
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:

@@ -39,7 +39,7 @@ def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse the same at the beginning of an answer, where the prompt already has the mark. Its name must be an offered tool's."""
     stream.at -= 1
     name = yield from stream.matching(_NAME)
-    if (name != TEXT and not sink.knows(name)) or not (yield from stream.take("\n")):
+    if (name != TEXT and not sink.has_tool(name)) or not (yield from stream.take("\n")):
         raise MalformedError
     if name != TEXT:
         yield from _read_arguments(stream, sink, name)

@@ -28,7 +28,7 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     name = yield from stream.matching(_NAME)
     yield from stream.skip()
     following = yield from stream.one_of((KEY, CLOSE))
-    if not name or (not sink.knows(name) and following != KEY) or (following is None and (yield from stream.peek()) != ""):
+    if not name or (not sink.has_tool(name) and following != KEY) or (following is None and (yield from stream.peek()) != ""):
         raise MalformedError
     stream.mark_emitted()
     with sink.call(name):

@@ -114,7 +114,7 @@ class HarmonyReader:
         while (word := (yield from stream.one_of(_TYPES))) is not None:
             stream.at += len(word)
             yield from stream.skip()
-        if not name or not sink.knows(name) or (yield from stream.peek()) != "{":
+        if not name or not sink.has_tool(name) or (yield from stream.peek()) != "{":
             raise MalformedError
         yield from _read_call(stream, sink, name)
 

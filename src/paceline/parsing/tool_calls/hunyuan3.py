@@ -64,7 +64,7 @@ class Hunyuan3:
         yield from stream.skip()
         has_separator = yield from stream.take(self._separator)
         yield from stream.skip()
-        if not name or not (has_separator or (sink.knows(name) and (yield from stream.one_of((self._key, self._call_end))))):
+        if not name or not (has_separator or (sink.has_tool(name) and (yield from stream.one_of((self._key, self._call_end))))):
             raise MalformedError
         stream.mark_emitted()
         with sink.call(name):

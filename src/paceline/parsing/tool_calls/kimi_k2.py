@@ -42,7 +42,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     has_mark = yield from stream.take(ARGUMENTS)
     yield from stream.skip()
-    is_name = found is not None and (found[2] is not None or sink.knows(found[1]))
+    is_name = found is not None and (found[2] is not None or sink.has_tool(found[1]))
     if found is None or not is_name or not (has_mark or (yield from stream.peek()) == "{"):
         raise MalformedError
     is_whole = found[2] is not None and call_id.startswith("functions.")
