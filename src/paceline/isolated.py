@@ -1,4 +1,4 @@
-"""Runs functions on untrusted input, each in a process of its own with limits on memory, processor time and time.
+"""Runs functions on untrusted input, each in a process of its own with limits on memory, processor time and wall-clock time.
 
 A template, a grammar or a regular expression can make one operation take minutes or all memory, and nothing in the same process can stop
 it. The function is named by its module, and its argument and result are JSON, so that no code is passed. The process starts with the
@@ -27,7 +27,7 @@ _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main_
 
 
 class Failure(Enum):
-    """Why a call has no result."""
+    """Reason why a call has no result."""
 
     NOT_STARTED = "not_started"
     TIME = "time"
@@ -39,10 +39,10 @@ class Failure(Enum):
 
 
 class IsolatedError(Exception):
-    """A call has no result.
+    """Raised if a call has no result.
 
     Attributes:
-        failure: why.
+        failure: the reason.
         error_type: name of the exception that the function raised; empty for other failures.
     """
 
@@ -53,12 +53,12 @@ class IsolatedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a call may use.
+    """Limits of a call.
 
     Attributes:
-        seconds: time for one call, however busy the machine is.
-        memory_bytes: address space of the process, where the system can limit it.
-        cpu_seconds: processor time for one call, where the system can limit it; None = no limit.
+        seconds: wall-clock time of one call.
+        memory_bytes: address space of the process, if the system can limit it.
+        cpu_seconds: processor time of one call, if the system can limit it; None = no limit.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Limits:
 
 
 def run(function: str, argument: str, limits: Limits) -> Any:
-    """Call a function once, in a process that ends with the call; as `IsolatedFunction.run`."""
+    """Call a function once, in a process that ends with the call; arguments and errors as for `IsolatedFunction`."""
     isolated = IsolatedFunction(function, limits)
     try:
         return isolated.run(argument)
@@ -76,12 +76,12 @@ def run(function: str, argument: str, limits: Limits) -> Any:
 
 
 class IsolatedFunction:
-    """A function that runs in a process of its own. Threads take turns; a forked process starts its own.
+    """Runs a function in a process of its own. Threads call it in turn; after a fork, the child starts a process of its own.
 
     The process ends with this object, with its owner's process, and with a call that exceeds the limits.
 
     Args:
-        function: "package.module:name". The module is imported in the process, so that it should import little.
+        function: "package.module:name". The process imports the module, which should therefore import little.
         setup: JSON; if given, the function is called with it when a process starts, and returns the function that `run` calls.
     """
 
@@ -94,11 +94,11 @@ class IsolatedFunction:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None = there is none now."""
+        """Id of the process; None = none is running."""
         return None if self._process is None else self._process.popen.pid
 
     def start(self) -> None:
-        """Start the process if there is none, and set it up.
+        """Start and set up the process unless it is running.
 
         Raises:
             IsolatedError: it cannot be started, or its setup failed.
@@ -107,13 +107,14 @@ class IsolatedFunction:
             self._started()
 
     def run(self, argument: str) -> Any:
-        """The function's result.
+        """Call the function in its process and return the result.
 
         Args:
-            argument: JSON.
+            argument: the function's argument, as JSON.
 
         Raises:
-            IsolatedError: there is none. The next call is served again, unless `close` was called.
+            IsolatedError: the function raised an exception, exceeded a limit, or could not be called. Later calls work, unless `close`
+                was called.
         """
         request = f'{{"argument": {argument}}}'
         with self._lock:
@@ -124,7 +125,7 @@ class IsolatedFunction:
             except IsolatedError as error:
                 if error.failure is not Failure.MEMORY or not was_used:
                     raise
-            return self._answer(self._started(), request)  # earlier calls may have left it little memory
+            return self._answer(self._started(), request)  # earlier calls may have used up the memory of the first process
 
     def close(self) -> None:
         """End the process, and with it a call in another thread; later calls fail."""
@@ -136,7 +137,10 @@ class IsolatedFunction:
             self._end()
 
     def _answer(self, process: "_Process", request: str | None) -> Any:
-        """The answer to a request, or to none at the start. A process that cannot serve another request is ended."""
+        """Send a request and return the answer; with None, return the answer that the process sends when it starts.
+
+        A process that cannot serve another request is ended.
+        """
         try:
             if request is not None:
                 process.send(request, self._limits)
@@ -179,7 +183,7 @@ class IsolatedFunction:
             self._process = None
 
     def forget_parent(self) -> None:
-        """After a fork, in the new process: leave the parent's process to it. The thread that held the lock does not exist here."""
+        """Drop the parent's process in a forked child. The lock is replaced: the thread that held it does not exist in the child."""
         if self._process is not None:
             self._process.leave()
             self._process = None
@@ -200,7 +204,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(slots=True)
 class _Process:
-    """A process, `end` to end it, and bytes that were received together with an earlier answer."""
+    """Holds a process, `end`, which ends it, and `pending`: bytes received after the last answer."""
 
     popen: "subprocess.Popen[bytes]"
     end: "weakref.finalize[Any, IsolatedFunction]"
@@ -236,10 +240,10 @@ class _Process:
         raise IsolatedError(Failure.RAISED, found["message"], found["error"])
 
     def leave(self) -> None:
-        """Leave it to another process that has it too."""
+        """Close this process's pipes to it without ending it, which the parent does."""
         self.end.detach()
         _close_pipes(self.popen)
-        self.popen.returncode = 0  # it is no child of this process, so that it is never waited for
+        self.popen.returncode = 0  # not a child of this process: `wait` would fail
 
     def _ended(self, limits: Limits) -> IsolatedError:
         self.has_ended = True
@@ -292,7 +296,7 @@ def _close_pipes(popen: "subprocess.Popen[bytes]") -> None:
 
 
 def _serve(settings: dict[str, Any]) -> None:
-    """Answer the requests of standard input until it ends."""
+    """Answer requests from standard input until it is closed."""
     try:
         sys.path += settings["paths"]
         module, _, name = settings["function"].partition(":")
@@ -305,8 +309,8 @@ def _serve(settings: dict[str, Any]) -> None:
     if "error" in answer:
         return
     for line in sys.stdin.buffer:
-        # Its thread does not need the GIL. A process that holds more memory than its limit cannot start it; without it a small call would
-        # be served from memory that is free inside the process.
+        # The thread of `faulthandler` needs no GIL. It cannot start if the process is above its memory limit, so that this ends the process
+        # instead of serving a small call from memory that is free inside the process.
         faulthandler.dump_traceback_later(settings["seconds"], exit=True)
         _limit_cpu(settings["cpu_seconds"])
         try:
@@ -334,7 +338,7 @@ def _write(answer: dict[str, Any]) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Limit memory, where the system can, and forbid writing files."""
+    """Limit memory and forbid writing files, if the system can."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -344,7 +348,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _limit_cpu(seconds: int | None) -> None:
-    """Allow `seconds` more of processor time, where the system can."""
+    """Limit processor time to `seconds` from now on, if the system can."""
     if seconds is None:
         return
     with suppress(ImportError, OSError, ValueError):

@@ -276,7 +276,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt, yielding what every step adds; the last chunk of each sample carries its whole output.
+        """Complete one prompt and yield each new chunk; the last chunk of each sample has its whole output.
 
         Other calls may be made in between; this one advances with them.
         """
@@ -286,7 +286,7 @@ class LLM:
     def stream_chat(
         self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> Iterator[StreamChunk]:
-        """Answer one conversation, yielding what every step adds."""
+        """Answer one conversation and yield each new chunk of the answer."""
         prompt, request = split_chat_options(options)
         return self._stream(self._maker.chat_ids(messages, **prompt), one_of(params, sampling_params), request)
 
@@ -329,7 +329,7 @@ class LLM:
         """
         self._check_idle()
         drafter = self.drafter
-        if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its rows lie beside the old target's
+        if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its cache belongs to the old target
             drafter = self._given_drafter
         without = replace(self._opened.config, quant=quant, adapters={})
         opened = open_engine(without, self._speculation, drafter, takes_mixtures=self.engine.runtime.takes_mixtures)

@@ -130,7 +130,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
-        step([request], [request.num_due(3)], target, cache, speculator)
+        step([request], [request.num_next_tokens(3)], target, cache, speculator)
         streamed += maker.chunk(request, seen, None).text
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens

@@ -130,7 +130,7 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     speculator = Speculator(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
     target.table = case.table(maker.vocab_size)
     while not request.is_finished:
-        step([request], [request.num_due(3)], target, cache, speculator)
+        step([request], [request.num_next_tokens(3)], target, cache, speculator)
     output = maker.output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()

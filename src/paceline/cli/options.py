@@ -199,7 +199,7 @@ class Settings:
 
     @classmethod
     def take_from(cls, values: dict[str, Any], panels: Sequence[Panel] = PANELS) -> "Settings":
-        """Remove the shared options from a command's values.
+        """Build the settings from a command's option values, and remove these options from `values`.
 
         Raises:
             ConfigError, RequestError: a value is out of range.

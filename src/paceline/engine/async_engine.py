@@ -96,9 +96,9 @@ class AsyncEngine:
     def stream(
         self, prompt: Prompt, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamChunk]:
-        """Complete one prompt, yielding what every step adds; the last chunk of each sample carries the whole output.
+        """Complete one prompt and yield each new chunk; the last chunk of each sample has the whole output.
 
-        Left early (closed, cancelled, or collected as garbage), it frees everything.
+        A generator that is closed, cancelled or garbage-collected early aborts its request.
         """
         return self._stream(lambda: [self.opened.maker.prompt_ids(prompt)], one_of(params, sampling_params), options)
 
@@ -106,7 +106,7 @@ class AsyncEngine:
     def stream_chat(
         self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
     ) -> AsyncIterator[StreamChunk]:
-        """Answer one conversation, yielding what every step adds; the rest as for `stream`."""
+        """Answer one conversation and yield each new chunk of the answer; chunks and cancellation as for `stream`."""
         prompt, request = split_chat_options(options)
         return self._stream(lambda: [self.opened.maker.chat_ids(messages, **prompt)], one_of(params, sampling_params), request)
 
@@ -119,7 +119,7 @@ class AsyncEngine:
         sampling_params: Params = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Complete prompts, yielding what every step adds to each with the index of its prompt; the rest as for `stream`."""
+        """Complete prompts and yield each new chunk with the index of its prompt; chunks and cancellation as for `stream`."""
         maker = self.opened.maker
         requests = await self._make(
             lambda: [maker.prompt_ids(one) for one in as_prompts(prompts)], one_of(params, sampling_params), options, is_streamed=True

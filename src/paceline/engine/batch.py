@@ -226,10 +226,12 @@ class RequestMaker:
     def make_samples(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, control: RequestControl, *, is_streamed: bool
     ) -> list[Request]:
-        """The `n` samples of a prompt: requests with one seed and sample indices from 0 on; the others follow the first one.
+        """Make the `n` requests that sample one prompt.
+
+        They share a seed and have the sample indices 0 to `n` - 1. The first request is the leader of the others.
 
         Raises:
-            RequestError: as `make`.
+            RequestError: as for `make`.
         """
         first = self.make(prompt_token_ids, params, is_streamed=is_streamed, control=control)
         samples = [first]

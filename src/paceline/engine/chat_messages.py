@@ -14,10 +14,10 @@ _CALL_ID_LENGTH = 9
 
 
 def as_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Tools from what callers pass: a `Tool`, or a mapping as OpenAI describes functions, with or without {"type": "function"}.
+    """Convert tools to `Tool`. Mappings have the form of OpenAI's functions, with or without {"type": "function"}.
 
     Raises:
-        RequestError: one is no such description, or two have the same name.
+        RequestError: an item is no such description, or two have the same name.
     """
     tools = tuple(_as_tool(index, one) for index, one in enumerate(given))
     names = [tool.name for tool in tools]
@@ -28,7 +28,7 @@ def as_tools(given: Sequence[Tool | Mapping[str, Any]]) -> tuple[Tool, ...]:
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
-    """A tool as templates read it. They loop over the properties and add to the description, so both are always there."""
+    """Return a tool as chat templates read it. It always has properties and a description, which templates use unchecked."""
     parameters = dict(tool.parameters or {})
     for name, value in (("type", "object"), ("properties", {})):
         parameters.setdefault(name, value)
@@ -37,26 +37,26 @@ def template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def typed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for templates that read type and description of every property and argument."""
+    """Add the missing types and descriptions of properties, for templates that read them unchecked."""
     function = tool["function"]
     return {**tool, "function": {**function, "parameters": _typed(function["parameters"], is_root=True)}}
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, knows_developer: bool) -> list[Message]:
-    """Messages with everything that templates read.
+def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer_role: bool) -> list[Message]:
+    """Complete messages for templates, which read many fields unchecked.
 
-    An assistant's content is a text even where it only calls tools, calls have a type and their arguments as objects, results have the
-    name of their tool, and a developer is a system message unless the template knows that role.
+    An assistant's content is a string even if it only calls tools. Calls have a type, and objects as arguments. Results have the name of
+    their tool. The role "developer" becomes "system" unless `has_developer_role` is set.
 
     Raises:
-        RequestError: a call is no call of a function.
+        RequestError: an item of `tool_calls` is no call of a function.
     """
     names: dict[str, str] = {}
     found: list[Message] = []
     for index, given in enumerate(messages):
         message = dict(given)
         role = message.get("role")
-        if role == "developer" and not knows_developer:
+        if role == "developer" and not has_developer_role:
             message["role"] = "system"
         if role in ("assistant", "tool") and message.get("content") is None:
             message["content"] = ""
@@ -70,12 +70,12 @@ def template_messages(messages: Sequence[Mapping[str, Any]], *, knows_developer:
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Arguments of calls as JSON texts, for templates that write down what they are given."""
+    """Encode the arguments of calls as JSON, for templates that write them unchanged."""
     return [_with_calls(message, _call_as_text) for message in messages]
 
 
 def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
-    """Call ids of nine letters and digits, which Mistral's templates demand; the same id stays the same in a longer conversation."""
+    """Replace call ids by nine letters and digits, as Mistral's templates require. A longer conversation gets the same ids."""
     ids: dict[str, str] = {}
 
     def short(given: Any) -> Any:
@@ -88,7 +88,7 @@ def with_short_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of one message as messages with one call each, followed by its result, for templates that allow no more."""
+    """Split messages with several calls, for templates that allow one call a message. Each call is followed by its result."""
     found: list[Message] = []
     used: set[int] = set()
     for index, message in enumerate(messages):
@@ -112,7 +112,7 @@ def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_texts_in_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """The text of a message with reasoning and calls as a part of the reasoning, for templates that allow one of the two."""
+    """Move the content of messages with reasoning and calls into the reasoning, for templates that refuse both next to calls."""
     return [
         {**message, "reasoning_content": _joined(message["reasoning_content"], message["content"]), "content": ""}
         if message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
@@ -122,7 +122,7 @@ def with_texts_in_reasoning(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
-    """Neighbouring messages of a system, a user or an assistant as one, for templates whose roles must alternate."""
+    """Merge consecutive messages of the same role, except tool results, for templates whose roles must alternate."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None
@@ -137,18 +137,18 @@ def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_folded_system(messages: Sequence[Message]) -> list[Message]:
-    """System texts at the beginning of the next user message, for templates without a system role."""
+    """Move system texts to the beginning of the next user message, for templates without a system role."""
     return _folded(messages, 0)
 
 
 def with_folded_later_system(messages: Sequence[Message]) -> list[Message]:
-    """The same for all system messages but those that begin the conversation."""
+    """Move system texts as `with_folded_system` does, except those that begin the conversation."""
     first = next((index for index, message in enumerate(messages) if message.get("role") != "system"), len(messages))
     return _folded(messages, first)
 
 
 def with_generic_tools(messages: Sequence[Message], description: str) -> list[Message]:
-    """A conversation for templates without tools: calls are JSON texts of the assistant, results are texts of the user.
+    """Rewrite calls as JSON of the assistant and results as texts of the user, for templates without tools.
 
     Args:
         description: text that explains the tools, for the system message; empty = there are none.
@@ -177,7 +177,7 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
 
 
 def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a tool was called, or has a result."""
+    """Return whether messages contain a call or a result of a tool."""
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
@@ -199,7 +199,7 @@ def _as_tool(index: int, given: object) -> Tool:
 
 
 def _typed(schema: Any, *, is_root: bool = False) -> Any:
-    """A schema in which each property has one type and a description."""
+    """Return a schema in which each property has one type and a description."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -234,7 +234,7 @@ def _template_call(place: str, call: object) -> dict[str, Any]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """An object where the text is one; else the text, which a broken call may be."""
+    """Parse arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

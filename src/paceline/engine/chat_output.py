@@ -1,4 +1,4 @@
-"""From the text of a chat's output to its content, reasoning and tool calls."""
+"""Splits the text of a chat's output into content, reasoning and tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ class ChatOutputParser:
     """Parses the outputs of one conversation.
 
     Attributes:
-        formats: how the model writes tool calls and reasoning.
-        tools: the functions that it was shown.
+        formats: formats of the model's tool calls and reasoning.
+        tools: functions in the prompt.
         in_reasoning: whether the prompt has opened reasoning.
     """
 

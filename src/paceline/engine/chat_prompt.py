@@ -1,7 +1,7 @@
-"""From a conversation to the token ids of its prompt.
+"""Builds the token ids of a prompt from a conversation.
 
-The chat template decides how a conversation is written. Where it rejects one, or leaves out a system message or the tools, the
-conversation is changed as little as is needed (`chat_messages`). Control tokens that a text of the conversation spells out stay text
+The chat template renders the conversation. If it rejects the conversation, or omits a system message or the tools, the conversation is
+changed as little as is needed (`chat_messages`). Control tokens that a message spells out remain ordinary text
 (`tokenizer/control_text.py`).
 """
 
@@ -38,10 +38,10 @@ from paceline.tokenizer.control_text import strings_in
 from paceline.tokenizer.tokenizer import Tokenizer
 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a template that are arguments of their own here."""
+"""Variables of a template that have arguments of their own in `chat_prompt`."""
 
 FOLDED_SYSTEM = "this model's chat template has no system role here: system messages are written at the beginning of a user message"
-GENERIC_TOOLS = "this model's chat template knows no tools: they are described in the system message, and calls are written as JSON"
+GENERIC_TOOLS = "this model's chat template does not support tools: they are described in the system message, and calls are written as JSON"
 
 _ADAPTATIONS: tuple[Adaptation, ...] = (
     arguments_as_text,
@@ -60,7 +60,7 @@ _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "co
 
 
 class PromptLimits(Protocol):
-    """The tokenizer of a target, and how long its prompts may be."""
+    """Provides the tokenizer of a target, and checks the length of its prompts."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -69,10 +69,10 @@ class PromptLimits(Protocol):
     def max_context(self) -> int: ...
 
     def check_num_chars(self, num_chars: int) -> None:
-        """Raises RequestError: a text of so many characters has more tokens than the context."""
+        """Raise RequestError if a text of `num_chars` characters has more tokens than the context."""
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Raises RequestError: so many messages have more tokens than the context."""
+        """Raise RequestError if `num_messages` messages have more tokens than the context."""
 
     def notify(self, notice: str) -> None:
         """Report a notice, once."""
@@ -80,12 +80,12 @@ class PromptLimits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A conversation as a model reads it.
+    """Holds the prompt of a conversation.
 
     Attributes:
         token_ids: the prompt.
-        notices: what was changed so that the template shows everything.
-        uses_generic_tools: whether tools were described in a generic way, so that calls are to be read in the generic form.
+        notices: descriptions of the changes that made the template render the whole conversation.
+        uses_generic_tools: whether the system message describes the tools, so that calls have the generic format.
     """
 
     token_ids: list[int]
@@ -95,7 +95,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """What is rendered, and how."""
+    """Holds a conversation with the options that render it."""
 
     limits: PromptLimits
     messages: Sequence[Message]
@@ -121,7 +121,7 @@ class _Conversation:
 
 
 def chat_prompt_ids(limits: PromptLimits, messages: Messages, **options: Any) -> list[int]:
-    """The token ids of a conversation; arguments and errors as for `chat_prompt`."""
+    """Return the token ids of a conversation; arguments and errors as for `chat_prompt`."""
     return chat_prompt(limits, messages, **options).token_ids
 
 
@@ -135,7 +135,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     allow_special_tokens: bool = False,
 ) -> ChatPrompt:
-    """The prompt of a conversation. It takes time: not for an event loop.
+    """Build the prompt of a conversation. It takes too long for an event loop.
 
     Args:
         limits: a `RequestMaker`.
@@ -144,26 +144,26 @@ def chat_prompt(
         add_generation_prompt: whether the assistant's turn is begun.
         continue_final_message: whether the prompt ends with the text of the last message, an assistant's, which the output continues.
             Then no turn is begun.
-        allow_special_tokens: whether control tokens that the messages spell out are control tokens.
+        allow_special_tokens: whether control tokens in the text of messages are encoded as control tokens.
 
     Raises:
         RequestError: the conversation is empty, too long or malformed, or the template rejects it.
         BackendUnavailableError: the template cannot be rendered here.
     """
     described = as_tools(tools)
-    plain = _checked(limits, messages, [described, template_options], continue_final_message=continue_final_message)
+    plain = _checked_messages(limits, messages, [described, template_options], continue_final_message=continue_final_message)
     check_template_options(limits.tokenizer, template_options or {})
     conversation = _Conversation(
         limits=limits,
-        messages=template_messages(plain, knows_developer=_knows_developer(limits.tokenizer, plain)),
+        messages=template_messages(plain, has_developer_role=_has_developer_role(limits.tokenizer, plain)),
         tools=[template_tool(tool) for tool in described],
         options=template_options or {},
         add_generation_prompt=add_generation_prompt,
         continues=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    knows_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
-    if knows_tools:
+    takes_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
+    if takes_tools:
         prompt, text = _rendered(conversation)
         if all(tool.name in text for tool in described):
             return _reported(limits, prompt)
@@ -173,18 +173,27 @@ def chat_prompt(
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-    """Check that the chat template has a use for each option.
+    """Check that the chat template reads each option.
 
     Raises:
-        RequestError: it has none for one; `parameter` is "template_options".
+        RequestError: it does not read one; `parameter` is "template_options".
     """
     for name in options:
         if name in RESERVED_OPTIONS or not tokenizer.template_takes(name):
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
-def _checked(limits: PromptLimits, messages: Messages, others: Sequence[Any], *, continue_final_message: bool) -> Messages:
-    """The messages with plain texts, after a check of their number and length, which takes little time however long they are."""
+def _checked_messages(limits: PromptLimits, messages: Messages, others: Sequence[Any], *, continue_final_message: bool) -> Messages:
+    """Check the number, the form and the length of messages, and return them with plain strings as contents.
+
+    Lengths are checked before anything is rendered or encoded, so that too long a conversation is refused quickly.
+
+    Args:
+        others: tools and options, whose strings count towards the length.
+
+    Raises:
+        RequestError: a check failed.
+    """
     if not hasattr(messages, "__len__") or isinstance(messages, str | Mapping):
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
     if not messages:
@@ -214,7 +223,7 @@ def _check_message(index: int, message: object) -> None:
 
 
 def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
-    """The prompt, and its text."""
+    """Render and encode a conversation; return the prompt and its text."""
     conversation = _with_shown_system(conversation)
     tokenizer, template = conversation.limits.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
@@ -239,7 +248,13 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
 
 
 def _cut_after(text: str, end: str) -> str:
-    """The text up to the mark that was added to the last message; where the template strips that message, its last spaces go too."""
+    """Return the text before `end`, the mark that was added to the last message.
+
+    If the template strips that message, white space before the mark is removed as well.
+
+    Raises:
+        RequestError: the text does not contain the mark.
+    """
     index = text.rfind(end)
     if index < 0:
         raise RequestError(
@@ -249,8 +264,8 @@ def _cut_after(text: str, end: str) -> str:
     return text[:index] if text[index + 1 : index + 2] == " " else text[:index].rstrip()
 
 
-def _knows_developer(tokenizer: Tokenizer, messages: Messages) -> bool:
-    """Whether the template shows messages of developers; True where there are none."""
+def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
+    """Return whether the template renders the role "developer". True if no message has this role."""
     if not any(message.get("role") == "developer" for message in messages):
         return True
     probe = {"role": "developer", "content": _DEVELOPER_PROBE}
@@ -258,7 +273,7 @@ def _knows_developer(tokenizer: Tokenizer, messages: Messages) -> bool:
 
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
-    """The same with system messages in user messages where the template would leave them out."""
+    """Move system messages into user messages if the template does not render them."""
     messages, tokenizer, has_tools = conversation.messages, conversation.limits.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
@@ -275,10 +290,10 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
 
 
 def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
-    """The text of the conversation, changed as little as the template needs, and the notices of these changes.
+    """Render the conversation, changed as little as the template needs; return the text and the notices of the changes.
 
     Raises:
-        RequestError: the template rejects it in every form; the error is that of the conversation as it was given.
+        RequestError: the template rejects every variant; the error is that of the unchanged conversation.
     """
     started_s, first_error = time.monotonic(), None
     for changed, chosen in _variants(conversation):
@@ -286,7 +301,7 @@ def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
             text = changed.text(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # it exceeds its limits, which takes as long each time
+            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit does so for each variant
                 break
             continue
         if arguments_as_text not in chosen and _shows_python(changed.messages, text):
@@ -301,12 +316,12 @@ def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
 
 
 def _shows_system(messages: Sequence[Message], text: str) -> bool:
-    """Whether a prompt has all system messages: some templates show them only before a user message at the end (Mistral Nemo)."""
+    """Return whether a prompt has all system messages. Mistral Nemo's template renders them only if a user message is last."""
     return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
 def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
-    """The conversation with more and more changes, each variant once, and the changes."""
+    """Yield the distinct variants of a conversation with their changes, those with the fewest changes first."""
     typed = [typed_tool(tool) for tool in conversation.tools]
     forms = [conversation.tools] if typed == conversation.tools else [conversation.tools, typed]
     tried: list[Sequence[Message]] = []
@@ -321,18 +336,19 @@ def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequ
 
 
 def _shows_python(messages: Sequence[Message], text: str) -> bool:
-    """Whether arguments are written as Python writes objects, with quotes that JSON has not."""
+    """Return whether the template wrote arguments as Python's repr, with single quotes, instead of JSON."""
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
     return any(f"{given}" in text for given in arguments if isinstance(given, dict) and f"{given}".startswith("{'"))
 
 
 def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, list[str]]:
-    """By index of an assistant's message, the texts in it that the template itself searches for, such as the end of thoughts."""
+    """Return the texts that the template searches for in assistant messages, such as "</think>", by index of the message."""
     marks = [found[1] or found[2] or found[3] or found[4] for found in _SEARCHED.finditer(template)]
     return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
 
 
 def _reported(limits: PromptLimits, prompt: ChatPrompt) -> ChatPrompt:
+    """Report the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
         limits.notify(notice)
     return prompt

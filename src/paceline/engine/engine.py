@@ -339,9 +339,10 @@ class Engine:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]
         self.scheduler.remove(request)
+        num_rows = request.num_next_tokens(self.scheduler.limits.chunk_rows)
         request.fail(
             CapacityError(
-                f"{request.num_due(self.scheduler.limits.chunk_rows)} rows of a request found no room: {self.cache.pool.num_free} of "
+                f"{num_rows} rows of a request found no room: {self.cache.pool.num_free} of "
                 f"{self.cache.pool.num_blocks} blocks are free and none can be made free; raise cache_gb"
             )
         )

@@ -54,7 +54,7 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache holds, of all requests together."""
+        """Number of tokens that fit in the cache, for all requests together."""
         return self.num_blocks * BLOCK_SIZE
 
     def describe(self) -> str:

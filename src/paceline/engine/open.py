@@ -219,7 +219,7 @@ def open_engine(
 
 def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
     """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
-    limits = _pass_limits(config) if runtime.holds_windows else None
+    limits = _max_pass_size(config) if runtime.holds_windows else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
     if takes_mixtures:
@@ -247,8 +247,8 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     )
 
 
-def _pass_limits(config: EngineConfig) -> PassLimits:
-    """What runs in the target's cache at a time: steps, and while it is opened the timed passes and the short texts of a calibration."""
+def _max_pass_size(config: EngineConfig) -> PassLimits:
+    """Return the largest pass in the target's cache: a step, or a measurement or calibration pass while the engine is opened."""
     opening_rows = max(CACHED_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
     return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
 

@@ -30,8 +30,8 @@ class Schedulable(Protocol):
         """Known tokens without rows in the cache; 1 while it decodes."""
         ...
 
-    def num_due(self, max_rows: int, /) -> int:
-        """Known tokens that run in its next pass, at most `max_rows`; 1 while it decodes."""
+    def num_next_tokens(self, max_rows: int, /) -> int:
+        """Return the number of tokens that the next pass computes for the request, at most `max_rows`; 1 while it decodes."""
         ...
 
 
@@ -209,7 +209,7 @@ class Scheduler(Generic[Request]):
         while index < len(self.running):
             request = self.running[index]
             index += 1
-            due = request.num_due(num_rows[request])
+            due = request.num_next_tokens(num_rows[request])
             if due == 0:
                 continue
             needed = self._blocks.num_needed(request, due)
@@ -229,7 +229,7 @@ class Scheduler(Generic[Request]):
 
     def _begin_requests(self, decoding: set[Request], row_budget: int) -> None:
         """Begin waiting requests that would get rows of the pass, oldest first, while there are seats and blocks for them."""
-        promised = sum(self._blocks.num_needed(request, request.num_due(row_budget)) for request in self.running)
+        promised = sum(self._blocks.num_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
         if promised > self._blocks.num_free:
             return  # a running request may lack blocks
         candidates, lacking = self._candidates()
@@ -279,7 +279,7 @@ class Scheduler(Generic[Request]):
         """Begin a waiting request; returns the blocks of its first pass, None if they are not to be had."""
         num_free = self._blocks.num_free
         self._blocks.adopt_prefix(request)
-        needed = self._blocks.num_needed(request, request.num_due(row_budget))
+        needed = self._blocks.num_needed(request, request.num_next_tokens(row_budget))
         if needed + self._num_spare() > self._blocks.num_free - promised:
             self._blocks.return_prefix(request)
             self._records[request].refusal = len(self.running), num_free
@@ -313,7 +313,7 @@ class Scheduler(Generic[Request]):
     def _share(self, prompts: Sequence[Request], row_budget: int) -> list[int]:
         """Rows of each prompt, running or waiting, in the next pass."""
         num_uncached = [self._num_uncached(request) for request in prompts]
-        max_rows = [min(request.num_due(row_budget), left) for request, left in zip(prompts, num_uncached, strict=True)]
+        max_rows = [min(request.num_next_tokens(row_budget), left) for request, left in zip(prompts, num_uncached, strict=True)]
         return share_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: Request) -> int:

@@ -67,7 +67,7 @@ def _reasoning(rules: ToolCallGrammar, formats: OutputFormat) -> str:
     one = formats.reasoning_format
     if one is None or not one.close:  # harmony's reasoning is part of its calls
         return ""
-    return f"({rules.text(one.open)} {rules.until(one.close)} {_SPACE})? "
+    return f"({rules.literal(one.open)} {rules.until(one.close)} {_SPACE})? "
 
 
 def _text_rule(rules: ToolCallGrammar, grammar: Grammar) -> str:

@@ -1,4 +1,4 @@
-"""Reasoning followed by an answer that has marks of its own, which are no part of the text."""
+"""Parses reasoning that is followed by an answer between marks of its own, which are not part of the answer's text."""
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat
@@ -11,14 +11,14 @@ APRIEL, APRIEL_END = ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 
 
 def drop_open(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave an opening mark out where the text begins."""
+    """Drop an opening mark at the beginning of the text."""
     yield from ()
     if sink.has_text:
         raise MalformedError
 
 
 def drop_close(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave a closing mark out where the answer ends or more markup follows."""
+    """Drop a closing mark at the end of the answer or before more markup."""
     yield from stream.skip()
     if (yield from stream.peek()) not in ("", "<"):
         raise MalformedError

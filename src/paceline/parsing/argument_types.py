@@ -1,4 +1,4 @@
-"""JSON of values that a model wrote as plain text, of the type that the tool's schema gives."""
+"""Converts values that a model wrote without JSON's quotes to JSON, by the types of the tool's schema."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from paceline.parsing.lenient_json import NUMBER, escape_json, json_word, parse_
 
 _INTEGER = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0*)?")
 _MAX_REFERENCES = 8
-_MAX_OPTIONS = 64  # schemas that hold themselves have no end
+_MAX_OPTIONS = 64  # limits the expansion of schemas that contain themselves
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_TYPES = {
     **dict.fromkeys(("str", "text", "char", "varchar", "enum", "date", "datetime", "time", "uuid", "bytes"), "string"),
@@ -30,18 +30,18 @@ def parameter_schema(schema: Mapping[str, Any] | None, name: str) -> Mapping[str
 
 
 def is_text(schema: Mapping[str, Any] | None) -> bool:
-    """Return whether a value can only be a text, as it is without a schema."""
+    """Return whether a schema allows only strings. Without a schema an argument is a string."""
     return schema is None or _types(schema) == {"string"}
 
 
 def enum_values(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the only values that a schema allows by `enum` or `const`; none if it has neither."""
+    """Return the values that `enum` or `const` lists; an empty list if the schema has neither."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return values if isinstance(values, list) else []
 
 
 def admits_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether a value may be a text."""
+    """Return whether a schema allows strings."""
     if values := enum_values(schema):
         return any(isinstance(value, str) for value in values)
     named = schema.get("type")
@@ -54,7 +54,7 @@ def admits_text(schema: Mapping[str, Any]) -> bool:
 
 
 def coerce_argument(written: str, schema: Mapping[str, Any] | None) -> str:
-    """Return the JSON of a value; a value that fits no type of the schema is a text."""
+    """Return the JSON of a written value; a value that fits no type of the schema becomes a string."""
     types, text = {"string"} if schema is None else _types(schema), written.strip()
     word = json_word(text)
     if "null" in types and word == "null":
@@ -73,9 +73,9 @@ def coerce_argument(written: str, schema: Mapping[str, Any] | None) -> str:
 
 
 def _container(text: str, types: frozenset[str] | set[str]) -> str | None:
-    """Return the JSON of an object or a list, or of a string where all types are allowed; None if the text is none of them.
+    """Return the JSON of an object or a list, or of a string where all types are allowed; None if the text is none of these.
 
-    Models also write them as a JSON string that holds them, or with a backslash before each quote.
+    Models also write objects and lists within a JSON string, or with a backslash before each quote.
     """
     if text[:1] not in ("{", "[", '"', "\\"):
         return None
@@ -114,7 +114,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _json_type(name: str) -> str:
-    """Return the JSON type that a name means; an unknown name means a text."""
+    """Return the JSON type of a type name; an unknown name becomes "string"."""
     base = re.split(r"[\[<(]", name.strip().lower())[0]
     return base if base in _ALL_TYPES else _PYTHON_TYPES.get(base, "string")
 
@@ -129,7 +129,7 @@ def _type_of(value: object) -> str:
 
 
 def _resolve_options(schema: Mapping[str, Any], root: Mapping[str, Any], num_left: list[int]) -> Mapping[str, Any]:
-    """Return a schema with its reference resolved, and those within anyOf, oneOf and allOf, as far as `num_left` goes."""
+    """Resolve the references of a schema and of its anyOf, oneOf and allOf, for at most `num_left` options."""
     schema = resolve_ref(schema, root)
     resolved: dict[str, Any] = {}
     for keyword in ("anyOf", "oneOf", "allOf"):

@@ -1,8 +1,8 @@
-"""Finds the formats of a model: in its chat template, or in a text that it wrote.
+"""Finds the formats of a model from its chat template, or from a text that it generated.
 
-A template shows how calls and reasoning of earlier turns are written, which is how the model writes them. Each format has signs: texts
-that all are in the template. A sign that begins with "!" is a text that must not be in it, because it belongs to another format with the
-same marks. A sign may name alternatives, separated by " | ". The tables are searched in their order; the first format found is the model's.
+A template writes calls and reasoning of earlier turns in the format that the model generates. Each format has signs: strings that must all
+be in the template. A sign that begins with "!" must not be in the template, because it belongs to another format with the same marks. A
+sign may have alternatives, separated by " | ". The tables are searched in their order; the first format found is the model's.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Opening and end marks of calls, which models leave out, write twice or misspell."""
+"""Passes opening and end marks of calls, which models may omit, repeat or misspell."""
 
 import re
 

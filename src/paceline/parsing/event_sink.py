@@ -1,4 +1,4 @@
-"""Takes the reasoning, text and tool calls that parsers find, as the events of one sample."""
+"""Collects the reasoning, text and tool calls that parsers find as events of one sample."""
 
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,18 +26,18 @@ def short_call_id() -> str:
 class EventSink:
     """Collects the events of one sample.
 
-    The arguments of every call are the text of a JSON object: what is open at the end of a call is closed.
+    The arguments of each call form a JSON object: strings, lists and objects that are open at the end of a call are closed.
 
     Args:
-        sample: its index.
-        tools: those that the model was shown.
-        max_calls: how many calls it may have; further ones are text.
-        new_id: returns a new id of a call.
+        sample: index of the sample in its request.
+        tools: tools in the prompt.
+        max_calls: largest number of calls; further calls are text. None = no limit.
+        new_id: returns an id for a call that has none.
 
     Attributes:
         num_calls: number of calls that were begun.
         broken_off: indices of the calls whose arguments ended within a string.
-        unclosed: indices of the calls whose arguments were closed here; many models leave out a brace at the end.
+        unclosed: indices of the calls whose arguments lacked a closing brace, bracket or quote; many models omit the last brace.
         has_text: whether the answer has text.
     """
 
@@ -74,7 +74,7 @@ class EventSink:
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Names of the tools that the model was shown."""
+        """Names of the tools in the prompt."""
         return self._tools.keys()
 
     @property
@@ -86,8 +86,8 @@ class EventSink:
         """Return the schema of a tool's arguments; None if there is none."""
         return self._tools[name].parameters if name in self._tools else None
 
-    def knows(self, name: str) -> bool:
-        """Return whether a tool of this name was shown; without any tools every name is known."""
+    def has_tool(self, name: str) -> bool:
+        """Return whether the prompt has a tool of this name. True for every name if the prompt has no tools."""
         return not self._tools or name in self._tools
 
     @property

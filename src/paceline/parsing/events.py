@@ -29,7 +29,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a tool begins; its arguments follow.
+    """The beginning of a tool call; its arguments follow.
 
     Attributes:
         call: which of the sample's calls this is, from 0.

@@ -1,4 +1,4 @@
-"""What a format of tool calls, or of reasoning, consists of."""
+"""Defines what a format of tool calls or of reasoning consists of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class BuildCallGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """How a model writes calls.
+    """Describes a format of tool calls: its parsers, signs, tokens and grammar.
 
     Attributes:
         markers: the opening marks of calls, with their parsers.
@@ -41,7 +41,7 @@ class ToolCallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model writes reasoning; the first three attributes are as for calls.
+    """Describes a format of reasoning; the first three attributes are as for `ToolCallFormat`.
 
     Attributes:
         open, close: the marks before and after reasoning.

@@ -1,4 +1,4 @@
-"""A call whose arguments are held back at first, because the call may prove to be text."""
+"""Holds back the arguments of a call while it may still prove to be text."""
 
 from contextlib import ExitStack
 
@@ -16,9 +16,9 @@ class HeldCall:
         stack: keeps the call open in the sink.
 
     Attributes:
-        name: the tool's.
+        name: the tool's name.
         is_open: whether the sink has the beginning of the call.
-        num_emitted: number of characters of JSON that the sink has.
+        num_emitted: number of characters of arguments that the sink has.
     """
 
     def __init__(self, stream: TextStream, sink: EventSink, stack: ExitStack) -> None:
@@ -31,14 +31,14 @@ class HeldCall:
         self.is_open = False
 
     def emit(self, json: str) -> None:
-        """Take the next characters of the arguments."""
+        """Add the next characters of the arguments."""
         self._held.append(json)
         self._num_held += len(json)
         if self.is_open or self._num_held > MAX_HELD_CHARS:
             self.open()
 
     def open(self) -> None:
-        """Pass on everything held."""
+        """Begin the call in the sink and emit all characters held back."""
         if not self.is_open:
             self._stack.enter_context(self._sink.call(self.name))
             self.is_open = True

@@ -1,4 +1,4 @@
-"""A call as a JSON object with the tool's name and its arguments, as most formats write it.
+"""Parses calls that are JSON objects with the tool's name and its arguments, as in most formats.
 
 Models also write lists of such objects, put them into code fences or under the key "function", and give the arguments as a string that
 holds the object, as null, or not at all. `read_json_calls` reads all of these.
@@ -73,7 +73,7 @@ def skip_closers(stream: TextStream) -> Parse[None]:
 def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = False) -> Parse[None]:
     """Pass {"name": …, "arguments": {…}} and emit the call; "parameters" is another name of the arguments.
 
-    A missing brace after the arguments is tolerated. Without arguments there is a call with none.
+    A missing brace after the arguments is accepted. A call without the key "arguments" has no arguments.
 
     Args:
         only_known: whether it must have arguments and name a tool that the model was shown. Otherwise it may be any JSON.
@@ -98,7 +98,7 @@ def read_json_call(stream: TextStream, sink: EventSink, *, only_known: bool = Fa
             return
         if key in (*_NAMES, *_NESTED):
             name = yield from read_short_string(stream)
-            if not name or (only_known and not sink.knows(name)):
+            if not name or (only_known and not sink.has_tool(name)):
                 raise MalformedError
         elif key in _ARGUMENTS and name is not None:
             yield from emit_arguments(stream, sink, name)

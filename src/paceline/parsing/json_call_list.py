@@ -1,4 +1,4 @@
-"""Calls as JSON objects between two marks: a list of them, or one object per pair of marks.
+"""Parses calls that are JSON objects between two marks: a list of objects, or one object per pair of marks.
 
 Many model families differ only in the marks and in the layout, so that a format is one `JsonCallList`.
 """
@@ -18,13 +18,15 @@ from paceline.parsing.tools import Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCallList:
-    """How one family writes calls. Reading accepts a list or single objects, in a code fence or not, with the end mark or without.
+    """Describes the calls of a model family.
+
+    Parsing accepts a list or single objects, in a code fence or not, with the end mark or without.
 
     Attributes:
         open_marks: marks that begin calls; the grammar writes the first. A "[" at a mark's end is the list's.
         close_marks: marks that end calls.
         only_known: whether calls must have arguments and name an offered tool. For marks that may also begin ordinary text.
-        before, between, after: texts around and between the calls, as the model has learnt them.
+        before, between, after: texts around and between the calls, as the model was trained on them.
         head, tail: texts around the arguments of one call; "NAME" in `head` is replaced by the quoted name.
     """
 
@@ -58,7 +60,7 @@ class JsonCallList:
             MalformedError: the text is no call.
         """
         yield from read_json_calls(stream, sink, only_known=self.only_known)
-        while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models also write it twice
+        while (yield from stream.peek()) != "" and (yield from take_any(stream, self.close_marks)):  # models may repeat the end mark
             yield from stream.skip()
 
     def format_of(self, signs: tuple[str, ...], tokens: tuple[str, ...]) -> ToolCallFormat:
@@ -68,11 +70,11 @@ class JsonCallList:
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar of the calls and of the marks around them."""
         before, after = self.open_marks[0].removesuffix("[") + self.before, self.after
-        if not self.before:  # every call has marks of its own
+        if not self.before:  # no text surrounds a list of calls, so that each call is between marks of its own
             calls = [grammar.call(before + self.head_of(tool), tool, self.tail + after) for tool in tools]
             return grammar.listed(calls, self.between, several=several)
         calls = [grammar.call(self.head_of(tool), tool, self.tail) for tool in tools]
-        return f"{grammar.text(before)} {grammar.listed(calls, self.between, several=several)} {grammar.text(after)}"
+        return f"{grammar.literal(before)} {grammar.listed(calls, self.between, several=several)} {grammar.literal(after)}"
 
     def head_of(self, tool: Tool) -> str:
         """Return the text before the arguments of a call."""

@@ -1,4 +1,4 @@
-"""Strict JSON from pieces of JSON that may end anywhere.
+"""Completes JSON that arrives in pieces, so that it is strict JSON wherever it ends.
 
 A comma and a key are held until the value after them begins, because JSON allows neither before a closing brace. So the text that was
 passed on can be closed at any time, with a quote and the closers of what is open.
@@ -9,12 +9,12 @@ import re
 _TOKEN = re.compile(r'\s+|[{}\[\],:"]|[^\s{}\[\],:"]+')
 _STRING = re.compile(r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*')
 _INCOMPLETE_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-_MAX_HELD = 1000  # characters of a separator, so that long white space takes linear time
+_MAX_HELD_CHARS = 1000  # further white space is dropped: copying a longer held text for each new piece takes quadratic time
 _CLOSERS = {"{": "}", "[": "]"}
 
 
 class JsonCompleter:
-    """Passes on the pieces of one JSON value, and closes the value.
+    """Emits the pieces of one JSON value, and the text that closes it.
 
     Attributes:
         in_string: whether the text that was passed on ends within a string.
@@ -76,9 +76,9 @@ class JsonCompleter:
             self._expects_key = self._closers[-1:] == ["}"]
         elif token == ":" or token[0].isspace():
             if self._key:
-                self._key += token[: max(0, _MAX_HELD - len(self._key))] if token != ":" else token
+                self._key += token[: max(0, _MAX_HELD_CHARS - len(self._key))] if token != ":" else token
             elif token != ":":
-                self._separator += token[: max(0, _MAX_HELD - len(self._separator))]
+                self._separator += token[: max(0, _MAX_HELD_CHARS - len(self._separator))]
         elif token in ("}", "]"):
             self._parts.append(token if self._key or "," in self._separator else self._separator + token)
             self._closers = self._closers[:-1]

@@ -1,6 +1,6 @@
-"""JSON as models write it, parsed while it arrives and passed on as strict JSON.
+"""Parses JSON with the errors that models make, while it arrives, and emits strict JSON.
 
-Read besides JSON: single quotes, keys and words without quotes, Python's literals, numbers such as `.5`, missing and doubled commas,
+Accepted besides JSON: single quotes, keys and words without quotes, Python's literals, numbers such as `.5`, missing and doubled commas,
 comments, control characters and quotes within strings, and closers that are missing or too many. Where the text ends, or continues with
 something that cannot be JSON, the value is closed.
 """
@@ -48,7 +48,7 @@ class RawQuotes:
 
 
 def escape_json(text: str) -> str:
-    """Return a text as it is written between the quotes of a JSON string."""
+    """Escape a text for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -174,7 +174,7 @@ class _Reader:
         is_raw = self.raw is not None and (yield from self.stream.one_of((self.raw.quote,))) is not None
         if not is_raw and not (char in _CLOSERS or (char and char in _QUOTES) or _WORD_START.match(char)):
             return False
-        if self.expected in (",", ":"):  # which is missing
+        if self.expected in (",", ":"):  # the separator is missing
             self._separate(self.expected)
         if char in _CLOSERS:
             return self._open(char)

@@ -1,4 +1,4 @@
-"""Reads content, reasoning and tool calls out of the text that a model wrote."""
+"""Parses the text that a model generated into content, reasoning and tool calls."""
 
 import json
 import re
@@ -32,7 +32,7 @@ _END_TOKENS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """What a model's text consists of.
+    """Holds the parts of a model's text.
 
     Attributes:
         content: the text of the answer, without markup.

@@ -1,7 +1,7 @@
-"""Calls written as Python, f(a='x', n=3), alone or in a list.
+"""Parses calls that are written as Python, f(a='x', n=3), alone or in a list.
 
-A call is read while it arrives. Where that fails, the rest of its block is read as a whole. A quote within a string is then accepted if
-exactly one reading of the call is possible, and the other calls are read even if one cannot be.
+A call is parsed while it arrives. If that fails, the rest of its block is parsed as a whole. An unescaped quote within a string is then
+accepted if the call can be parsed in exactly one way, and calls that can be parsed are kept even if others cannot.
 """
 
 import json
@@ -31,7 +31,7 @@ Segment = tuple[str, tuple[str, str] | None]
 
 @dataclass(frozen=True, slots=True)
 class CallListReader:
-    """Read calls up to the end of their block.
+    """Reads calls up to the end of their block.
 
     Args:
         ends: what ends a block; none = the answer's end.
@@ -196,7 +196,7 @@ class CallListReader:
 
 
 def _read_arguments(stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None, literals: LiteralReader) -> Parse[None]:
-    """Pass the arguments of a call and the parenthesis after them, and write them as an object.
+    """Pass the arguments of a call and the parenthesis after them, and emit them as an object.
 
     The parenthesis may be missing before the end of the block.
     """

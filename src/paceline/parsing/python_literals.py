@@ -1,4 +1,4 @@
-"""Python literals as models write them, turned into JSON while they arrive.
+"""Converts Python literals to JSON while they arrive, with the errors that models make.
 
 Strings may hold raw line ends. A quote ends a string only if a comma, a closing bracket, a colon or the end follows.
 `true`, `false` and `null`, leading zeros, sets and tuples are read too. Names, operators and bytes are refused.
@@ -29,7 +29,7 @@ _OCTAL = re.compile(r"[0-7]{1,3}")
 
 
 class BrokenStringError(MalformedError):
-    """A quote within a string neither ends it nor is escaped.
+    """Raised if a quote within a string neither ends it nor is escaped.
 
     Attributes:
         place: index of the string's first quote, where nothing was dropped from the stream.
@@ -42,7 +42,7 @@ class BrokenStringError(MalformedError):
 
 @dataclass(frozen=True, slots=True)
 class LiteralReader:
-    """Read literals.
+    """Reads literals.
 
     Args:
         ends: what ends the block that the literals are in.
@@ -55,7 +55,7 @@ class LiteralReader:
     is_strict: bool = False
 
     def read(self, stream: TextStream, emit: Emit, schema: Mapping[str, Any] | None = None, depth: int = 0) -> Parse[None]:
-        """Pass a literal and write it as JSON; a schema decides between a text and other types.
+        """Pass a literal and write it as JSON; the schema decides between a string and other types.
 
         Raises:
             MalformedError: it is none, or the text ends within it.

@@ -1,7 +1,7 @@
-"""Reasoning between two marks, as most models that reason write it.
+"""Parses reasoning between two marks, the form of most models.
 
-A call within reasoning is a call only if the reasoning is never closed. So the text from a call's opening mark on is held back until the
-closing mark or the end of the text has come.
+A call within reasoning counts as a call only if the reasoning is never closed. So text from a call's opening mark on is held back until
+the closing mark or the end of the text arrives.
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ def reasoning_until(close: str, label: str = "", open: str = "") -> ParseMarkup:
 
 
 def drop_mark(stream: TextStream, sink: EventSink) -> Parse[None]:
-    """Leave a mark out of the text."""
+    """Drop a mark from the text."""
     yield from ()
 
 

@@ -1,4 +1,4 @@
-"""The table of formats in which models write tool calls and reasoning, and the two formats of one model.
+"""Lists the formats of tool calls and reasoning, and combines the two formats of a model.
 
 Formats have the names of vLLM's parsers where vLLM has one. A new format is a file of its own and one entry here.
 """
@@ -59,8 +59,8 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 AUTO, NONE = "auto", "none"
 HARMONY, HARMONY_REASONING, GENERIC = "openai", "openai_gptoss", "generic"
-# The first format of which a template has all signs is the model's. A template may also have the signs of formats further down: those
-# with marks of their own come first, then those that share <tool_call>, <function= and the like, the most special one first.
+# The first format whose signs are all in a template is the model's. Several may match, so formats with unique marks come first. Those that
+# share <tool_call>, <function= and the like follow, the most specific one first.
 TOOL_CALL_FORMATS = {
     HARMONY: harmony.FORMAT,
     "gemma4": gemma4.FORMAT,
@@ -219,7 +219,7 @@ class OutputFormat:
         """
         try:
             template = "".join(tokenizer.template_source(has_tools=has_tools) for has_tools in (False, True))
-        except RequestError:  # there is no template; requests with messages are refused elsewhere
+        except RequestError:  # no template: `Tokenizer.chat_text` refuses messages
             template = ""
         return cls.of_template(template, tool_call_parser, reasoning_parser)
 

@@ -1,4 +1,4 @@
-"""Grammars of arguments that are not written as JSON: values between tags, Python's literals, and texts between a format's own quotes."""
+"""Builds grammars of arguments that are not JSON: values between tags, Python literals, and strings between a format's own quotes."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -14,15 +14,15 @@ _MAX_DEPTH = 8  # schemas that contain themselves are followed to this depth
 
 
 def value_grammar(grammar: ToolCallGrammar, root: Mapping[str, Any], schema: Mapping[str, Any], end: str) -> str:
-    """Return a grammar of a value and `end`. Of a text only its `enum` is enforced.
+    """Return a grammar of a value and `end`. Of a string's keywords only `enum` is enforced.
 
     Args:
         root: the schema within which references are resolved.
     """
     if not is_text(schema):
-        return f"{grammar.json({**_definitions(root), **schema})} {grammar.text(end)}"
+        return f"{grammar.json({**_definitions(root), **schema})} {grammar.literal(end)}"
     if values := enum_values(schema):
-        return f"{grammar.one_of([grammar.text(str(value)) for value in values])} {grammar.text(end)}"
+        return f"{grammar.one_of([grammar.literal(str(value)) for value in values])} {grammar.literal(end)}"
     return grammar.until(end)
 
 
@@ -48,18 +48,18 @@ def parameters_grammar(
 def python_call_grammar(grammar: ToolCallGrammar, tool: Tool) -> str:
     """Return a grammar of f(a="x", n=3), with arguments in the schema's order.
 
-    Texts, numbers, lists and objects are as in JSON; true, false and null as arguments are as in Python.
+    Strings, numbers, lists and objects are as in JSON; true, false and null as arguments are as in Python.
     """
     root = arguments_schema(tool)
     values = _Values(grammar, root, None)
     pairs = [(name, values.of(parameter_schema(root, name), 0)) for name in root.get("properties") or ()]
-    return f'{grammar.text(f"{tool.name}(")} {_chain(grammar, pairs, root, "=", ", ")} ")"'
+    return f'{grammar.literal(f"{tool.name}(")} {_chain(grammar, pairs, root, "=", ", ")} ")"'
 
 
 def quoted_object_grammar(grammar: ToolCallGrammar, tool: Tool, quote: str, *, is_sorted: bool = False) -> str:
-    """Return a grammar of {a:"x",n:3}, in which keys have no quotes and texts are between two of `quote`.
+    """Return a grammar of {a:"x",n:3}, in which keys have no quotes and strings are between two of `quote`.
 
-    Of texts only their `enum` is enforced, of lists no length.
+    Of a string's keywords only `enum` is enforced. The length of lists is not enforced.
 
     Args:
         is_sorted: whether properties are in alphabetical order; otherwise they are in the schema's.
@@ -69,21 +69,21 @@ def quoted_object_grammar(grammar: ToolCallGrammar, tool: Tool, quote: str, *, i
 
 
 class _Values:
-    """Build rules of values.
+    """Builds rules for values.
 
     Args:
         root: the schema within which references are resolved.
-        quote: the mark around texts; None = values are Python's literals.
+        quote: the mark around strings; None = values are Python's literals.
     """
 
     def __init__(self, grammar: ToolCallGrammar, root: Mapping[str, Any], quote: str | None, *, is_sorted: bool = False) -> None:
         self._grammar, self._root, self._quote, self._is_sorted = grammar, root, quote, is_sorted
 
     def of(self, schema: Any, depth: int) -> str:
-        """Return what matches one value."""
+        """Return a grammar of one value that matches `schema`."""
         schema = resolve_ref(schema, self._root) if isinstance(schema, Mapping) else {}
         if values := enum_values(schema):
-            return self._grammar.one_of([self._grammar.text(self._constant(value)) for value in values])
+            return self._grammar.one_of([self._grammar.literal(self._constant(value)) for value in values])
         options = schema.get("anyOf") or schema.get("oneOf")
         if isinstance(options, list) and options:
             return self._grammar.one_of([self.of(option, depth) for option in options])
@@ -110,7 +110,7 @@ class _Values:
             names = sorted(properties, key=str.lower) if self._is_sorted else properties
             pairs = [(key, self.of(properties[key], depth + 1)) for key in names]
             return f'"{{" {_chain(grammar, pairs, schema, ":", ",")} "}}"'
-        return f"{grammar.text(self._quote)} {grammar.until(self._quote)}"
+        return f"{grammar.literal(self._quote)} {grammar.until(self._quote)}"
 
 
 def _chain(grammar: ToolCallGrammar, pairs: Iterable[tuple[str, str]], schema: Mapping[str, Any], assign: str, between: str) -> str:
@@ -120,9 +120,9 @@ def _chain(grammar: ToolCallGrammar, pairs: Iterable[tuple[str, str]], schema: M
     """
     required = schema.get("required") or ()
     first = following = '""'
-    separator = grammar.text(between)
+    separator = grammar.literal(between)
     for name, rule in reversed(list(pairs)):
-        value = grammar.rule(f"{grammar.text(name + assign)} {rule}")
+        value = grammar.rule(f"{grammar.literal(name + assign)} {rule}")
         first = grammar.rule(f"{value} {following}" + ("" if name in required else f" | {first}"))
         following = grammar.rule(f"{separator} {value} {following}" if name in required else f"({separator} {value})? {following}")
     return first

@@ -1,6 +1,6 @@
 """Calls whose arguments are values between tags, such as <function=f><parameter=city>Paris</parameter></function>.
 
-Formats differ in their tags only, so that each is one `TaggedCalls`. Tags may be missing, and values may contain tags: `tagged_values`.
+Formats differ only in their tags, so each is one `TaggedCallFormat`. `tagged_values` reads values that contain tags or lack their end tag.
 """
 
 import re
@@ -29,8 +29,8 @@ LINE_END = '"\\n"?'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaggedCalls:
-    """How calls with tagged parameters are written.
+class TaggedCallFormat:
+    """Reads calls with tagged parameters, and builds their grammar, from the tags of a format.
 
     Attributes:
         open, close: what begins and ends a block of calls; either may be empty.
@@ -87,12 +87,12 @@ class TaggedCalls:
         """Parse a call after `function`.
 
         Raises:
-            MalformedError: it is none.
+            MalformedError: the text is no call.
         """
         name, _, has_end = yield from self._read_name(stream)
         if not name or not name.isprintable() or (not has_end and (yield from stream.peek()) not in ("\n", "<")):
             raise MalformedError
-        if self.attribute:  # such tags are also part of ordinary text
+        if self.attribute:  # ordinary text may contain such tags
             yield from self._skip_list_tag(stream, _LIST)
             if (yield from stream.one_of((self.parameter, self.function_end))) is None and (yield from stream.peek()) != "":
                 raise MalformedError
@@ -167,21 +167,21 @@ class TaggedCalls:
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar of calls with parameters in the schema's order."""
         calls = [self.call_grammar(grammar, tool) for tool in tools]
-        opening, closing = grammar.text(f"{self.open}\n"), grammar.text(self.close)
+        opening, closing = grammar.literal(f"{self.open}\n"), grammar.literal(self.close)
         if self.is_block:
             return f"{opening} {grammar.listed([f'{call} {_newline(grammar)}' for call in calls], '', several=several)} {closing}"
         blocks = [f"{opening} {call} {_newline(grammar)} {closing}" for call in calls]
         return grammar.listed(blocks, "\n", several=several)
 
     def call_grammar(self, grammar: ToolCallGrammar, tool: Tool, line_end: str = "\n") -> str:
-        """Return a grammar of a call, with `line_end` after each tag. Of texts only their `enum` is enforced."""
+        """Return a grammar of a call, with `line_end` after each tag. Of a string's keywords only `enum` is enforced."""
 
         def opening(name: str, schema: Mapping[str, Any]) -> str:
             types = f" {_IS_TEXT if is_text(schema) else _IS_JSON}" if self.has_types else ""
-            return grammar.text(f"{self._tag(self.parameter, name)}{types}>{self.border}")
+            return grammar.literal(f"{self._tag(self.parameter, name)}{types}>{self.border}")
 
         parameters = parameters_grammar(grammar, tool, opening, f"{self.border}{self.parameter_end}{line_end}")
-        return f"{grammar.text(f'{self._tag(self.function, tool.name)}>{line_end}')} {parameters} {grammar.text(self.function_end)}"
+        return f"{grammar.literal(f'{self._tag(self.function, tool.name)}>{line_end}')} {parameters} {grammar.literal(self.function_end)}"
 
     def _tag(self, begin: str, name: str) -> str:
         return f"{begin}{f' {self.attribute}{self.quote}' if self.attribute else ''}{name}{self.quote}"
@@ -190,13 +190,13 @@ class TaggedCalls:
         """Return a grammar of pairs of a key and a value between tags, with line ends or without."""
 
         def opening(name: str, _: Mapping[str, Any]) -> str:
-            return f"{grammar.text(f'{self.parameter}{name}{self.key_end}')} {LINE_END} {grammar.text(self.value)}"
+            return f"{grammar.literal(f'{self.parameter}{name}{self.key_end}')} {LINE_END} {grammar.literal(self.value)}"
 
         return f"{LINE_END} {parameters_grammar(grammar, tool, opening, self.parameter_end, LINE_END)}"
 
 
 def _newline(grammar: ToolCallGrammar) -> str:
-    return grammar.text("\n")
+    return grammar.literal("\n")
 
 
 def _tool_name(name: str, sink: EventSink) -> str:
@@ -206,7 +206,7 @@ def _tool_name(name: str, sink: EventSink) -> str:
 
 
 def _typed(schema: Mapping[str, Any] | None, attributes: str) -> Mapping[str, Any] | None:
-    """Return the schema of a value whose tag may give its type. A value marked as text is one if the schema allows it."""
+    """Return the schema of a value whose tag may give its type. A value with string="true" is a string if the schema allows strings."""
     if attributes == _IS_TEXT:
         return schema if schema is not None and schema.get("type") in _NOT_TEXT else {"type": "string"}
     return {} if schema is None and attributes == _IS_JSON else schema

@@ -1,12 +1,12 @@
-"""Values of arguments between tags, <parameter=key>value</parameter>, where tags are missing or are part of a value.
+"""Reads values of arguments between tags, <parameter=key>value</parameter>, if tags are missing or are part of a value.
 
-A value is text until its closing tag. Three rules decide what a tag within it means, each by the tags that follow:
+A value ends at its closing tag. Three rules decide from the tags that follow what another tag means:
 
 * An opening tag is text if the value is closed later, with opening and closing tags counted as brackets; otherwise it ends the value.
 * A closing tag is text if other text and then another closing tag follow; otherwise it ends the value.
 * The end mark of the call is text if the next tag closes the value; otherwise it ends the value.
 
-The text is held back only from a tag that is not the expected one until the tags that decide have arrived.
+Text is held back only from an unexpected tag until the deciding tags have arrived.
 """
 
 import re
@@ -36,7 +36,7 @@ class ValueTags:
         border: a line end, where one is written around a value and is not part of it. Before other tags it never is.
         block_opening: what begins a block of calls.
         is_xml: whether CDATA and entities are read, white space around a value is left out, and a value without an end is left out unless
-            it is a text.
+            it is a string.
     """
 
     opening: str
@@ -79,8 +79,8 @@ class TaggedValues:
     def read(self, head: str, schema: Mapping[str, Any] | None, begin: int) -> Parse[None]:
         """Pass a value, and its closing tag if there is one, and emit `head` and the value.
 
-        A text is emitted while it arrives, any other value when it is whole. A text without an end is left open, so that its call counts
-        as incomplete. A value of another type is left out if it is empty.
+        A string is emitted while it arrives, any other value once it is complete. A string without an end is not closed, which makes its
+        call incomplete. An empty value of another type is left out.
 
         Args:
             head: JSON before the value.
@@ -197,7 +197,7 @@ class TaggedValues:
 
 
 def _without_open_mark(text: str, marks: Sequence[str]) -> str:
-    """Return a text without the beginning of a mark at its end."""
+    """Remove the beginning of a mark from the end of a text."""
     for at in range(max(0, len(text) - max(map(len, marks))), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
             return text[:at]

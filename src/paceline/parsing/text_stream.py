@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, for parsers that are written as if the whole text were there.
+"""Feeds text that arrives in pieces to parsers that are written as if the whole text were available.
 
 A parser is a generator that yields to wait for more text. Its events depend on the text alone, not on how the text was cut
 into pieces, because a parser only uses characters whose meaning no further text can change.
@@ -26,15 +26,15 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class TextStream:
-    """The text that has arrived and is still needed.
+    """Buffers text between the parts that arrive and the parser that reads it.
 
     Attributes:
-        text: its beginning is dropped when more text arrives. An index in it is valid only until a parser waits.
-        num_emitted: index of the first character that was neither emitted nor found to be markup.
-        at: index of the next character to parse.
-        num_dropped: number of characters that were dropped from the beginning of the text.
-        has_ended: whether no more text comes.
-        kept: what parsers keep from one call to the next, so that no text is searched twice.
+        text: the buffer. `add` drops its handled beginning, so an index into it is valid only until a parser waits for more text.
+        num_emitted: index in `text` of the first character that is not handled: neither emitted nor recognised as markup.
+        at: index in `text` of the next character to parse.
+        num_dropped: number of characters that `add` dropped before `text`.
+        has_ended: whether `text` ends with the last character of the whole text.
+        kept: state of parsers between their calls, by the parser's key, so that they search no text twice.
     """
 
     text: str = ""
@@ -50,7 +50,7 @@ class TextStream:
         self.at -= self.num_emitted
         self.num_dropped += self.num_emitted
         self.num_emitted = 0
-        self.text = ""  # with one reference left, CPython appends in place: linear time however long the held text is
+        self.text = ""  # with one reference left, CPython appends in place, so that many pieces take linear time
         held += text
         self.text = held
 
@@ -69,7 +69,7 @@ class TextStream:
         self.at = max(self.at, position - self.num_dropped)
 
     def mark_emitted(self) -> None:
-        """Mark all passed text as emitted or as markup."""
+        """Mark the text before `at` as handled: it was emitted, or it is markup that is not emitted."""
         self.num_emitted = self.at
 
     def wait(self, num_chars: int = 1) -> Parse[bool]:
@@ -197,7 +197,7 @@ class TextStream:
 
 
 def _may_grow(found: str, literals: Sequence[str]) -> bool:
-    """Return whether a literal that was found at the end of the text may become a longer one."""
+    """Return whether more text may turn `found`, at the end of the text, into a longer one of `literals`."""
     return any(len(literal) > len(found) and literal.startswith(found) for literal in literals)
 
 

@@ -1,7 +1,7 @@
 """Builds a grammar for answers that call tools, in llguidance's dialect of Lark.
 
-Tokens that a tokenizer was given besides its vocabulary are named by their ids: spelled out in other tokens they would be the same text,
-but not what the model has learnt.
+Added tokens of a tokenizer are referenced by id. Spelled out in other tokens they would give the same text, but not the token sequence
+that the model was trained on.
 """
 
 import json
@@ -19,7 +19,7 @@ ANYTHING = "/(?s:.*)/"
 
 
 class ToolCallGrammar:
-    """Rules of one grammar.
+    """Collects the rules of one grammar.
 
     Args:
         tokens: texts that are tokens of their own, where the tokenizer has them.
@@ -41,21 +41,21 @@ class ToolCallGrammar:
         self._rules.append(f"{name}{'' if suffix is None else f'[suffix={_quoted(suffix)}]'}: {body}")
         return name
 
-    def text(self, written: str) -> str:
-        """Return what matches exactly this text."""
+    def literal(self, text: str) -> str:
+        """Return a grammar of exactly `text`."""
         parts, at = [], 0
-        for found in self._pattern.finditer(written):
-            parts += [_quoted(written[at : found.start()])] if found.start() > at else []
+        for found in self._pattern.finditer(text):
+            parts += [_quoted(text[at : found.start()])] if found.start() > at else []
             parts.append(f"<[{self._ids[found[0]]}]>")
             at = found.end()
-        if at < len(written) or not parts:
-            parts.append(_quoted(written[at:]))
+        if at < len(text) or not parts:
+            parts.append(_quoted(text[at:]))
         return " ".join(parts)
 
     def until(self, end: str) -> str:
-        """Return what matches any text without `end`, and then `end`."""
+        """Return a grammar of any text without `end`, followed by `end`."""
         begins_with_token = any(end.startswith(token) for token in self._ids)
-        return f"{ANYTHING} {self.text(end)}" if begins_with_token else self.rule(ANYTHING, suffix=end)
+        return f"{ANYTHING} {self.literal(end)}" if begins_with_token else self.rule(ANYTHING, suffix=end)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of one of `tokens`; None if the tokenizer has none."""
@@ -66,28 +66,28 @@ class ToolCallGrammar:
         return token in self._ids
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches JSON of a schema on one line."""
+        """Return a grammar of JSON on one line that matches a schema."""
         return self.rule(f"%json {json.dumps({'x-guidance': _ONE_LINE, **servable_schema(schema)})}")
 
     def json_text(self, schema: str) -> str:
-        """Return what matches JSON of a schema that is given as text."""
+        """Return a grammar as `json` does, from the JSON text of a schema."""
         return self.json(json.loads(schema))
 
     def call(self, head: str, tool: Tool, tail: str = "") -> str:
-        """Return what matches the JSON object of a tool's arguments between two texts."""
-        parts = [self.text(head), self.json(arguments_schema(tool)), *([self.text(tail)] if tail else [])]
+        """Return a grammar of the JSON object of a tool's arguments between two texts."""
+        parts = [self.literal(head), self.json(arguments_schema(tool)), *([self.literal(tail)] if tail else [])]
         return " ".join(parts)
 
     def one_of(self, bodies: Sequence[str]) -> str:
-        """Return what matches any of these."""
+        """Return a grammar of any one of `bodies`."""
         return bodies[0] if len(bodies) == 1 else self.rule(" | ".join(bodies))
 
     def listed(self, bodies: Sequence[str], between: str, *, several: bool) -> str:
-        """Return what matches one of these, or several with `between` in between."""
+        """Return a grammar of one of `bodies`, or of several with `between` in between."""
         one = self.rule(" | ".join(bodies))
         if not several:
             return one
-        return self.rule(f"{one} ({self.text(between)} {one})*" if between else f"{one}+")
+        return self.rule(f"{one} ({self.literal(between)} {one})*" if between else f"{one}+")
 
     def lark(self, start: str) -> str:
         """Return the text of the grammar that begins with `start`."""
@@ -95,23 +95,25 @@ class ToolCallGrammar:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments. Properties that an object does not name are not allowed unless the schema allows them."""
-    closed: dict[str, Any] = _closed({"type": "object", **(_NO_ARGUMENTS if tool.parameters is None else tool.parameters)})
+    """Return the schema of a tool's arguments, which forbids properties that it does not name unless it allows them explicitly."""
+    parameters = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
+    closed: dict[str, Any] = _forbid_extra_properties({"type": "object", **parameters})
     return closed
 
 
-def _closed(schema: Any) -> Any:
+def _forbid_extra_properties(schema: Any) -> Any:
+    """Return a schema whose objects allow only the properties that it names, unless it has `patternProperties` or `allOf`."""
     if not isinstance(schema, Mapping):
         return schema
     closed = dict(schema)
     for name in ("properties", "$defs", "definitions"):
         if isinstance(schema.get(name), Mapping):
-            closed[name] = {key: _closed(value) for key, value in schema[name].items()}
+            closed[name] = {key: _forbid_extra_properties(value) for key, value in schema[name].items()}
     if "items" in schema:
-        closed["items"] = _closed(schema["items"])
+        closed["items"] = _forbid_extra_properties(schema["items"])
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            closed[name] = [_closed(option) for option in schema[name]]
+            closed[name] = [_forbid_extra_properties(option) for option in schema[name]]
     if "properties" in schema and not {"patternProperties", "allOf"} & schema.keys():
         closed.setdefault("additionalProperties", False)
     return closed

@@ -65,7 +65,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":
-        """JSON that a schema describes; properties come in the schema's order.
+        """Return a grammar of the JSON values that match a schema; properties are in the schema's order.
 
         Args:
             schema: a mapping or its JSON text. Keywords that cannot be enforced are refused when the grammar is compiled.
@@ -75,22 +75,22 @@ class Grammar:
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":
-        """Any JSON object."""
+        """Return a grammar of any JSON object."""
         return cls(GrammarKind.JSON_OBJECT, _schema_text(_ANY_OBJECT, any_whitespace=any_whitespace), reasoning_end)
 
     @classmethod
     def regex(cls, pattern: str, *, reasoning_end: str | None = None) -> "Grammar":
-        """Texts that a regular expression (of Rust's regex crate, without look-around) matches from begin to end."""
+        """Return a grammar of the texts that a regular expression matches as a whole (Rust's regex crate, without look-around)."""
         return cls(GrammarKind.REGEX, pattern, reasoning_end)
 
     @classmethod
     def lark(cls, text: str, *, reasoning_end: str | None = None) -> "Grammar":
-        """Texts of a context-free grammar in llguidance's dialect of Lark, from its rule `start`."""
+        """Return a grammar from a context-free grammar in llguidance's dialect of Lark, whose first rule is `start`."""
         return cls(GrammarKind.LARK, text, reasoning_end)
 
     @classmethod
     def choice(cls, texts: Sequence[str], *, reasoning_end: str | None = None) -> "Grammar":
-        """Exactly one of `texts`."""
+        """Return a grammar of exactly one of `texts`."""
         given: object = texts
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
             _refuse(f"choices {texts!r} are no list of texts")

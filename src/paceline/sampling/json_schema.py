@@ -1,6 +1,6 @@
-"""Rewrites a JSON schema into one that llguidance enforces, or names the keyword that nothing enforces.
+"""Rewrites a JSON schema into one that llguidance enforces, or names the keyword that cannot be enforced.
 
-Every text of the new schema satisfies the old one; some rewrites allow less than the old schema. An unknown `format` is an annotation. The
+Every value of the new schema satisfies the old one; some rewrites allow less than the old schema. An unknown `format` is an annotation. The
 one keyword that no rewrite can express and that is still enforced is `uniqueItems` (`sampling/unique_items.py`).
 
 Source: JSON Schema drafts 4 to 2020-12.
@@ -19,7 +19,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 
 _MAX_INTEGER = 2**63 - 1
 _MAX_BOUND = 10**18
-_MAX_EXCLUSIVE = 8  # cases of a `oneOf` that is rewritten: the new schema grows with their square
+_MAX_ONE_OF_CASES = 8  # each case excludes all others, so that the rewritten schema grows with the square of their number
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _IN_PLACE = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
@@ -42,7 +42,7 @@ _WAYS_OUT = {
 
 
 def servable_schema(schema: Mapping[str, Any]) -> Schema:
-    """The schema as llguidance can enforce it, without `uniqueItems`.
+    """Return a schema that llguidance can enforce, without `uniqueItems`.
 
     Raises:
         RequestError: a keyword cannot be enforced; the text names it and its place.
@@ -60,7 +60,7 @@ def servable_schema(schema: Mapping[str, Any]) -> Schema:
 
 
 def _rewrite(root: Schema) -> None:
-    """Rewrite every schema that the root leads to, in place; others are never compiled."""
+    """Rewrite the root and every schema that it reaches, in place. llguidance does not compile the others."""
     document = SchemaDocument(root)
     pending: list[tuple[str, Any]] = [("#", root)]
     seen = set[int]()
@@ -82,7 +82,7 @@ def _rewrite(root: Schema) -> None:
 
 
 def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Schemas that apply to the same value or to parts of it, with their pointers."""
+    """Yield the schemas that apply to the value of `node` or to parts of the value, with their pointers."""
     for name in ("additionalProperties", "additionalItems", "items"):
         if isinstance(node.get(name), dict):
             yield f"{pointer}/{name}", node[name]
@@ -95,7 +95,7 @@ def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
 
 
 def refusal(keyword: str, pointer: str) -> RequestError:
-    """The error about a keyword that is not enforced."""
+    """Return the error about a keyword that cannot be enforced."""
     text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_WAYS_OUT[keyword]}, or leave it out"
     return RequestError(text, parameter="grammar")
 
@@ -212,7 +212,7 @@ def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
 
 
 def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
-    """Names of the properties that a schema describes by itself, by `$ref` and by `allOf`; None where they depend on the value."""
+    """Return the properties that a schema and its `$ref` and `allOf` evaluate; None if they depend on the value."""
     if schema in (True, {}):
         return set()
     if not isinstance(schema, dict) or depth == 0 or any(name in schema for name in ("patternProperties", *_IN_PLACE[2:])):
@@ -226,11 +226,11 @@ def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -
 
 
 def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Alternatives that may hold together, but for a few that can be negated: each of them without the others."""
+    """Rewrite a `oneOf` of few cases, of which several may match a value: each case excludes the others."""
     cases = node.get("oneOf")
-    if not isinstance(cases, list) or len(cases) > _MAX_EXCLUSIVE:
+    if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance tells types apart itself
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance distinguishes types itself
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
@@ -240,7 +240,7 @@ def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
 
 
 def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Bounds of the number of properties, which llguidance enforces only where all properties are required."""
+    """Rewrite bounds of the number of properties, which llguidance enforces only if all properties are required."""
     names = list(node["properties"]) if isinstance(node.get("properties"), dict) else []
     required = node["required"] if isinstance(node.get("required"), list) else []
     if not names or set(names) <= set(required):
@@ -259,7 +259,7 @@ def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> Non
 
 
 def _bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Bounds that are too far from zero for llguidance become nearer ones; counts become integers."""
+    """Move bounds that are too large for llguidance towards zero, and convert counts to integers."""
     for name in _COUNTS:
         if isinstance(node.get(name), float) and node[name].is_integer():
             node[name] = int(node[name])
@@ -278,7 +278,7 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def _conjoin(node: Schema, other: object) -> None:
-    """Let a schema hold in addition."""
+    """Require that values of `node` match `other` as well."""
     if other not in (True, {}):
         parts = node.get("allOf")
         node["allOf"] = [*(parts if isinstance(parts, list) else []), other]
@@ -291,7 +291,7 @@ def _is_only_annotation(schema: object) -> bool:
 
 
 def _name_pattern(names: object) -> str | None:
-    """A regular expression of the names that a schema allows; None where there is none."""
+    """Return a regular expression of the names that a schema allows; None if it cannot be written."""
     if not isinstance(names, dict):
         return None
     rest = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
@@ -305,10 +305,10 @@ def _name_pattern(names: object) -> str | None:
 
 
 def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
-    """A schema of the values that `schema` refuses; None where it cannot be written.
+    """Return a schema of the values that `schema` refuses; None if it cannot be written.
 
     Args:
-        context: a schema that holds as well, whose listed values can be counted off.
+        context: a schema that values must match as well. If it lists its values, the result lists those that `schema` refuses.
     """
     if schema in (True, {}) or schema is False:
         return schema is False

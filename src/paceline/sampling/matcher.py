@@ -114,7 +114,7 @@ class _Reasoning:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # what is kept of it is a byte shorter than the marker
+        # One byte less than the marker is enough to find a marker that begins in earlier tokens.
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
@@ -154,7 +154,7 @@ class GrammarMatcher:
         if inside is None:
             scores[eos_ids] = -np.inf
         elif self._has_ended or not self._vocabulary.eos_set.isdisjoint(inside):
-            _keep(scores, eos_ids)
+            _mask_all_except(scores, eos_ids)
         elif self._go_to(inside) < len(inside):
             scores.fill(-np.inf)
         else:
@@ -162,7 +162,7 @@ class GrammarMatcher:
             if self._unique_items is not None:
                 self._forbid_duplicates(allowed, inside)
             if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # which way is cheaper
-                _keep(scores, allowed.nonzero()[0])
+                _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf
 
@@ -233,7 +233,7 @@ class GrammarMatcher:
         if num_back:
             del ahead[shared:]
             self._matcher.rollback(num_back)  # fails if the matcher is broken; the next call to it reports that
-        # An id that does not exist would break the matcher.
+        # llguidance's matcher fails for good at an id outside the vocabulary.
         rest = list(path[shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
         if rest:
@@ -303,7 +303,7 @@ class GrammarMatcher:
             )
 
 
-def _keep(scores: NDArray[np.float32], token_ids: NDArray[np.integer]) -> None:
+def _mask_all_except(scores: NDArray[np.float32], token_ids: NDArray[np.integer]) -> None:
     kept = scores[token_ids]
     scores.fill(-np.inf)
     scores[token_ids] = kept

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: following its references, and listing the values that a part of it allows."""
+"""Resolves the references of a JSON schema, and lists the values that a part of it allows."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ MAX_LITERALS = 256
 
 
 class SchemaDocument:
-    """A schema whose references can be followed.
+    """Resolves the references of one schema.
 
     Attributes:
-        root: its parsed JSON.
-        has_parts: whether it contains schemas with an `$id` of their own, from which pointers are counted: then none is followed.
+        root: the parsed JSON of the schema.
+        has_parts: whether a part has an `$id` of its own. Pointers are then relative to parts, and no reference is resolved.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -34,7 +34,7 @@ class SchemaDocument:
             self.has_parts |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
 
     def pointer(self, reference: object) -> str | None:
-        """The JSON pointer that a reference leads to; None where it is not in this schema, or ambiguous."""
+        """Return the JSON pointer of a reference's target; None if the target is not in this schema, or is ambiguous."""
         if not isinstance(reference, str) or self.has_parts:
             return None
         url, fragment = urldefrag(urljoin(self._base, reference))
@@ -46,7 +46,7 @@ class SchemaDocument:
         return found[0] if len(found) == 1 else None
 
     def target(self, reference: object) -> Any:
-        """The schema that a reference leads to; None where it is not in this schema."""
+        """Return the schema that a reference leads to; None if it is not in this schema."""
         pointer = self.pointer(reference)
         node: Any = None if pointer is None else self.root
         for part in () if pointer is None else pointer.split("/")[1:]:
@@ -60,7 +60,7 @@ class SchemaDocument:
         return node
 
     def literals(self, schema: object, depth: int = 8) -> list[Any] | None:
-        """All values that a schema may allow, where they are listed or few; None where they are not."""
+        """Return all values that a schema may allow; None if they are not listed, or are many."""
         if not isinstance(schema, dict) or depth == 0:
             return [] if schema is False else None
         if isinstance(schema.get("enum"), list):
@@ -83,7 +83,7 @@ class SchemaDocument:
 
 
 def objects(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """All JSON objects of a schema, with their pointers."""
+    """Yield all JSON objects of a schema with their pointers."""
     pending: list[tuple[str, Any]] = [("#", root)]
     while pending:
         pointer, node = pending.pop()
@@ -95,17 +95,17 @@ def objects(root: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def escaped(key: str) -> str:
-    """A key as a part of a JSON pointer."""
+    """Escape a key for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def is_equal(one: object, other: object) -> bool:
-    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    """Return whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     return canonical(one) == canonical(other)
 
 
 def canonical(value: object) -> str:
-    """A text that equal JSON values share."""
+    """Return a string that is the same for equal JSON values."""
     return json.dumps(_whole(value), sort_keys=True)
 
 

@@ -1,7 +1,7 @@
-"""Finds what would repeat an item of a JSON array with `uniqueItems`, while the array is being written.
+"""Enforces `uniqueItems` while a JSON array is generated: finds repeated items.
 
-A grammar cannot express that two items differ, so that the text is followed byte by byte. An array is held to `uniqueItems` where any
-schema that may apply to it has the keyword: under `anyOf` this can refuse a repetition that another branch allows.
+A grammar cannot express that two items differ, so the text is parsed byte by byte. The items of an array must differ if any schema that
+may apply to the array has the keyword. Under `anyOf`, this can refuse a repetition that another branch allows.
 """
 
 import json
@@ -38,7 +38,7 @@ class _Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """An array or object that is open. `items`: canonical texts of an array's items if they must differ; None otherwise."""
+    """State of an unfinished array or object. `items`: canonical forms of an array's items; None if they may repeat."""
 
     schemas: Schemas
     is_array: bool
@@ -50,10 +50,10 @@ class _Container:
 
 
 class UniqueItemsSchema:
-    """The arrays of a schema whose items must differ.
+    """Finds the schemas that apply to each array of a value.
 
     Raises:
-        RequestError: a reference cannot be followed, also while a text is written.
+        RequestError: a reference cannot be resolved. Methods raise it as well, while a value is generated.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -62,7 +62,7 @@ class UniqueItemsSchema:
         self._children: dict[tuple[tuple[int, ...], str | int], Schemas] = {}
 
     def child(self, schemas: Schemas, place: str | int) -> Schemas:
-        """Schemas of a property or an item, of values that `schemas` may apply to."""
+        """Return the schemas that may apply to a property or an item of a value to which `schemas` may apply."""
         key = (tuple(map(id, schemas)), place)
         if key not in self._children:
             parts = [part for schema in schemas for part in _parts(schema, place)]
@@ -70,7 +70,7 @@ class UniqueItemsSchema:
         return self._children[key]
 
     def listed_items(self, schemas: Schemas) -> tuple[str, ...]:
-        """JSON of all items that arrays of `schemas` may have, if each of the schemas lists its own; otherwise empty."""
+        """Return the JSON of all items that arrays of `schemas` may have; empty if one of the schemas does not list its items."""
         parts = [part for schema in schemas for part in _item_schemas(schema, 0) if part is not None]
         listed = [self._document.literals(part) for part in parts]
         if None in listed:
@@ -78,7 +78,7 @@ class UniqueItemsSchema:
         return tuple(json.dumps(value, ensure_ascii=False) for values in listed if values for value in values)
 
     def _closure(self, schemas: Iterable[Any]) -> Schemas:
-        """With the schemas that apply to the same value."""
+        """Return `schemas` with all schemas that they apply to the same value, such as those of `allOf` and `$ref`."""
         pending, found = list(schemas), dict[int, Schema]()
         while pending:
             schema = pending.pop()
@@ -100,7 +100,7 @@ class UniqueItemsSchema:
 
 
 def unique_items(schema: Schema) -> UniqueItemsSchema | None:
-    """What must be followed to hold texts to `uniqueItems`; None where the schema does not use it."""
+    """Return what `UniqueItemsState` needs to enforce `uniqueItems`; None if the schema does not use the keyword."""
     pending: list[Any] = [schema]
     while pending:
         node = pending.pop()
@@ -114,7 +114,7 @@ def unique_items(schema: Schema) -> UniqueItemsSchema | None:
 
 
 class UniqueItemsState:
-    """A text of JSON so far, whose grammar is checked elsewhere.
+    """Parses JSON as it is generated. It assumes valid JSON, which the grammar enforces.
 
     Attributes:
         has_duplicate: whether an item of an array that `uniqueItems` applies to repeats an earlier one, or can only become one that does.
@@ -131,7 +131,7 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """Bytes one of which is in every token that could repeat an item; empty = any token could, None = no token could."""
+        """Bytes of which every token that could repeat an item has at least one; empty = any token could, None = no token could."""
         if not any(container.items is not None for container in self._open):
             return None
         if self._open[-1].literals:
@@ -144,7 +144,7 @@ class UniqueItemsState:
         return other
 
     def feed(self, text: bytes) -> None:
-        """Append to the text."""
+        """Parse the next bytes."""
         start = len(self._text)
         self._text += text
         for position, byte in enumerate(text, start):
@@ -169,7 +169,7 @@ class UniqueItemsState:
                 self._begin(position, byte)
 
     def _begin(self, position: int, byte: int) -> None:
-        """Take a byte that is outside of strings, numbers and words."""
+        """Parse a byte outside of strings, numbers and words."""
         if byte == _COMMA:
             self._next_place()
         elif byte == _COLON:
@@ -195,7 +195,7 @@ class UniqueItemsState:
             self._mode = _Mode.IN_SCALAR
 
     def _inner_schemas(self) -> Schemas:
-        """Schemas of the value that begins."""
+        """Return the schemas of the value that begins."""
         if not self._open:
             return self._schema.root
         top = self._open[-1]
@@ -234,7 +234,7 @@ class UniqueItemsState:
         self._open = (*self._open[:-1], replace(self._open[-1], **changes))
 
     def _is_dead_end(self) -> bool:
-        """Whether every value that the unfinished item can become is an earlier item: of listed values, of a word, or of a zero."""
+        """Return whether the unfinished item can only become an earlier item. Checks listed values, words and zeros."""
         top = self._open[-1]
         if not top.items or self._mode is _Mode.AFTER:
             return False
@@ -244,7 +244,7 @@ class UniqueItemsState:
         return not any(one.encode().startswith(begun) and canonical(json.loads(one)) not in top.items for one in top.literals)
 
     def _is_repeated_scalar(self, top: _Container, begun: bytes) -> bool:
-        """Whether a number or word can only become an earlier item. No digit may follow the zero of an integer."""
+        """Return whether a number or word can only become an earlier item. No digit may follow the zero of an integer."""
         assert top.items is not None
         if begun[:1] in _WORDS:
             return _WORDS[begun[:1]] in top.items
@@ -259,7 +259,10 @@ def _parts(schema: Schema, place: str | int) -> list[Any]:
 
 
 def _property_schemas(schema: Schema, name: str) -> list[Any]:
-    """Those that may apply to a property. Patterns are not matched with the name: they are the client's."""
+    """Return the schemas that may apply to a property, including those of all patterns.
+
+    Patterns are not matched with the name, because a client's regular expression may take too long.
+    """
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         parts = [properties[name]]

@@ -73,8 +73,12 @@ class AdmissionControl:
             if not self._num_admitted:
                 self._idle.set()
 
-    async def run(self, request: Coroutine[Any, Any, None]) -> None:
-        """Run a request; HttpError with status 503 if `abort` ends it."""
+    async def run_request(self, request: Coroutine[Any, Any, None]) -> None:
+        """Await a request as a task that `abort` can cancel.
+
+        Raises:
+            HttpError: `abort` cancelled it; the status is 503.
+        """
         task, current = asyncio.ensure_future(request), asyncio.current_task()
         self._requests.add(task)
         try:
@@ -91,8 +95,8 @@ class AdmissionControl:
         while self._requests:
             self._requests.pop().cancel()
 
-    def record(self, seconds: float) -> None:
-        """Record how long a request took, for `Retry-After`."""
+    def record_duration(self, seconds: float) -> None:
+        """Record how long a request took, to estimate `Retry-After`."""
         self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
     async def drain(self, timeout_s: float) -> bool:

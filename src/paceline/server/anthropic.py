@@ -251,7 +251,7 @@ def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
 
 
 def _template_options(fields: ConversationFields, service: Service) -> dict[str, Any]:
-    """Variables of the chat template for thinking. "adaptive" and the effort "high" are defaults of Anthropic's models."""
+    """Return the chat template's variables for thinking; Anthropic's defaults, "adaptive" and the effort "high", set none."""
     thinks = None if fields.thinking is None or fields.thinking.type == "adaptive" else fields.thinking.type == "enabled"
     effort = None if fields.output_config is None else fields.output_config.effort
     if effort == "high" or thinks is False:
@@ -261,7 +261,7 @@ def _template_options(fields: ConversationFields, service: Service) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One request, ready to be answered."""
+    """Generates the answer to one Messages request, whole or as events."""
 
     service: Service
     fields: MessagesFields

@@ -238,7 +238,7 @@ TABLE: Mapping[str, Mapping[str, FieldRules]] = {
         "tools[]": LEFTOVERS | _ignored("items"),
         "tools[].function": LEFTOVERS | _ignored("strict return returns type title"),
         "options": OTHER_SAMPLERS
-        | _ignored(  # how a model is loaded: it is loaded already
+        | _ignored(  # options for loading a model: the server loads its model once, when it starts
             "num_keep num_batch num_gpu main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock embedding_only",
             "num_gqa rope_frequency_base rope_frequency_scale draft_num_predict",
         )

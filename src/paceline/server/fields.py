@@ -81,7 +81,10 @@ class Reading:
 
 
 class Fields(BaseModel):
-    """A JSON object of a request. Its fields are served; `field_table.TABLE` has rules for others."""
+    """Validates a JSON object of a request.
+
+    Fields of the class are served. For other fields, `field_table.TABLE` decides whether they are ignored or refused.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -266,7 +269,10 @@ def _is_unicode(text: str) -> bool:
 
 
 class SpeculationFields(Fields, at=("chat", "speculation")):
-    """How a request may be drafted for, and what the answer reports of it. It changes no token. `trees` implies `origins`."""
+    """Controls drafting for a request, and what the answer reports about it. No field changes the tokens of the answer.
+
+    `trees` implies `origins`.
+    """
 
     enabled: bool = True
     drafter: str | None = None

@@ -54,10 +54,10 @@ class Generation:
         self._settings, self._metrics = settings, metrics
 
     async def collect(self, request: GenerationRequest) -> list[RequestOutput]:
-        """Return the whole outputs, ordered by prompt, then by sample.
+        """Generate and return the complete outputs, ordered by prompt, then by sample.
 
         Raises:
-            HttpError: it was refused, timed out or was ended by a shutdown.
+            HttpError: the request was refused, timed out or was ended by a shutdown.
             PacelineError: as `AsyncEngine.generate`.
         """
         async with self._admitted(request) as (deadline_s, prompts, params):
@@ -72,7 +72,7 @@ class Generation:
             return outputs
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, StreamChunk], None]:
-        """Yield what every step adds, with the index of the prompt; the rest as for `collect`."""
+        """Generate the outputs and yield each new chunk with the index of its prompt; errors as for `collect`."""
         async with self._admitted(request) as (deadline_s, prompts, params):
             stream = self.engine.stream_batch(prompts, params, **request.options)
             async with aclosing(stream) as chunks:  # type: ignore[type-var]  # a generator
@@ -96,7 +96,7 @@ class Generation:
             started_s = _now_s()
             prompts, params = await asyncio.to_thread(self._prepared, request)
             yield started_s + self._settings.request_timeout_s, prompts, params
-            self.admission.record(_now_s() - started_s)
+            self.admission.record_duration(_now_s() - started_s)
 
     def _prepared(self, request: GenerationRequest) -> tuple[list[list[int]], list[SamplingParams]]:
         """Tokenise the prompts and build their parameters. Slow: called in a thread."""

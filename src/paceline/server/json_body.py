@@ -45,11 +45,11 @@ class _Decoder(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
     def _object(self, *arguments: Any) -> Any:
-        self._count()
+        self._count_container()
         return JSONObject(*arguments)
 
     def _array(self, start: tuple[str, int], scan_once: Callable[[str, int], Any]) -> Any:
-        self._count()
+        self._count_container()
         num_items = 0
 
         def scan_counted(text: str, index: int) -> Any:
@@ -61,7 +61,7 @@ class _Decoder(json.JSONDecoder):
 
         return JSONArray(start, scan_counted)
 
-    def _count(self) -> None:
+    def _count_container(self) -> None:
         self._num_containers += 1
         if self._num_containers > MAX_CONTAINERS:
             raise HttpError(400, f"the body has more than {MAX_CONTAINERS} objects and lists: send fewer", code="invalid_value")

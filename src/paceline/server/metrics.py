@@ -19,10 +19,10 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """Histograms of finished requests, and the engine's counters at the time of a scrape.
+    """Records histograms of finished requests, and renders them with the engine's counters for Prometheus.
 
     Args:
-        model: the served name.
+        model: name of the served model, the label `model_name`.
     """
 
     def __init__(self, opened: OpenedEngine, model: str) -> None:

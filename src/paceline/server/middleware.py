@@ -73,7 +73,7 @@ class ServerMiddleware:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, admission: AdmissionControl, count_response: CountResponse) -> None:
         self._app, self._settings, self._admission, self._count_response = app, settings, admission, count_response
-        self._keys = ApiKeys(settings.api_keys)
+        self._keys = ApiKeyVerifier(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -86,8 +86,8 @@ class ServerMiddleware:
             await send({"type": "websocket.close", "code": 1003})
 
 
-class ApiKeys:
-    """The accepted keys, as hashes; comparing them takes the same time for every candidate."""
+class ApiKeyVerifier:
+    """Compares API keys with the accepted ones by their hashes, in a time that does not depend on the key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._hashes = [_hash(key.encode()) for key in keys]
@@ -116,7 +116,7 @@ class _Exchange:
         status: of the response; 499 = the client disconnected first.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeys, scope: Scope, send: Send) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: ApiKeyVerifier, scope: Scope, send: Send) -> None:
         self._app, self._settings, self._keys = app, settings, keys
         self._method = scope["method"]
         # HEAD is answered by the routes of GET
@@ -136,7 +136,7 @@ class _Exchange:
             self._check()
             if self._method in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(receive)
-            await admission.run(self._run_app(receive))
+            await admission.run_request(self._run_app(receive))
         except (ClientGoneError, asyncio.CancelledError):  # the client disconnected, or uvicorn ended its wait for it
             self.status = self.status or 499
         except Exception as error:

@@ -203,11 +203,11 @@ class Request:
 
     @property
     def num_uncached(self) -> int:
-        """Known tokens without rows in the cache; 1 while decoding: the root."""
+        """Number of tokens without rows in the cache; 1 while the request decodes."""
         return len(self.token_ids) - self.sequence.committed_len
 
-    def num_due(self, max_rows: int) -> int:
-        """Known tokens that run in its next pass, at most `max_rows`; 1 while decoding: the root."""
+    def num_next_tokens(self, max_rows: int) -> int:
+        """Return the number of tokens that the next pass computes for the request, at most `max_rows`; 1 while it decodes."""
         return min(self.num_uncached, max_rows, PROMPT_LOGPROBS_ROWS) if self.wants_prompt_rows else min(self.num_uncached, max_rows)
 
     def fail(self, error: Exception) -> None:

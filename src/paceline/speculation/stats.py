@@ -35,9 +35,9 @@ class PlainCounts(dict[PlainReason, int]):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters of one request, or the sum of several.
+    """Counts steps and draft tokens of one request, or of several requests together.
 
-    `acceptance` names the rule by which guesses were kept, "match" or "rejection" (see speculation/rejection.py).
+    `acceptance` is the rule that accepts draft tokens: "match" or "rejection" (speculation/rejection.py).
     """
 
     steps: int = 0
@@ -45,7 +45,7 @@ class SpeculationStats:
     accepted: int = 0
     bonus: int = 0
     emitted: int = 0
-    cut: int = 0  # guesses dropped before the pass: ids out of range, too deep, over budget
+    cut: int = 0  # draft tokens dropped before the pass: ids out of range, too deep, over budget
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     plain: PlainCounts = field(default_factory=PlainCounts)

@@ -43,7 +43,7 @@ def step(
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
-        num_rows: how many known tokens of each run, as `Request.num_due` says.
+        num_rows: how many known tokens of each run, as `Request.num_next_tokens` says.
         max_rows: of the pass; guesses take what known tokens leave of them. None = no limit.
 
     Raises:

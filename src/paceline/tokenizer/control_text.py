@@ -1,9 +1,9 @@
-"""Keep control tokens that a conversation spells out as ordinary text.
+"""Keeps control tokens that a conversation spells out as ordinary text.
 
 A chat template writes the texts of a conversation next to control tokens, and the rendered text does not show which is which. So one
-character of every control token in the conversation is replaced by a placeholder before rendering. In the rendered text, every control
-token is then the template's own. These are replaced by marks, placeholders by their characters, and the result is encoded once more by a
-tokenizer that has no control tokens but the marks.
+character of every control token in the conversation is replaced by a placeholder before rendering. Every control token in the rendered
+text is then the template's. The template's control tokens are replaced by marks, and the placeholders by the original characters. The
+result is encoded by a tokenizer whose only control tokens are the marks.
 """
 
 import re
@@ -19,7 +19,7 @@ from paceline.errors import RequestError, library_errors
 _PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit, so that JSON escapes it as one \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
-_WINDOW = 1 << 16  # characters that one regular expression call searches: it holds the GIL
+_WINDOW = 1 << 16  # characters that one regular expression call searches while it holds the GIL
 _MAX_CUTS = 8
 
 
@@ -28,7 +28,7 @@ class ControlTexts:
 
     Args:
         library: the tokenizer.
-        vocabulary: its pieces, whose characters are never placeholders.
+        vocabulary: pieces of the tokenizer. Their characters are never placeholders.
     """
 
     def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
@@ -48,12 +48,12 @@ class ControlTexts:
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
     def escaped(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
-        """A copy of `value` with placeholders in the texts of control tokens.
+        """Return a copy of `value` with placeholders in the texts of control tokens.
 
         Args:
-            value: lists, mappings and plain values; the characters of keys are replaced as well.
-            others: texts that may hold no placeholder either, such as the template.
-            except_in: by index of the outermost list, texts of control tokens that stay there.
+            value: a list of lists, mappings and plain values. Keys of mappings get placeholders as well.
+            others: further texts whose characters cannot be placeholders, such as the template.
+            except_in: texts of control tokens that are not replaced, by index in `value`.
         """
         placeholders = _Placeholders(self._taken, [value, *others])
         if self._pattern is None:
@@ -62,10 +62,10 @@ class ControlTexts:
         return Escaped(parts, placeholders, is_needed=bool(placeholders.by_character) or self._has_lookalikes(value))
 
     def encode(self, escaped: "Escaped", text: str) -> list[int]:
-        """Token ids of a rendered text in which only the control tokens of the template are control tokens.
+        """Encode a rendered text, in which only the template's control tokens are encoded as control tokens.
 
         Raises:
-            RequestError: the tokenizer fails at it.
+            RequestError: the tokenizer cannot encode the text.
         """
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
@@ -73,7 +73,7 @@ class ControlTexts:
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
-            for index, token_id in enumerate(encoding.ids):  # all offsets at once would hold the GIL
+            for index, token_id in enumerate(encoding.ids):  # reading all offsets in one call would hold the GIL
                 token = self._tokens.get(token_id)
                 if token is None:
                     continue
@@ -82,10 +82,16 @@ class ControlTexts:
                     parts += [escaped.restored(text[end:start]), marks[token.normalized]]
                     marked_ids.append(token_id)
                     end = stop
-            return self._encode_marked([*parts, escaped.restored(text[end:])], marked_ids, marks)
+            return self._encode_replacing_marks([*parts, escaped.restored(text[end:])], marked_ids, marks)
 
-    def _encode_marked(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
-        """Token ids of texts and marks; `marked_ids` are those of the marks in order, None = none."""
+    def _encode_replacing_marks(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
+        """Encode texts and marks, with each mark replaced by a token id.
+
+        Args:
+            parts: texts, and marks as items of their own.
+            marked_ids: token ids of the marks in their order; None = a mark that only separates two texts.
+            marks: the characters that are marks.
+        """
         twin = self._without_control_tokens(marks)
         mark_ids = {twin.token_to_id(mark) for mark in marks}
         original_ids = {twin.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
@@ -108,7 +114,7 @@ class ControlTexts:
         return found
 
     def _without_control_tokens(self, marks: str) -> Backend:
-        """The same tokenizer with the marks in place of all control tokens. The models are shared, so this takes no memory."""
+        """Return a tokenizer with the marks in place of all control tokens. It shares the model, so that it takes no memory."""
         twin = Backend(self._library.model)
         if self._library.normalizer is not None:
             twin.normalizer = self._library.normalizer
@@ -118,7 +124,7 @@ class ControlTexts:
         return twin
 
     def _unknown_ids(self) -> set[int | None]:
-        """The id that the model gives to unknown characters: it is no control token there."""
+        """Return the id of unknown characters, which is no control token where the model itself uses it."""
         model = self._library.model
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
@@ -142,7 +148,7 @@ class ControlTexts:
         return "".join(characters)
 
     def _starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
-        """The first character of each control token that is no space: templates strip spaces."""
+        """Yield the index of the first character of each control token that is not a space, since templates strip spaces."""
         assert self._pattern is not None
         for window in range(0, len(text), _WINDOW):
             for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
@@ -150,7 +156,7 @@ class ControlTexts:
                     yield found.start() + len(found[1]) - len(found[1].lstrip())
 
     def _edges(self, text: str) -> Iterator[int]:
-        """Where a control token could begin before `text` or end after it, which is joined to other texts."""
+        """Yield indices where a control token could begin or end that is completed by a text joined to `text`."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
                 yield len(text) - length
@@ -158,17 +164,17 @@ class ControlTexts:
                 yield 0
 
     def _has_lookalikes(self, value: Any) -> bool:
-        """Whether some text becomes that of a control token by normalization, as full-width letters may."""
+        """Return whether normalization turns a text into one with a control token, as with full-width letters."""
         if self._normalize is None or self._pattern is None:
             return False
         return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())
 
 
 class Escaped:
-    """A value with placeholders.
+    """Holds a value with placeholders.
 
     Attributes:
-        value: the copy.
+        value: the copy that contains the placeholders.
         is_needed: whether a text rendered from it must be encoded by `ControlTexts.encode`.
     """
 
@@ -178,18 +184,18 @@ class Escaped:
         self.is_needed = is_needed
 
     def normalized(self, text: str) -> str:
-        """A rendered text whose placeholders are not escaped, as JSON in ASCII and Python's repr do."""
+        """Replace escaped placeholders, such as those in ASCII JSON or Python's repr, by the placeholders."""
         for placeholder in self.placeholders.by_character.values():
             text = re.sub(rf"\\u{ord(placeholder):04x}", placeholder, text, flags=re.IGNORECASE)
         return text
 
     def restored(self, text: str) -> str:
-        """The text with the characters in place of placeholders."""
+        """Replace placeholders by the original characters."""
         return text.translate({ord(placeholder): character for character, placeholder in self.placeholders.by_character.items()})
 
 
 class _Placeholders:
-    """Characters that occur neither in a vocabulary nor in the texts at hand."""
+    """Assigns placeholders: private-use characters that occur neither in the vocabulary nor in `values`."""
 
     def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
         self._taken, self._values = taken, values
@@ -202,10 +208,10 @@ class _Placeholders:
         return self.by_character[character]
 
     def unused(self, count: int) -> str:
-        """Further characters that are used nowhere.
+        """Return `count` further characters that are used nowhere.
 
         Raises:
-            RequestError: there are none left.
+            RequestError: too few are left.
         """
         if self._free is None:
             found = {one for text in strings_in(self._values) for one in _PRIVATE_USE_PATTERN.findall(text)}
@@ -218,7 +224,7 @@ class _Placeholders:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every text in lists and mappings, keys included."""
+    """Yield every string in lists and mappings, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -231,7 +237,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
-    """The same text with marks of no token at some positions."""
+    """Insert marks without a token at some positions; return the parts and the token ids of their marks."""
     parts: list[str] = []
     ids: list[int | None] = []
     given = iter(marked_ids)
@@ -248,7 +254,7 @@ def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], 
 
 
 def _trie_pattern(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of `texts`. It tries each character once, however many texts there are."""
+    """Return a regular expression for the longest of `texts`. It tries each character once for any number of texts."""
     root: dict[str, Any] = {}
     for text in texts:
         node = root

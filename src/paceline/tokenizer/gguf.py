@@ -44,14 +44,14 @@ _ADDED = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.USER_DEFINED)
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What a file says about text and ids.
+    """Holds the tokenizer of a GGUF file.
 
     Attributes:
-        backend: encodes and decodes; adds the BOS and EOS ids the file asks for.
-        named_tokens: the file's `bos_token`, `eos_token`, `unk_token` and `pad_token`, those it has.
+        backend: encodes and decodes; adds the BOS and EOS ids that the file requires.
+        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, by name; those that the file has.
         end_token_ids: ids that end an answer, ascending.
-        chat_templates: Jinja sources by name, "default" that of `tokenizer.chat_template`; empty where the file has none.
-        notice: one line a user should see, or None.
+        chat_templates: Jinja sources by name; "default" is `tokenizer.chat_template`. Empty if the file has none.
+        notice: one line to show to the user; None = there is none.
     """
 
     backend: Backend
@@ -87,7 +87,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufToke
 def _chat_templates(fields: TokenizerFields) -> dict[str, str]:
     """The default template, and those that `tokenizer.chat_templates` names, such as "tool_use" for conversations with tools."""
     found = {"default": fields.text("chat_template", "")}
-    for name in fields.texts("chat_templates") if fields.get("chat_templates") is not None else ():
+    for name in fields.required_strings("chat_templates") if fields.get("chat_templates") is not None else ():
         found[name] = fields.text(f"chat_template.{name}", "")
     found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it
     return {name: source for name, source in found.items() if source}
@@ -104,7 +104,7 @@ class _Vocabulary:
 
     @classmethod
     def read(cls, fields: TokenizerFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
-        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.texts("tokens"))]
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
         if may_repeat:  # a text is encoded as the last of its ids
             last = {token: index for index, token in enumerate(tokens)}
             tokens = [token if last[token] == index else f"{token}{_TWICE}" for index, token in enumerate(tokens)]
@@ -175,7 +175,7 @@ def _byte_level(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backe
 
 def _stored_merges(fields: TokenizerFields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for index, merge in enumerate(fields.texts("merges")):
+    for index, merge in enumerate(fields.required_strings("merges")):
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
             raise fields.error(f"merges[{index}]", merge, "not two tokens whose concatenation is a token")

@@ -63,7 +63,12 @@ class TokenizerFields:
             raise self.error(name, value, "not an array")
         return list(value)
 
-    def texts(self, name: str) -> list[str]:
+    def required_strings(self, name: str) -> list[str]:
+        """Return an array of strings.
+
+        Raises:
+            CheckpointError: it is absent, or an item is not a string in UTF-8.
+        """
         items = self.array(name)
         if items is None:
             raise self.missing(name)

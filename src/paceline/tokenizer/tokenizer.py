@@ -156,11 +156,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         max_context: int | None = None,
     ) -> str:
-        """The text of a conversation as the model was trained to see it; its special tokens stand in it.
+        """Render a conversation with the chat template; the text contains the template's special tokens.
 
         Args:
-            tools, options: as for `ChatTemplate.render`. Where templates go by names, that of conversations with tools is `tool_use`.
-            max_context: tokens a prompt may have; limits the text that the template may make (`chat_template.most_characters`).
+            tools, options: as for `ChatTemplate.render`. If the model has several templates, `tool_use` renders conversations with tools.
+            max_context: largest number of tokens of a prompt; limits the length of the text (`chat_template.most_characters`).
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.

@@ -30,7 +30,7 @@ class Job:
     def num_uncached(self) -> int:
         return self.num_known - self.num_cached
 
-    def num_due(self, max_rows: int) -> int:
+    def num_next_tokens(self, max_rows: int) -> int:
         return min(self.num_uncached, max_rows)
 
     def run(self, num_rows: int) -> None:
@@ -107,7 +107,7 @@ class Simulation:
             self.blocks.take(job, -(-job.num_cached // BLOCK_SIZE))
 
     def step(self) -> list[Job]:
-        decoding = [job for job in self.scheduler.running if job.num_due(2) == 1]
+        decoding = [job for job in self.scheduler.running if job.num_next_tokens(2) == 1]
         scheduled = self.scheduler.next_pass()
         picked = [one.request for one in scheduled]
         self.passes.append([job.name for job in picked])

@@ -66,7 +66,7 @@ class MatchedModules:
 
     def _fitting(self, wanted: str | tuple[str, ...], modules: Sequence[str]) -> list[str]:
         if isinstance(wanted, str):
-            fits = _match([wanted], modules, self.path)[0]
+            fits = _match_matrix([wanted], modules, self.path)[0]
             return [name for name, does_fit in zip(modules, fits, strict=True) if does_fit]
         return [name for name in modules if name in wanted or _ends_with(name, wanted)]
 
@@ -87,7 +87,7 @@ def endings_of(patterns: Sequence[str], modules: Sequence[str], path: Path) -> d
         CheckpointError: one is no regular expression, or takes too long.
     """
     others = [pattern for pattern in patterns if _PLAIN.fullmatch(pattern) is None]
-    rows = _match([rf"(.*\.)?({pattern})" for pattern in others], modules, path) if others and modules else []
+    rows = _match_matrix([rf"(.*\.)?({pattern})" for pattern in others], modules, path) if others and modules else []
     fits = {
         pattern: {name for name, does_fit in zip(modules, row, strict=True) if does_fit} for pattern, row in zip(others, rows, strict=True)
     }
@@ -111,8 +111,12 @@ def _endings(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
-def _match(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
-    """Whether each pattern matches each name, in a process of its own."""
+def _match_matrix(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
+    """Return a row for each pattern: whether it matches each of the names. A process of its own limits time and memory.
+
+    Raises:
+        CheckpointError: the patterns are too long, malformed or take too long.
+    """
     shown = ", ".join(map(shortened, patterns[:5]))
     if sum(map(len, patterns)) > _MAX_CHARS:
         raise CheckpointError(f"{path} holds regular expressions of more than {_MAX_CHARS} characters: name the modules one by one")

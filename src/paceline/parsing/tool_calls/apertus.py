@@ -68,7 +68,7 @@ THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, THINK[1]: drop_mark}
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f'{{"{tool.name}": ', tool, "}") for tool in tools]
-    return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"
+    return f"{grammar.literal(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.literal(f']{CLOSE}')}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, CLOSE), calls_grammar, OPEN)

@@ -32,8 +32,8 @@ THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **dict.fromkeys(ANSW
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Build the grammar of a list whose objects begin with an id, which counts the calls of the conversation."""
-    before, after = grammar.text(f"{OPEN}[\n"), grammar.text(f"\n]{CLOSE}")
-    id_head = grammar.text('    {"tool_call_id": "')
+    before, after = grammar.literal(f"{OPEN}[\n"), grammar.literal(f"\n]{CLOSE}")
+    id_head = grammar.literal('    {"tool_call_id": "')
     calls = [f"{id_head} /[0-9]{{1,3}}/ {grammar.call(CALLS.head_of(tool), tool, '}')}" for tool in tools]
     return f"{before} {grammar.listed(calls, _BETWEEN, several=several)} {after}"
 

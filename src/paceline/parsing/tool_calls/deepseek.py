@@ -72,12 +72,12 @@ MARKERS = Markers(anywhere={**dict.fromkeys((OPEN, *_OTHER_OPENS), read_calls), 
 def calls_grammar_v3(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     heads = [f"{CALL}{TYPE}{SEPARATOR}{tool.name}\n```json\n" for tool in tools]
     calls = [grammar.call(head, tool, f"\n```{CALL_END}") for head, tool in zip(heads, tools, strict=True)]
-    return f"{grammar.text(OPEN)} {grammar.listed(calls, chr(10), several=several)} {grammar.text(CLOSE)}"
+    return f"{grammar.literal(OPEN)} {grammar.listed(calls, chr(10), several=several)} {grammar.literal(CLOSE)}"
 
 
 def calls_grammar_v31(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [grammar.call(f"{CALL}{tool.name}{SEPARATOR}", tool, CALL_END) for tool in tools]
-    return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    return f"{grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 FORMAT_V3 = ToolCallFormat(MARKERS, (OPEN, "```json"), TOKENS, calls_grammar_v3, OPEN)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 
 DSML = "｜DSML｜"
-_V32 = TaggedCalls(
+_V32 = TaggedCallFormat(
     open=f"<{DSML}function_calls>",
     close=f"</{DSML}function_calls>",
     function=f'<{DSML}invoke name="',

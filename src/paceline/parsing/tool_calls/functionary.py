@@ -39,7 +39,7 @@ def read_first_recipient(stream: TextStream, sink: EventSink) -> Parse[None]:
     """Parse the same at the beginning of an answer, where the prompt already has the mark. Its name must be an offered tool's."""
     stream.at -= 1
     name = yield from stream.matching(_NAME)
-    if (name != TEXT and not sink.knows(name)) or not (yield from stream.take("\n")):
+    if (name != TEXT and not sink.has_tool(name)) or not (yield from stream.take("\n")):
         raise MalformedError
     if name != TEXT:
         yield from _read_arguments(stream, sink, name)
@@ -70,7 +70,7 @@ def calls_grammar_v32(grammar: ToolCallGrammar, tools: Sequence[Tool], *, severa
     """Build the grammar. The first mark is optional, because the prompt may end with it."""
     calls = [grammar.call(f"{tool.name}\n", tool) for tool in tools]
     body = grammar.listed(calls, RECIPIENT, several=several)
-    return f"{grammar.text(RECIPIENT)}? {body}"
+    return f"{grammar.literal(RECIPIENT)}? {body}"
 
 
 FORMAT_V31 = ToolCallFormat(MARKERS_V31, (FUNCTION, "!<parameter=", "!<seed:"), (), calls_grammar_v31)

@@ -142,7 +142,8 @@ MARKERS = Markers(anywhere={OPEN: read_call})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Return a grammar of calls with properties in the schema's order."""
     calls = [
-        f"{grammar.text(f'{OPEN}call:{tool.name}')} {quoted_object_grammar(grammar, tool, QUOTE)} {grammar.text(CLOSE)}" for tool in tools
+        f"{grammar.literal(f'{OPEN}call:{tool.name}')} {quoted_object_grammar(grammar, tool, QUOTE)} {grammar.literal(CLOSE)}"
+        for tool in tools
     ]
     return grammar.listed(calls, "", several=several)
 

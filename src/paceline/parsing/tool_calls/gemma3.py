@@ -32,7 +32,7 @@ MARKERS = Markers(
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     newline = "\n"
-    return f"{grammar.text(TOOL_CODE + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + FENCE)}"
+    return f"{grammar.literal(TOOL_CODE + newline)} {grammar.listed(calls, newline, several=several)} {grammar.literal(newline + FENCE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (TOOL_CODE,), (), calls_grammar)

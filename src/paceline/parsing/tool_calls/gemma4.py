@@ -80,9 +80,9 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
 
     Of texts only their `enum` is enforced, of lists no length.
     """
-    heads = [grammar.text(f"{OPEN}call:{tool.name}") for tool in tools]
+    heads = [grammar.literal(f"{OPEN}call:{tool.name}") for tool in tools]
     values = [quoted_object_grammar(grammar, tool, QUOTE, is_sorted=True) for tool in tools]
-    calls = [f"{head} {value} {grammar.text(CLOSE)}" for head, value in zip(heads, values, strict=True)]
+    calls = [f"{head} {value} {grammar.literal(CLOSE)}" for head, value in zip(heads, values, strict=True)]
     return grammar.listed(calls, "", several=several)
 
 

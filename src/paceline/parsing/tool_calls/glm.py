@@ -7,7 +7,7 @@ from paceline.parsing.end_mark import pass_end_mark, skip_repeated_mark
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -17,7 +17,7 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 TOKENS = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 _NAME = re.compile(r"[\w.\-]")
-TAGS = TaggedCalls(open=OPEN, close=CLOSE, parameter=KEY, key_end=KEY_END, value=VALUE, parameter_end=VALUE_END)
+TAGS = TaggedCallFormat(open=OPEN, close=CLOSE, parameter=KEY, key_end=KEY_END, value=VALUE, parameter_end=VALUE_END)
 
 
 def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
@@ -28,7 +28,7 @@ def read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     name = yield from stream.matching(_NAME)
     yield from stream.skip()
     following = yield from stream.one_of((KEY, CLOSE))
-    if not name or (not sink.knows(name) and following != KEY) or (following is None and (yield from stream.peek()) != ""):
+    if not name or (not sink.has_tool(name) and following != KEY) or (following is None and (yield from stream.peek()) != ""):
         raise MalformedError
     stream.mark_emitted()
     with sink.call(name):
@@ -41,8 +41,8 @@ MARKERS = Markers(anywhere={OPEN: read_call})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    """Return a grammar of calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
-    calls = [f"{grammar.text(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.text(CLOSE)}" for tool in tools]
+    """Return a grammar of calls, with arguments in the schema's order. Of a string's keywords only `enum` is enforced."""
+    calls = [f"{grammar.literal(OPEN + tool.name)} {TAGS.pairs_grammar(grammar, tool)} {grammar.literal(CLOSE)}" for tool in tools]
     return grammar.listed(calls, "\n", several=several)
 
 

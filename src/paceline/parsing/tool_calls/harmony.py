@@ -114,7 +114,7 @@ class HarmonyReader:
         while (word := (yield from stream.one_of(_TYPES))) is not None:
             stream.at += len(word)
             yield from stream.skip()
-        if not name or not sink.knows(name) or (yield from stream.peek()) != "{":
+        if not name or not sink.has_tool(name) or (yield from stream.peek()) != "{":
             raise MalformedError
         yield from _read_call(stream, sink, name)
 
@@ -145,7 +145,7 @@ def _emit_to_end(stream: TextStream, emit: Emit) -> Parse[None]:
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Return a grammar of one call, which ends the answer, perhaps after reasoning."""
-    opening, closing = grammar.text(f"{CHANNEL}analysis{MESSAGE}"), grammar.text(f"{START}assistant")
+    opening, closing = grammar.literal(f"{CHANNEL}analysis{MESSAGE}"), grammar.literal(f"{START}assistant")
     reasoning = f"{opening} {grammar.until(ENDS[0])} {closing}"
     heads = [f"{CHANNEL}commentary to={_FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}" for tool in tools]
     calls = [grammar.call(head, tool) for head, tool in zip(heads, tools, strict=True)]

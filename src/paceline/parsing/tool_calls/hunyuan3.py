@@ -12,7 +12,7 @@ from paceline.parsing.json_call_list import take_any
 from paceline.parsing.lenient_json import emit_json_object
 from paceline.parsing.markers import Markers
 from paceline.parsing.reasoning import reasoning_format
-from paceline.parsing.tagged_calls import LINE_END, TaggedCalls
+from paceline.parsing.tagged_calls import LINE_END, TaggedCallFormat
 from paceline.parsing.text_stream import MalformedError, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -33,7 +33,7 @@ class Hunyuan3:
         self._key, self._key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
         self._value, self._value_end = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
         self._separator = f"<tool_sep{suffix}>"
-        self._tags = TaggedCalls(
+        self._tags = TaggedCallFormat(
             open=self._open,
             close=self._close,
             function=self._call,
@@ -64,7 +64,7 @@ class Hunyuan3:
         yield from stream.skip()
         has_separator = yield from stream.take(self._separator)
         yield from stream.skip()
-        if not name or not (has_separator or (sink.knows(name) and (yield from stream.one_of((self._key, self._call_end))))):
+        if not name or not (has_separator or (sink.has_tool(name) and (yield from stream.one_of((self._key, self._call_end))))):
             raise MalformedError
         stream.mark_emitted()
         with sink.call(name):
@@ -87,10 +87,10 @@ class Hunyuan3:
     def calls_grammar(self, grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
         """Build the grammar. Arguments come in the schema's order."""
         separator = "" if grammar.has(self._key) and not grammar.has(self._separator) else self._separator
-        heads = [grammar.text(f"{self._call}{tool.name}{separator}") for tool in tools]
-        end = f"{grammar.text(self._call_end)} {LINE_END}"
+        heads = [grammar.literal(f"{self._call}{tool.name}{separator}") for tool in tools]
+        end = f"{grammar.literal(self._call_end)} {LINE_END}"
         calls = [f"{head} {self._tags.pairs_grammar(grammar, tool)} {end}" for head, tool in zip(heads, tools, strict=True)]
-        return f"{grammar.text(self._open)} {LINE_END} {grammar.listed(calls, '', several=several)} {grammar.text(self._close)}"
+        return f"{grammar.literal(self._open)} {LINE_END} {grammar.listed(calls, '', several=several)} {grammar.literal(self._close)}"
 
 
 _SUFFIX = ":opensource"

@@ -42,7 +42,7 @@ def _read_call(stream: TextStream, sink: EventSink) -> Parse[None]:
     yield from stream.skip()
     has_mark = yield from stream.take(ARGUMENTS)
     yield from stream.skip()
-    is_name = found is not None and (found[2] is not None or sink.knows(found[1]))
+    is_name = found is not None and (found[2] is not None or sink.has_tool(found[1]))
     if found is None or not is_name or not (has_mark or (yield from stream.peek()) == "{"):
         raise MalformedError
     is_whole = found[2] is not None and call_id.startswith("functions.")
@@ -55,8 +55,10 @@ MARKERS = Markers(anywhere={OPEN: read_calls, CALL: read_bare_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [f"{grammar.text(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools]
-    return f"{grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    calls = [
+        f"{grammar.literal(f'{CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {grammar.call(ARGUMENTS, tool, CALL_END)}" for tool in tools
+    ]
+    return f"{grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)

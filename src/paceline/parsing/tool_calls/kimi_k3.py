@@ -101,10 +101,10 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     """Return a grammar of an empty answer and calls with arguments in the schema's order. Of texts only their `enum` is enforced."""
     calls = []
     for tool in tools:
-        head = grammar.text(f'{_CALL}tool="{escape(tool.name)}" index="')
-        calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.text(_TAG_END)} {_arguments(grammar, tool)} {grammar.text(_CALL_END)}")
-    empty = grammar.text("".join(RESPONSE))
-    return f"({empty})? {grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+        head = grammar.literal(f'{_CALL}tool="{escape(tool.name)}" index="')
+        calls.append(f"{head} /[0-9]{{1,3}}/ {grammar.literal(_TAG_END)} {_arguments(grammar, tool)} {grammar.literal(_CALL_END)}")
+    empty = grammar.literal("".join(RESPONSE))
+    return f"({empty})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
@@ -113,9 +113,9 @@ def _arguments(grammar: ToolCallGrammar, tool: Tool) -> str:
     for name in root.get("properties") or ():
         schema = parameter_schema(root, name) or {}
         named = schema.get("type")
-        types = grammar.text(named) if isinstance(named, str) else "/[a-z]+/"
-        key = grammar.text(f'{_ARGUMENT}key="{escape(name)}" type="')
-        opening = f"{key} {types} {grammar.text(_TAG_END)}"
+        types = grammar.literal(named) if isinstance(named, str) else "/[a-z]+/"
+        key = grammar.literal(f'{_ARGUMENT}key="{escape(name)}" type="')
+        opening = f"{key} {types} {grammar.literal(_TAG_END)}"
         one = grammar.rule(f"{opening} {value_grammar(grammar, root, schema, _ARGUMENT_END)}")
         parts.append(one if name in required else f"{one}?")
     return " ".join(parts)

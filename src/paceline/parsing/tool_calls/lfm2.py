@@ -36,7 +36,7 @@ MARKERS = Markers(anywhere={OPEN: read_calls}, first={"[": read_list})
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [python_call_grammar(grammar, tool) for tool in tools]
-    return f"{grammar.text(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.text(f']{CLOSE}')}"
+    return f"{grammar.literal(f'{OPEN}[')} {grammar.listed(calls, ', ', several=several)} {grammar.literal(f']{CLOSE}')}"
 
 
 FORMAT = ToolCallFormat(MARKERS, SIGNS, (OPEN, CLOSE), calls_grammar, OPEN)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
 
-TAGS = TaggedCalls(
+TAGS = TaggedCallFormat(
     function="<function",
     function_end="</function>",
     parameter="<param",

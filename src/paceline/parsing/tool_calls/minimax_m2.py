@@ -2,10 +2,10 @@
 
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-TAGS = TaggedCalls(
+TAGS = TaggedCallFormat(
     open=OPEN,
     close=CLOSE,
     function='<invoke name="',

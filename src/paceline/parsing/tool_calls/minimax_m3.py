@@ -54,7 +54,11 @@ def _read_invoke(stream: TextStream, sink: EventSink) -> Parse[None]:
 
 
 def _read_elements(stream: TextStream, sink: EventSink, schema: Mapping[str, Any] | None, depth: int, only: str = "") -> Parse[None]:
-    """Parse elements as the properties of an object, or as the entries of a list if all have the name `only`."""
+    """Parse XML elements as the properties of an object; with `only`, as the items of a list.
+
+    Raises:
+        MalformedError: an element is malformed, nested too deeply, or has a name other than `only`.
+    """
     if depth > MAX_DEPTH // 2:
         raise MalformedError
     before = ""
@@ -106,10 +110,10 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     calls = []
     for tool in tools:
         root = arguments_schema(tool)
-        head, end = grammar.text(f'{INVOKE}{tool.name}">'), grammar.text(f"{INVOKE_END}\n")
+        head, end = grammar.literal(f'{INVOKE}{tool.name}">'), grammar.literal(f"{INVOKE_END}\n")
         calls.append(f"{head} {_properties(grammar, root, root, 0)} {end}")
-    opening = grammar.text(f"{OPEN}\n")
-    return f"{opening} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    opening = grammar.literal(f"{OPEN}\n")
+    return f"{opening} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 def _properties(grammar: ToolCallGrammar, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
@@ -122,12 +126,12 @@ def _properties(grammar: ToolCallGrammar, schema: Mapping[str, Any], root: Mappi
 
 def _element(grammar: ToolCallGrammar, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> str:
     schema = resolve_ref(schema, root) if isinstance(schema, Mapping) else {}
-    opening, end = grammar.text(f"{_TAG}{name}>"), f"{_END_TAG}{name}>"
+    opening, end = grammar.literal(f"{_TAG}{name}>"), f"{_END_TAG}{name}>"
     if schema.get("type") == "object" and schema.get("properties") and depth < _MAX_GRAMMAR_DEPTH:
-        return f"{opening} {_properties(grammar, schema, root, depth + 1)} {grammar.text(end)}"
+        return f"{opening} {_properties(grammar, schema, root, depth + 1)} {grammar.literal(end)}"
     if schema.get("type") == "array" and depth < _MAX_GRAMMAR_DEPTH:
         item = grammar.rule(_element(grammar, ITEM, schema.get("items"), root, depth + 1))
-        return f"{opening} {item}* {grammar.text(end)}"
+        return f"{opening} {item}* {grammar.literal(end)}"
     return f"{opening} {value_grammar(grammar, root, schema, end)}"
 
 

@@ -51,7 +51,7 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     if grammar.has(ARGS):
         return grammar.listed([grammar.call(f"{OPEN}{tool.name}{ARGS}", tool) for tool in tools], "", several=several)
     calls = [grammar.call(json_call_head(tool.name), tool, "}") for tool in tools]
-    return f'{grammar.text(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'
+    return f'{grammar.literal(OPEN + "[")} {grammar.listed(calls, ", ", several=several)} "]"'
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), (OPEN, ARGS, CALL_ID), calls_grammar, OPEN, new_id=short_call_id)

@@ -9,7 +9,7 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat, ToolCallFormat
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.reasoning import drop_mark
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import WHITESPACE, Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -17,7 +17,7 @@ from paceline.parsing.tools import Tool
 OPEN, CLOSE = "<atem:function_calls>", "</atem:function_calls>"
 START, MESSAGE, ENDS = "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>")
 TOKENS = (START, MESSAGE, *ENDS)
-TAGS = TaggedCalls(
+TAGS = TaggedCallFormat(
     open=OPEN,
     close=CLOSE,
     function="<atem:invoke",
@@ -59,9 +59,9 @@ def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: b
     """Return a grammar of one call, which ends the answer."""
     calls = []
     for tool in tools:
-        head = grammar.text(f" to={tool.name}{MESSAGE}{OPEN}\n")
-        calls.append(f"{head} {TAGS.call_grammar(grammar, tool)} {grammar.text(chr(10) + CLOSE)}")
-    return f"({grammar.text(START + 'assistant')})? {grammar.one_of(calls)}"
+        head = grammar.literal(f" to={tool.name}{MESSAGE}{OPEN}\n")
+        calls.append(f"{head} {TAGS.call_grammar(grammar, tool)} {grammar.literal(chr(10) + CLOSE)}")
+    return f"({grammar.literal(START + 'assistant')})? {grammar.one_of(calls)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN,), TOKENS, calls_grammar)

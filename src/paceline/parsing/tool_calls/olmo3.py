@@ -16,7 +16,7 @@ MARKERS = Markers(anywhere={OPEN: CallListReader((CLOSE,)).read})
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     calls = [python_call_grammar(grammar, tool) for tool in tools]
     newline = "\n"
-    return f"{grammar.text(OPEN + newline)} {grammar.listed(calls, newline, several=several)} {grammar.text(newline + CLOSE)}"
+    return f"{grammar.literal(OPEN + newline)} {grammar.listed(calls, newline, several=several)} {grammar.literal(newline + CLOSE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN, "!<invoke"), (), calls_grammar)

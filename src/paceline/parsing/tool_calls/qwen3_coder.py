@@ -5,13 +5,13 @@ from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.json_call import read_json_calls
 from paceline.parsing.output_parser import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-TAGS = TaggedCalls(
+TAGS = TaggedCallFormat(
     open=OPEN,
     close=CLOSE,
     function=FUNCTION,

@@ -54,8 +54,8 @@ THINK_MARKERS = Markers(anywhere={THINK[0]: read_reasoning, **_ANSWER})
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
     """Return a grammar of calls with ids of ten characters, after the role if reasoning came before."""
-    calls = [f"{grammar.text(CALL)} /[a-z0-9]{{10}}/ {grammar.call(f'{NAME}{tool.name}{ARGUMENTS}', tool, CALL_END)}" for tool in tools]
-    return f"({grammar.text(BEGIN)})? {grammar.text(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    calls = [f"{grammar.literal(CALL)} /[a-z0-9]{{10}}/ {grammar.call(f'{NAME}{tool.name}{ARGUMENTS}', tool, CALL_END)}" for tool in tools]
+    return f"({grammar.literal(BEGIN)})? {grammar.literal(OPEN)} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (OPEN, ARGUMENTS), TOKENS, calls_grammar, OPEN)

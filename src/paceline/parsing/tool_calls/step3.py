@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ToolCallFormat
 from paceline.parsing.markers import Markers
-from paceline.parsing.tagged_calls import TaggedCalls
+from paceline.parsing.tagged_calls import TaggedCallFormat
 from paceline.parsing.text_stream import Parse, TextStream
 from paceline.parsing.tool_call_grammar import ToolCallGrammar
 from paceline.parsing.tools import Tool
@@ -13,7 +13,7 @@ from paceline.parsing.tools import Tool
 OPEN, CLOSE = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"
 TOKENS = (OPEN, CLOSE, CALL, SEPARATOR, CALL_END)
-TAGS = TaggedCalls(
+TAGS = TaggedCallFormat(
     close=CLOSE,
     function="<steptml:invoke",
     function_end="</steptml:invoke>",
@@ -49,8 +49,8 @@ MARKERS = Markers(anywhere={OPEN: read_calls})
 
 
 def calls_grammar(grammar: ToolCallGrammar, tools: Sequence[Tool], *, several: bool) -> str:
-    calls = [f"{grammar.text(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.text(CALL_END + chr(10))}" for tool in tools]
-    return f"{grammar.text(OPEN + chr(10))} {grammar.listed(calls, '', several=several)} {grammar.text(CLOSE)}"
+    calls = [f"{grammar.literal(_HEAD)} {TAGS.call_grammar(grammar, tool, '')} {grammar.literal(CALL_END + chr(10))}" for tool in tools]
+    return f"{grammar.literal(OPEN + chr(10))} {grammar.listed(calls, '', several=several)} {grammar.literal(CLOSE)}"
 
 
 FORMAT = ToolCallFormat(MARKERS, (TAGS.function,), TOKENS, calls_grammar, OPEN)

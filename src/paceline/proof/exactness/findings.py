@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """What a difference is; a string, so that it is JSON."""
+    """Classification of a difference between two outputs. Its members are strings, which JSON can hold."""
 
     BUG = "bug"
     NEAR_TIE = "near-tie"

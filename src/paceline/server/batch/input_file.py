@@ -75,17 +75,17 @@ def parsed_line(line: bytes, number: int, offset: int) -> BatchLine | BadLine:
     """Parse one line."""
     try:
         fields = json.loads(line)
-        wrong = _wrong_in(fields)
-        if wrong is not None:
-            return BadLine(number, wrong)
+        error = _request_error(fields)
+        if error is not None:
+            return BadLine(number, error)
         body = json.dumps(fields["body"], separators=(",", ":")).encode()
     except (ValueError, RecursionError):
         return BadLine(number, "it is no JSON: write one JSON object on a line")
     return BatchLine(number, offset, len(line), fields["custom_id"], fields["url"], body)
 
 
-def _wrong_in(fields: Any) -> str | None:
-    """Return why the fields are not a request; None = they are one."""
+def _request_error(fields: Any) -> str | None:
+    """Return why a line's JSON is not a valid batch request; None = it is valid."""
     if not isinstance(fields, dict):
         return "it is no JSON object: write {custom_id, method, url, body}"
     for name in _FIELDS:

@@ -134,7 +134,11 @@ class OutputFile:
         return end
 
     def _check_tail(self, line: bytes, number: int) -> None:
-        """Raise ConfigError unless a line is the last, incomplete one of a killed run, which may be cut."""
+        """Check that a line that is no answer is the incomplete last line of an interrupted run, which may be removed.
+
+        Raises:
+            ConfigError: it is something else.
+        """
         kept = line.rstrip(b"\0")  # after a loss of power what was not synced may be zeros
         kept = b"".join(kept[:_HEAD_BYTES].split())  # other programs write spaces between
         if not line.endswith(b"\n") and (kept.startswith(_BEGINNING) or _BEGINNING.startswith(kept)):

@@ -158,7 +158,7 @@ async def _forward(service: FrontService, request: Request) -> Response:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers if name.lower() not in _OWN_HEADERS}
         if head.is_stream:
             dialect = dialect_of(request.url.path)
-            stream = EventStream(_events(parts, dialect), dialect.media_type)
+            stream = EventStream(_relay_events(parts, dialect), dialect.media_type)
             stream.headers.update(headers)
             return stream
         content = head.body + await cancel_on_disconnect(request, _rest(parts))
@@ -186,8 +186,8 @@ async def _rest(parts: AsyncGenerator[ResponseHead | bytes, None]) -> bytes:
     return b"".join([part async for part in parts if isinstance(part, bytes)])
 
 
-async def _events(parts: AsyncGenerator[ResponseHead | bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
-    """Yield a stream as it arrives; if its replica ends, the last event is an error."""
+async def _relay_events(parts: AsyncGenerator[ResponseHead | bytes, None], dialect: Dialect) -> AsyncGenerator[bytes, None]:
+    """Pass on the event stream of a replica. If the replica fails before the end, yield an error event."""
     async with aclosing(parts):
         try:
             async for part in parts:
