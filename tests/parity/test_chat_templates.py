@@ -270,6 +270,15 @@ def test_a_template_that_loops_over_missing_tools_gets_no_tools() -> None:
     assert ChatTemplate(unaware, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "hiTrue"
 
 
+def test_tools_are_also_given_under_the_name_of_older_templates() -> None:
+    template = ChatTemplate("{{- functions | trim }}|{{ datetime | length > 10 }}", {})
+    assert template.mentions("tools")
+    shown, has_date = template.render(CONVERSATIONS[0], tools=DESCRIBED[:1], add_generation_prompt=False).split("|")
+    assert json.loads(shown) == DESCRIBED[:1]
+    assert has_date == "True"
+    assert template.render(CONVERSATIONS[0], add_generation_prompt=False).startswith("[]|")
+
+
 def test_the_names_of_special_tokens_are_those_of_the_tokenizer(pretrained: Any) -> None:
     source = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}{{ sep_token }}"
     assert ChatTemplate(source, pretrained.special_tokens_map).render(CONVERSATIONS[0], add_generation_prompt=False) == "<s></s><unk><pad>"

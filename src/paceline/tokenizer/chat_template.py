@@ -54,7 +54,9 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template cannot be compiled: {_reason(error)}; send plain prompts") from error
 
     def mentions(self, name: str) -> bool:
-        """Whether the template has a use for a variable, as far as its text shows."""
+        """Whether the template has a use for a variable, as far as its text shows. Tools are also given under an older name."""
+        if name == "tools" and re.search(r"\{\{-?\s*functions\b", self._source):
+            return True
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def render(

@@ -106,7 +106,8 @@ def rendered(template: Template, conversation: dict[str, Any]) -> str:
     most, length = conversation["most"], 0
     parts: list[str] = []
     given = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
-    for part in template.generate(**{**conversation["names"], **conversation["options"], **given}):
+    older = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}  # as llama.cpp's
+    for part in template.generate(**{**older, **conversation["names"], **conversation["options"], **given}):
         parts.append(part)
         length += len(part)
         if length > most:
