@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import IO, Any
@@ -39,6 +39,19 @@ class DroppingQueueHandler(QueueHandler):
         self.handle(logging.makeLogRecord({"msg": printable(text)}))
 
 
+class NoLock(AbstractContextManager[None]):
+    """A lock that never blocks, for a handler that one thread uses."""
+
+    def acquire(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class LineWriter(logging.Handler):
     """Writes records as lines, in the thread of a listener.
 
@@ -53,7 +66,7 @@ class LineWriter(logging.Handler):
 
     def createLock(self) -> None:  # noqa: N802  # the name is logging's
         """Have no lock: `logging.shutdown` would wait for a thread that is stuck in a write."""
-        self.lock = None
+        self.lock = NoLock()  # type: ignore[assignment]  # None is no context manager, which Python 3.13 needs
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_closed:
