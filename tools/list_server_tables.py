@@ -5,6 +5,7 @@ Each table is between the comments `<!-- NAME:begin -->` and `<!-- NAME:end -->`
 
 import asyncio
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -63,7 +64,8 @@ def paths() -> Iterator[str]:
 def limits() -> Iterator[str]:
     """Rows of the numbers in the server's settings."""
     texts: dict[str, str] = {}
-    for names, text in re.findall(r"^        ([a-z_, ]+): (.+(?:\n            .+)*)", ServerSettings.__doc__ or "", re.MULTILINE):
+    described = inspect.getdoc(ServerSettings) or ""  # Python 3.13 removes the indentation itself
+    for names, text in re.findall(r"^    ([a-z_, ]+): (.+(?:\n        .+)*)", described, re.MULTILINE):
         texts[names] = " ".join(text.split()).rstrip(".")
     defaults = {one.name: one.default for one in fields(ServerSettings) if one.default is not MISSING}
     yield from ("| Setting | Default | |", "|---|---|---|")
