@@ -226,7 +226,7 @@ def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -
 
 
 def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Rewrite a `oneOf` of few cases, of which several may match a value: each case excludes the others."""
+    """Rewrite `oneOf` as `anyOf`, each of whose cases also requires that no other one matches; at most `_MAX_ONE_OF_CASES` cases."""
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return

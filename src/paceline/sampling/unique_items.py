@@ -15,7 +15,7 @@ from paceline.sampling.schema_document import Schema, SchemaDocument, canonical
 
 ENDS_STRING = b'"'
 ENDS_ITEM = b'",]} \t\n\r0tfn'
-"""Bytes one of which is in every token that completes an item or begins one that nothing can lengthen."""
+"""A token that ends an item, or begins `0`, `true`, `false` or `null` (the first byte decides the item), contains one of these."""
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SCALAR_ENDS = frozenset(b",]} \t\n\r")
@@ -131,7 +131,7 @@ class UniqueItemsState:
 
     @property
     def ending_bytes(self) -> bytes | None:
-        """Bytes of which every token that could repeat an item has at least one; empty = any token could, None = no token could."""
+        """A token can repeat an earlier item only if it contains one of these bytes. Empty: any token can; None: none can."""
         if not any(container.items is not None for container in self._open):
             return None
         if self._open[-1].literals:

@@ -1,6 +1,6 @@
 """Fields of all dialects that are not served: which are ignored and which are refused, by dialect and kind of object.
 
-Served fields are those of the pydantic models, each of which names its row here. A field in neither place is unknown:
+The served fields are declared by the pydantic models of the requests (`Fields`). A field that is in neither is unknown:
 `ServerSettings.unknown_fields` decides whether it is ignored or refused. tools/list_server_tables.py lists both in docs/server.md.
 """
 
