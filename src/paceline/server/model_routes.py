@@ -143,7 +143,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
 def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
     maker = service.engine.opened.maker
-    check_count("tokens", len(fields.tokens), maker.max_context)  # one call decodes them all, and nothing else runs meanwhile
+    check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)
     for token_id in fields.tokens:
         if not 0 <= token_id < maker.vocab_size:
             raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {maker.vocab_size - 1}")
