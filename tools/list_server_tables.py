@@ -27,7 +27,6 @@ from paceline.server.fields import Fields, SamplingFields
 from paceline.server.settings import ServerSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "server.md"
-NONE = "–"
 TITLES: Mapping[str, str] = {
     "chat": "chats",
     "completions": "completions",
@@ -98,11 +97,18 @@ def _module_of(one: ToolCallFormat, modules: Iterable[ModuleType]) -> ModuleType
 
 def reasoning() -> Iterator[str]:
     """Rows of the formats of reasoning."""
-    yield from ("| Format | Also called | Between |", "|---|---|---|")
+    rows: dict[str, list[str]] = {}
     for name, one in REASONING_FORMATS.items():
         others = [other for other, known in REASONING_SYNONYMS.items() if known == name]
-        marks = " and ".join(_code(mark.strip()) for mark in (one.open, one.close) if mark) or "messages of a channel"
-        yield f"| `{name}` | {_named(others)} | {marks} |"
+        marks = _marks(one.open, one.close) if one.close else "messages of a channel"
+        rows.setdefault(marks, []).append(f"`{name}`{f' ({_named(others)})' if others else ''}")
+    yield from ("| Format (other names) | Between |", "|---|---|")
+    yield from (f"| {', '.join(names)} | {marks} |" for marks, names in rows.items())
+
+
+def _marks(*marks: str) -> str:
+    """Return the marks before and after reasoning as code; a table needs bars escaped."""
+    return f"`{'…'.join(mark.strip() for mark in marks)}`".replace("|", "\\|")
 
 
 def served_fields() -> dict[tuple[str, str], list[str]]:
@@ -129,7 +135,8 @@ def request_fields() -> Iterator[str]:
         ("chats, completions, responses, messages; Ollama's `options` refuse the same", sampling, OTHER_SAMPLERS),
         ("chats, completions", of_text, TEXT_REQUEST),
     ):
-        refused = {name: rule for name, rule in rules.refused.items() if rules is not TEXT_REQUEST or name not in OTHER_SAMPLERS.refused}
+        above = () if rules is not TEXT_REQUEST else (*REQUEST.refused, *OTHER_SAMPLERS.refused)
+        refused = {name: rule for name, rule in rules.refused.items() if name not in above}
         yield f"| {title} | {_named(names)} | {_named(sorted(rules.ignored - ignored_before))} | {_refused(refused)} |"
         ignored_before |= set() if rules is LEFTOVERS else rules.ignored
     for dialect, title in TITLES.items():
@@ -157,7 +164,7 @@ def _refused(rules: Mapping[str, Refusal]) -> str:
     for name, rule in rules.items():
         values = [_number(value) for value in rule.harmless if value is not None and not any(value is one for one in NOTHING)]
         found.append(f"`{name}`" + (f" ({', '.join(f'`{value}`' for value in dict.fromkeys(values))})" if values else ""))
-    return ", ".join(found) or NONE
+    return ", ".join(found)
 
 
 def _number(value: object) -> str:
@@ -165,7 +172,7 @@ def _number(value: object) -> str:
 
 
 def _named(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or NONE
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _code(text: str) -> str:

@@ -53,20 +53,20 @@ class ServerSettings:
             otherwise a name of the table in `parsing/registry.py`.
         unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
             "refuse" = 400.
-        max_queue: samples that may wait for the engine; more are refused with 429.
-        max_body_mb: megabytes of a request's body.
-        max_messages: of one conversation.
-        max_prompt_chars: characters of a prompt or of a conversation, before it is tokenised.
-        max_prompts, max_n: prompts of one request, and samples of each.
-        max_stop, max_stop_chars: stop texts of one request, and characters of each.
-        max_grammar_chars: characters of a schema, a grammar or a tool.
-        max_tools: functions that a request may describe.
-        max_connections: open connections; a further one closes the oldest idle one, or is refused if all are busy.
-        head_timeout_s: seconds that a connection may wait for the head of a request.
-        body_timeout_s, request_timeout_s: seconds that a request may take to arrive, and to be answered.
-        send_timeout_s: seconds that a client may read nothing while a response waits.
-        grammar_timeout_s: seconds that a schema may take to be compiled.
-        drain_s: seconds that running requests get when the server shuts down.
+        max_queue: waiting samples; more are refused with 429.
+        max_body_mb: megabytes of a body.
+        max_messages: messages of a conversation.
+        max_prompt_chars: characters of a prompt or conversation.
+        max_prompts, max_n: prompts of a request, samples of each.
+        max_stop, max_stop_chars: stop texts of a request, characters of each.
+        max_grammar_chars: characters of a schema, grammar or tool.
+        max_tools: functions of a request.
+        max_connections: open connections; one more replaces the oldest idle one, or is refused.
+        head_timeout_s: seconds for a request's head to arrive.
+        body_timeout_s, request_timeout_s: seconds for a body to arrive, and for the answer.
+        send_timeout_s: seconds that a client may read nothing of a response.
+        grammar_timeout_s: seconds to compile a schema.
+        drain_s: seconds for running requests at shutdown.
     """
 
     host: str = "127.0.0.1"

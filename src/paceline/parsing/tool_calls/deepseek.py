@@ -1,4 +1,4 @@
-"""Calls between marks, with type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
+"""Marks around type, name and fenced JSON, or name and bare JSON (V3.1): DeepSeek V3, R1 and V3.1."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Python in a fence of tool_code, JSON in one of json, or a bare list: Gemma 3."""
+"""Python fenced as tool_code, JSON fenced as json, or a bare list: Gemma 3."""
 
 from collections.abc import Sequence
 

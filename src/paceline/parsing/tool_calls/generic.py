@@ -1,4 +1,4 @@
-"""{"tool_call": {"name": …, "arguments": {…}}}: models whose template has no known format.
+"""{"tool_call": {"name": …, "arguments": {…}}}: templates without a known format.
 
 The prompt explains the tools and the form in the system message, with the text of `generic_tool_prompt`.
 """

@@ -1,4 +1,4 @@
-"""<|function_call|>{"name": …, "arguments": {…}} at the end of an answer, or in a message of its own: GigaChat 3 and 3.1."""
+"""<|function_call|>{"name": …, "arguments": {…}}, as the end of an answer or a separate message: GigaChat 3 and 3.1."""
 
 from dataclasses import replace
 

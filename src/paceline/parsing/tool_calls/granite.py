@@ -1,4 +1,4 @@
-"""<|tool_call|>[{"name": …, "arguments": {…}}, …], or the same after <tool_call>: Granite 3.0 to 3.3."""
+"""<|tool_call|>[{"name": …, "arguments": {…}}, …], or after <tool_call>: Granite 3.0 to 3.3."""
 
 from paceline.parsing.event_sink import EventSink
 from paceline.parsing.formats import ReasoningFormat

@@ -1,4 +1,4 @@
-"""Messages with a header that names a channel and perhaps a recipient: gpt-oss."""
+"""Messages whose header has a channel and perhaps a recipient: gpt-oss."""
 
 import re
 from collections.abc import Sequence

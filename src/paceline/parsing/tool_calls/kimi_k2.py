@@ -1,4 +1,4 @@
-"""Calls in a section, each with an id that holds the tool's name, functions.name:0, then its arguments: Kimi-K2."""
+"""A section of calls, each with an id (functions.name:0) and arguments: Kimi-K2."""
 
 import re
 from collections.abc import Sequence

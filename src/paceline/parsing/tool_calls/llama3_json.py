@@ -1,4 +1,4 @@
-"""{"name": …, "parameters": {…}}, as the whole answer or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
+"""{"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons: Llama 3.1 to 3.3."""
 
 from collections.abc import Sequence
 

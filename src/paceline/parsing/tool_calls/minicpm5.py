@@ -1,4 +1,4 @@
-"""<function name="f"><param name="a">x</param></function>, with CDATA where a value needs it: MiniCPM5."""
+"""<function name="f"><param name="a">x</param></function>, with CDATA if needed: MiniCPM5."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""<tool_call><invoke name="f"><key>value</key></invoke></tool_call>, a mark of its own before each tag: MiniMax-M3.
+"""<tool_call><invoke name="f"><key>value</key></invoke></tool_call>, with a mark before each tag: MiniMax-M3.
 
 Objects and lists are elements within elements; an entry of a list is an <item>. Reasoning is between <mm:think> and </mm:think>; an
 answer without reasoning begins with </mm:think>.

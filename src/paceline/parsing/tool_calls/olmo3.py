@@ -1,4 +1,4 @@
-"""<function_calls>, then f(a="x") on a line of its own for each call, </function_calls>: OLMo 3."""
+"""<function_calls>, a line f(a="x") for each call, </function_calls>: OLMo 3."""
 
 from collections.abc import Sequence
 

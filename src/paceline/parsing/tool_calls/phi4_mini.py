@@ -1,4 +1,4 @@
-"""functools[{"name": …, "arguments": {…}}, …] or the same list after <|tool_call|>: Phi-4-mini and Firefunction v2."""
+"""functools[{"name": …, "arguments": {…}}, …] or after <|tool_call|>: Phi-4-mini and Firefunction v2."""
 
 from dataclasses import replace
 

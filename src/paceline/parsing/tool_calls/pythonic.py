@@ -1,4 +1,4 @@
-"""[f(a='x'), g(b=1)], all of the answer: Llama 3.2 and 4, and models prompted in this way."""
+"""[f(a='x'), g(b=1)], all of the answer: Llama 3.2 and 4, and models prompted likewise."""
 
 from collections.abc import Sequence
 

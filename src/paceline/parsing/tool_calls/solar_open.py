@@ -1,4 +1,4 @@
-"""Messages with a kind, think, content or tool_calls, and calls of an id, a name and JSON: Solar Open.
+"""Messages of the kinds think, content and tool_calls; calls have id, name and JSON: Solar Open.
 
 The prompt ends with the role of the first message.
 """
