@@ -70,6 +70,9 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/
 demo: $(STAMP)
 	$(BIN)/paceline run --chat "I would like to book a table for two in Toronto tonight." --show-drafts --max-tokens 96
 
+# Compiled modules are kept, whatever the shell says: else each process of tests compiles all of them, and each command it starts ours.
+unexport PYTHONDONTWRITEBYTECODE
+
 # A process on each core, so most models run with one thread; the long run is one process, whose models run with all threads.
 test: $(STAMP)
 	$(PYTEST) -n auto --maxprocesses=4 --dist worksteal $(ARGS)
