@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -132,8 +133,9 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
+@cache  # making them takes most of the time that an application takes to be made
 def request_schema(kind: type[Fields]) -> dict[str, Any]:
-    """Describe a route whose body has these fields, for /openapi.json."""
+    """Describe a route whose body has these fields, for /openapi.json; every application of a process shares it."""
     schema = {"$id": f"urn:paceline:{kind.__name__}", **kind.model_json_schema()}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
