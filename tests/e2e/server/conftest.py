@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,17 @@ from paceline.server.settings import ServerSettings
 
 @pytest.fixture(scope="package")
 def engine() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine.open("mini", drafter=["prediction", "ngram"], max_num_seqs=8, threads=1)
+    yield from _opened()
+
+
+@pytest.fixture(scope="package")
+def short_engine() -> Iterator[AsyncEngine]:
+    """One for answers that take all of the context: of 2,048 tokens each takes seconds."""
+    yield from _opened(max_context=128)
+
+
+def _opened(**options: Any) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine.open("mini", drafter=["prediction", "ngram"], max_num_seqs=8, threads=1, **options)
     yield engine
     asyncio.run(_until_idle(engine))
     cache = engine.opened.engine.cache
@@ -36,3 +47,8 @@ def served(engine: AsyncEngine) -> Callable[..., HttpClient]:
 @pytest.fixture
 def client(served: Callable[..., HttpClient]) -> HttpClient:
     return served()
+
+
+@pytest.fixture
+def short_client(short_engine: AsyncEngine) -> HttpClient:
+    return HttpClient(create_app(short_engine, ServerSettings()))

@@ -116,10 +116,10 @@ def test_a_schema_holds_the_answer(client: HttpClient) -> None:
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"age"}
 
 
-def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(client: HttpClient, engine: AsyncEngine) -> None:
+def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
-    usage = client.json(PATH, fields)["usage"]
-    assert usage["total_tokens"] == engine.opened.maker.max_context
+    usage = short_client.json(PATH, fields)["usage"]
+    assert usage["total_tokens"] == short_engine.opened.maker.max_context
 
 
 def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpClient) -> None:

@@ -188,14 +188,14 @@ def test_json_without_a_schema_constrains_the_answer(client: HttpClient) -> None
         assert text.startswith("{")
 
 
-def test_a_message_has_the_reason_of_its_end(client: HttpClient, engine: AsyncEngine) -> None:
+def test_a_message_has_the_reason_of_its_end(client: HttpClient, short_client: HttpClient, short_engine: AsyncEngine) -> None:
     text = MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES)))[0][1]
     stopped = client.json(MESSAGES.path, asked(MESSAGES, stop_sequences=["nowhere", text[3:8]]))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:8])
     assert client.json(MESSAGES.path, asked(MESSAGES, max_tokens=2))["stop_reason"] == "max_tokens"
-    full = client.json(MESSAGES.path, asked(MESSAGES, max_tokens=10_000, ignore_eos=True))
+    full = short_client.json(MESSAGES.path, asked(MESSAGES, max_tokens=10_000, ignore_eos=True))
     assert full["stop_reason"] == "model_context_window_exceeded"
-    assert MESSAGES.ending(full)[1] + MESSAGES.ending(full)[2] == engine.opened.maker.max_context
+    assert MESSAGES.ending(full)[1] + MESSAGES.ending(full)[2] == short_engine.opened.maker.max_context
 
 
 def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:

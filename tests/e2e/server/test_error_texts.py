@@ -160,11 +160,11 @@ def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("dialect", "name"), CASES, ids=[f"{dialect.path} {name}" for dialect, name in CASES])
-def test_limits_that_are_told_are_the_ones_applied(client: HttpClient, dialect: Spoken, name: str) -> None:
+def test_limits_that_are_told_are_the_ones_applied(short_client: HttpClient, dialect: Spoken, name: str) -> None:
     """Both are taken, and the next number beyond each of them is refused with the same words."""
     is_whole = bool(WHOLE.search(name.rpartition(".")[2]))
     number: Callable[[str], float] = int if is_whole else float
-    message, _ = refusal(client, dialect, body_with(dialect, name, -(10**30)))
+    message, _ = refusal(short_client, dialect, body_with(dialect, name, -(10**30)))
     found = LIMITS.search(message)
     assert found is not None, message
     low, high = number(found[2]), number(found[3])
@@ -174,12 +174,12 @@ def test_limits_that_are_told_are_the_ones_applied(client: HttpClient, dialect: 
             continue  # what the context holds
         if beyond == -1 and ("num_predict" in name or "tokens" in name or name == "options.seed"):
             continue  # what the context holds; a fresh one
-        assert LIMITS.search(refusal(client, dialect, body_with(dialect, name, beyond))[0]), beyond
+        assert LIMITS.search(refusal(short_client, dialect, body_with(dialect, name, beyond))[0]), beyond
     for limit in (low if found[1] == "[" else math.ulp(0.0), high):
-        answer = client.post(dialect.path, body_with(dialect, name, limit))
+        answer = short_client.post(dialect.path, body_with(dialect, name, limit))
         assert answer.status_code == 200, (limit, answer.text)
     if found[1] == "(":
-        refusal(client, dialect, body_with(dialect, name, low))
+        refusal(short_client, dialect, body_with(dialect, name, low))
 
 
 def test_token_ids_that_no_model_has_are_told_no_limit_that_is_not_this_models(client: HttpClient, engine: AsyncEngine) -> None:
