@@ -4,7 +4,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,11 +25,13 @@ class LiveServer:
 
     Attributes:
         said: what it told the person who started it.
+        connections: those that are open.
     """
 
     app: FastAPI
     port: int
     said: list[str] = field(default_factory=list)
+    connections: Collection[object] = ()
 
     @property
     def url(self) -> str:
@@ -80,7 +82,7 @@ def live_server(engine: AsyncEngine, *, send_bytes: int | None = None, **setting
         thread.start()
         try:
             until(lambda: server.started)
-            yield LiveServer(app, listening.getsockname()[1], said)
+            yield LiveServer(app, listening.getsockname()[1], said, server.server_state.connections)
         finally:
             server.should_exit = True
             thread.join(WAIT_S)
