@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class _Ahead:
 def sparse_probs(seed: int, case: int, vocab_size: int) -> ProbsOf:
     """Random rational probabilities, others for each text; some tokens impossible, some certain."""
 
+    @cache  # every way through a step asks for the same texts again
     def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(0, 6, vocab_size)
         if not weights.any():
@@ -50,6 +52,7 @@ def sparse_probs(seed: int, case: int, vocab_size: int) -> ProbsOf:
 def full_probs(seed: int, case: int, vocab_size: int = 3) -> ProbsOf:
     """Probabilities that leave no token out: every tree of a shape can be drawn."""
 
+    @cache  # every way through a step asks for the same texts again
     def probs(text: Text) -> TokenProbs:
         weights = np.random.default_rng([seed, case, len(text), *text]).integers(1, 6, vocab_size)
         return TokenProbs(np.array([Fraction(int(weight), int(weights.sum())) for weight in weights], object))
@@ -182,8 +185,11 @@ def distribution_of_step(
     ends: Ends = never,
 ) -> TextProbs:
     """The distribution of the first tokens when one step drafts a tree of this shape and plain steps follow."""
-    mass_of: defaultdict[Text, Fraction] = defaultdict(Fraction)
+    mass_of_start: defaultdict[Text, Fraction] = defaultdict(Fraction)
     for result, mass in every_way(lambda chance: walk(cut(draw_tree(shape, draft, chance)), target, chance, ends)):
-        for text, rest in plain_distribution(target, num_tokens(shape), ends, result.token_ids).items():
+        mass_of_start[result.token_ids] += mass
+    mass_of: defaultdict[Text, Fraction] = defaultdict(Fraction)
+    for start, mass in mass_of_start.items():
+        for text, rest in plain_distribution(target, num_tokens(shape), ends, start).items():
             mass_of[text] += mass * rest
     return dict(mass_of)
