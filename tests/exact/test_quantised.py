@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bench_models import write_gguf
+from harness.always_drafts import draft_always
 from paceline import LLM, SamplingParams
 from paceline.runtimes.native.library import kernels_path
-from paceline.speculation.draft_length import DraftLengthPolicy
 
 TARGETS = ["int8", "int4", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_1"]
 DRAFTERS = ["ngram", "suffix", "draft_model", "quantised draft", "draft from GGUF"]
@@ -47,18 +47,19 @@ def open_llm(file_of: Files, mini_dir: Path, target: str, drafter: str = "none")
         "quantised draft": str(mini_dir / "draft"),
         "draft from GGUF": str(file_of("draft/Q8_0")),
     }
-    llm = LLM(
-        str(file_of(target)),
-        quant=target if target.startswith("int") else "none",
-        drafter=names.get(drafter, drafter),
-        draft_quant="int8" if drafter == "quantised draft" else "none",
-        threads=2,
-        max_context=512,
-        cache_gb=0.2,
-        offline=True,
-    )
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
-    return llm
+    with pytest.MonkeyPatch.context() as patch:
+        draft_always(patch)
+        return LLM(
+            str(file_of(target)),
+            quant=target if target.startswith("int") else "none",
+            drafter=names.get(drafter, drafter),
+            draft_quant="int8" if drafter == "quantised draft" else "none",
+            num_draft_tokens=4,
+            threads=2,
+            max_context=512,
+            cache_gb=0.2,
+            offline=True,
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
