@@ -165,7 +165,7 @@ class _Turn:
         events += stream.finish()
         sink = stream.sink
         cut = sink.broken_off if output.stop_text is None else sink.unclosed  # a stop text ended the call, not the model
-        called = output.finish_reason == "stop" and sink.num_calls > len(cut)
+        called = output.finish_reason == "stop" and sink.num_calls > 0 and not cut
         return [*events, Finished(sample, output, TOOL_CALLS if called else output.finish_reason)]
 
     def answer(self, output: RequestOutput) -> Answer:

@@ -162,6 +162,15 @@ def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: C
         assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
+def test_a_call_cut_by_a_stop_text_after_a_whole_call_does_not_ask_to_run_them(tooled: Callable[..., HttpClient]) -> None:
+    call = '<tool_call>{"name": "book", "arguments": {"seats": %d, "kind": "taxi"}}</tool_call>'
+    with answering(Grammar.choice([f"{call % 1}\n{call % 2}"])):
+        fields = {**ASKED, "stop": '2, "kind"'}
+        calls, reason = whole(tooled(), fields)
+        assert (len(calls), reason) == (2, "stop")
+        assert streamed(tooled(), fields) == (calls, reason)
+
+
 def test_markup_of_special_tokens_is_seen(tooled: Callable[..., HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = Markers(anywhere={"<|im_start|>": hermes.MARKERS.anywhere[hermes.OPEN]})
     special = formats.ToolCallFormat(reads, (), ("<|im_start|>",), hermes.calls_grammar)
