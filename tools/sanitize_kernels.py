@@ -28,7 +28,7 @@ COMPILERS = ("clang", *(f"clang-{version}" for version in range(30, 15, -1)))
 TESTS = ("test_native.py", "test_native_attention.py", "test_native_panels.py", "test_native_products.py", "test_native_program.py")
 TESTS += ("test_native_rows.py", "test_native_experts.py", "test_native_recurrent.py", "test_native_super_blocks.py")
 TESTS += (
-    "test_native_walks.py",
+    "test_native_path_sampler.py",
     "test_native_attention_splits.py",
     "test_native_block_panels.py",
     "test_native_adapters.py",

@@ -202,7 +202,7 @@ def assert_same(case: Case, blocks: Ran, ones: Ran, *, walks_on: bool) -> None:
         fresh.commit(token)
     processors = [blocks.request.processor, ones.request.processor, fresh]
     assert len({processor.num_output_tokens for processor in processors}) == 1
-    rows = [processor.process(row, path).restricted().scores for processor in processors for path in ((), case.script[:2])]
+    rows = [processor.process(row, path).scores for processor in processors for path in ((), case.script[:2])]
     assert all(np.array_equal(row, other) for row, other in zip(rows, rows[2:], strict=False))
 
 
@@ -343,19 +343,18 @@ def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], No
 
 def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def miscounting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = (), **noise: int) -> Any:
+        def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
             if not self._min_tokens or not path:
-                return real(self, logits, path, **noise)
+                return real(self, logits, path)
             self.num_output_tokens -= len(path)
             try:
-                return real(self, logits, path, **noise)
+                return real(self, logits, path)
             finally:
                 self.num_output_tokens += len(path)
 
         return count
 
-    for name in ("process", "draw_edited"):
-        monkeypatch.setattr(LogitsProcessor, name, miscounting(getattr(LogitsProcessor, name)))
+    monkeypatch.setattr(LogitsProcessor, "edit", miscounting(LogitsProcessor.edit))
     with pytest.raises(AssertionError):
         faulty()
 

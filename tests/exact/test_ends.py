@@ -160,11 +160,10 @@ def assert_plain(case: Case, maker: RequestMaker, outcome: Outcome) -> None:
 
 
 def _score(distribution: Any, token: int) -> float:
-    restricted = distribution.restricted()
-    if restricted.token_ids is None:
-        return float(restricted.scores[token])
-    at = np.flatnonzero(restricted.token_ids == token)
-    return float(restricted.scores[at[0]]) if len(at) else -np.inf
+    if distribution.token_ids is None:
+        return float(distribution.scores[token])
+    at = np.flatnonzero(distribution.token_ids == token)
+    return float(distribution.scores[at[0]]) if len(at) else -np.inf
 
 
 def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], random: np.random.Generator, count: int) -> Counter[str]:

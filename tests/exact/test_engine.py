@@ -22,7 +22,8 @@ from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.runtimes.base import ForwardOutput
-from paceline.runtimes.native.walks import CompiledWalker, CompiledWalks
+from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
+from paceline.sampling.processors import EditedRow
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -319,12 +320,11 @@ def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, diffe
 
 
 def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    real, draw, walk = verify_module.verify, verify_module.draw, CompiledWalker.walk
+    real, draw = verify_module.verify, EditedRow.draw
 
     def shifted(tree: Any, logits: Any, request: Request, walked: Any = None) -> Any:
         by = request.num_preemptions
-        monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, position, **keys: walk(self, *rows, position=position + by, **keys))
-        monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, sample, position + by))
+        monkeypatch.setattr(EditedRow, "draw", lambda self, seed, sample, position: draw(self, seed, sample, position + by))
         return real(tree, logits, request)
 
     monkeypatch.setattr(speculator_module, "verify", shifted)
@@ -401,9 +401,12 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
 
 
 def test_a_sample_drawn_with_anothers_index_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    draw, walk, each = verify_module.draw, CompiledWalker.walk, CompiledWalks.walk_each
-    monkeypatch.setattr(CompiledWalks, "walk_each", lambda self, asked, rows: each(self, [(*one[:4], 0, *one[5:]) for one in asked], rows))
-    monkeypatch.setattr(verify_module, "draw", lambda row, seed, sample, position: draw(row, seed, 0, position))
-    monkeypatch.setattr(CompiledWalker, "walk", lambda self, *rows, sample_index, **keys: walk(self, *rows, sample_index=0, **keys))
+    draw, sample = EditedRow.draw, CompiledBatchPathSampler.sample
+    monkeypatch.setattr(EditedRow, "draw", lambda self, seed, _, position: draw(self, seed, 0, position))
+    monkeypatch.setattr(
+        CompiledBatchPathSampler,
+        "sample",
+        lambda self, requests, rows: sample(self, [one._replace(sample_index=0) for one in requests], rows),
+    )
     with differs:
         faulty()

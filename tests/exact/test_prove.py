@@ -23,7 +23,7 @@ from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.sampling.draw import draw
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -152,20 +152,19 @@ def let_a_hit_go_one_row_too_far(patch: pytest.MonkeyPatch) -> None:
 
 def key_noise_by_node(patch: pytest.MonkeyPatch) -> None:
     """Every node of a step has the noise of its root."""
-    real_verify, real_draw, root = verify_module.verify, verify_module.draw, [0]
+    real_verify, real_draw, root = verify_module.verify, EditedRow.draw, [0]
 
     def verify(tree: DraftTree, logits: Any, request: Any, walked: Any = None) -> VerifyResult:
         root[0] = len(request.token_ids)
-        return real_verify(tree, logits, request, walked)
+        return real_verify(tree, logits, request)
 
     patch.setattr(speculator_module, "verify", verify)
-    patch.setattr(verify_module, "draw", lambda distribution, seed, sample, _: real_draw(distribution, seed, sample, root[0]))
+    patch.setattr(EditedRow, "draw", lambda self, seed, sample, _: real_draw(self, seed, sample, root[0]))
 
 
 def process_rows_without_the_path_to_them(patch: pytest.MonkeyPatch) -> None:
-    real = LogitsProcessor.process
-    patch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): real(self, logits))
-    patch.setattr(LogitsProcessor, "draw_edited", lambda *_, **__: None)
+    real = LogitsProcessor.edit
+    patch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): real(self, logits))
 
 
 def remember_a_rejected_guess_as_output(patch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,8 @@ import pytest
 
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.kv_cache.paged import CachedSequence
-from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation import verify as verify_module
+from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation.commit import commit
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -114,16 +112,17 @@ def test_guesses_are_both_accepted_and_rejected_here(name, proposer, seed):
 @pytest.mark.parametrize(("name", "proposer"), EVERY[:2])
 def test_noise_reused_at_the_next_position_is_noticed(name, proposer, seed, monkeypatch):
     first = len(TARGET.prompt)
-    monkeypatch.setattr(verify_module, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
+    draw = EditedRow.draw
+    monkeypatch.setattr(EditedRow, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
     _check_notices(name, proposer, seed)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_penalty_that_ignores_the_nodes_own_path_is_noticed(proposer, seed, monkeypatch):
-    process = LogitsProcessor.process
+    edit = LogitsProcessor.edit
     seeds = range(seed, seed + NUM_BROKEN_SEEDS)
     plain = _plain_texts("penalties", seeds)
-    monkeypatch.setattr(LogitsProcessor, "process", lambda processor, logits, path=(): process(processor, logits))
+    monkeypatch.setattr(LogitsProcessor, "edit", lambda processor, logits, path=(): edit(processor, logits))
     texts = _texts("penalties", proposer, seeds)
     monkeypatch.undo()
     _check_differs("penalties", texts, plain)

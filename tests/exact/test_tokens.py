@@ -20,7 +20,7 @@ from paceline.drafters.suffix.store import SuffixStore
 from paceline.kv_cache import paged
 from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import verify as verify_module
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -356,20 +356,19 @@ def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeyp
 
 
 def test_noise_reused_at_two_positions_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verify_module.draw
+    real = EditedRow.draw
     first: dict[int, int] = {}
 
-    def same_noise_in_a_step(distribution: object, seed: int, sample_index: int, position: int) -> int:
-        return real(distribution, seed, sample_index, first.setdefault(position // 2, position))  # type: ignore[arg-type]
+    def same_noise_in_a_step(row: EditedRow, seed: int, sample_index: int, position: int) -> int:
+        return real(row, seed, sample_index, first.setdefault(position // 2, position))
 
-    monkeypatch.setattr(verify_module, "draw", same_noise_in_a_step)
+    monkeypatch.setattr(EditedRow, "draw", same_noise_in_a_step)
     with pytest.raises(AssertionError):
         faulty("native")
 
 
 def test_a_penalty_that_ignores_the_nodes_path_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, draw_edited = LogitsProcessor.process, LogitsProcessor.draw_edited
-    monkeypatch.setattr(LogitsProcessor, "process", lambda self, logits, path=(): process(self, logits))
-    monkeypatch.setattr(LogitsProcessor, "draw_edited", lambda self, logits, path, **noise: draw_edited(self, logits, (), **noise))
+    edit = LogitsProcessor.edit
+    monkeypatch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): edit(self, logits))
     with pytest.raises(AssertionError):
         faulty("native")

@@ -3,9 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.sampling.draw import draw
+from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, exponential, key_bits, noise_key
-from paceline.sampling.processors import Distribution
 
 NUM_COMPARED = 20
 

@@ -25,7 +25,6 @@ from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.ranking import DRAW, Draws
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.sampling.processors import Distribution
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
 from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
@@ -33,7 +32,6 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Guess, growing_tree
 
-FAR_PROB = 0.02  # of a token that is none of the best few
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
 
 
@@ -54,7 +52,7 @@ class _Draft(Generic[ResultT]):
     Attributes:
         pending: tokens of the next pass; none once the draft is finished.
         reads_ranks: whether what the pass finds in its rows is enough.
-        is_restricted: whether top-k, top-p or min-p leave tokens out.
+        truncates: whether top-k, top-p or min-p leave tokens out.
         level: rows it was given.
         result: once it is finished.
     """
@@ -64,7 +62,7 @@ class _Draft(Generic[ResultT]):
     drafting: Drafting[ResultT]
     pending: list[int]
     reads_ranks: bool = False
-    is_restricted: bool = False
+    truncates: bool = False
     level: int = 0
     result: ResultT | None = None
 
@@ -109,7 +107,7 @@ class DraftModelDrafter(Drafter):
         self._states = RequestState[_State]()
         self._reading = ReadingTime(read_s)
         self._guesses = Guesses(None, vocab_size, self._num_known_ids)
-        self._ranking, self._ranking_of_few = self._guesses.ranking(tree_width), self._guesses.ranking_of_few(tree_width)
+        self._ranking, self._truncated_ranking = self._guesses.ranking(tree_width), self._guesses.truncated_ranking(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
@@ -120,7 +118,7 @@ class DraftModelDrafter(Drafter):
             if draft is not None:
                 is_drawn = budget.wants_draws and not request.params.is_greedy
                 draft.reads_ranks = self._translation is None and request.processor.leaves_rows and not is_drawn
-                draft.is_restricted = request.processor.restricts
+                draft.truncates = request.processor.truncates
             drafts.append(draft)
         self._grow(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -271,10 +269,13 @@ class DraftModelDrafter(Drafter):
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
         for count in _fan(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
-            distribution = self._process(request, (yield path), path)
-            if distribution is None:
+            row = yield path
+            if row is None:
                 break
-            draft_probs[node] = TokenProbs.of(distribution)
+            try:
+                draft_probs[node] = TokenProbs.of(request.processor.process(self._as_target_row(row.logits), path))
+            except RequestError:  # no token is allowed
+                break
             tokens = draw_distinct(draft_probs[node], count, *key, len(path))
             parents += [node] * len(tokens)
             node = len(token_ids) + 1
@@ -282,38 +283,21 @@ class DraftModelDrafter(Drafter):
             path.append(tokens[0])
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
-    def _process(self, request: Request, row: DraftRow | None, path: Path) -> Distribution | None:
-        """The row after the target's processors; None without a row, or if no token is allowed."""
-        try:
-            return None if row is None else request.processor.process(self._as_target_row(row.logits), path)
-        except RequestError:
-            return None
-
     def _guessed(self, request: Request, row: DraftRow | None, path: Path, width: int) -> Guessed:
         """The token the target would draw if its row were this one, and the best others, each with its probability."""
         if row is None:
             return NOTHING
         ranked = row.ranked
         if ranked is not None and math.isfinite(ranked.log_sum):
-            if not request.processor.restricts:
+            if not request.processor.truncates:
                 return self._guesses.of_ranked(ranked, width, is_greedy=request.params.is_greedy)
-            guessed = self._guesses.of_restricted(request, path, ranked, width) or self._walked(request, row.logits, path, width)
+            guessed = self._guesses.of_truncated(request, path, ranked, width)
             if guessed is not None:
                 return guessed
-        distribution = self._process(request, row, path)
-        if distribution is None:
+        try:
+            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, wants_draws=False)
+        except RequestError:  # no token is allowed
             return NOTHING
-        return self._guesses.of_distribution(request, path, distribution, width, wants_draws=False)
-
-    def _walked(self, request: Request, logits: FloatArray, path: Path, width: int) -> Guessed | None:
-        """The token alone, drawn by what draws for the target; None where that cannot, or more than it is wanted."""
-        walker = request.processor.walker
-        if walker is None or width > 1:
-            return None
-        seed, sample_index, position = request.seed, request.sample_index, len(request.token_ids) + len(path)
-        rows = self._as_target_row(logits)[None]
-        tokens, _, is_whole = walker.walk(rows, (0,), (-1,), seed=seed, sample_index=sample_index, position=position)
-        return Guessed(tokens, (FAR_PROB,)) if is_whole else None
 
     def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Guess[Path | None]]:
         """The same as guesses: of the first one the row behind it will be wanted."""
@@ -360,8 +344,8 @@ class DraftModelDrafter(Drafter):
         inputs, batch, asked = assemble(plans, rows, wanted)
         is_ranked = wants_logits and any(draft.reads_ranks for draft in ran)
         if is_ranked:
-            is_restricted = any(draft.is_restricted and draft.reads_ranks for draft in ran)
-            asked = asked._replace(ranking=self._ranking_of_few if is_restricted else self._ranking, draws=_draws_of(ran))
+            truncates = any(draft.truncates and draft.reads_ranks for draft in ran)
+            asked = asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=_draws_of(ran))
         output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
         if num_rows > NO_EXTRA_TOKENS * len(rows):

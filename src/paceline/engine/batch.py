@@ -15,7 +15,7 @@ from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_lo
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
-from paceline.runtimes.native.walks import CompiledWalks
+from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
 from paceline.sampling.matcher import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
@@ -58,9 +58,9 @@ class RequestMaker:
         way_out: what to do about a longer prompt.
         suppressed_token_ids: that the model's own files forbid.
         compiler: makes what holds an output to its grammar.
-        num_threads: that share the walks of a step.
+        num_threads: that share the sampling of a step.
         notices: those that were logged.
-        walks: draws whole walks; None where there are no kernels.
+        batch_sampler: samples for all requests; None where there are no kernels.
     """
 
     tokenizer: Tokenizer
@@ -73,11 +73,11 @@ class RequestMaker:
     cache_tokens: int | None = None
     notices: set[str] = field(default_factory=set)
     compiler: GrammarCompiler = field(init=False)
-    walks: CompiledWalks | None = field(init=False)
+    batch_sampler: CompiledBatchPathSampler | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compiler", GrammarCompiler(self.tokenizer, self.eos_token_ids))
-        object.__setattr__(self, "walks", CompiledWalks.if_there(self.vocab_size, self.num_threads))
+        object.__setattr__(self, "batch_sampler", CompiledBatchPathSampler.if_available(self.vocab_size, self.num_threads))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt.
@@ -291,11 +291,13 @@ class RequestMaker:
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
-        walker = None
-        if self.walks is not None:
-            walker = self.walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        sampler = None
+        if self.batch_sampler is not None:
+            sampler = self.batch_sampler.path_sampler(
+                temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
+            )
         return LogitsProcessor(
-            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words, walker=walker
+            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words, path_sampler=sampler
         )
 
     def _encode_plain(self, text: str) -> list[int]:

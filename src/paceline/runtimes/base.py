@@ -21,7 +21,7 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_type import KVType
 from paceline.models.weights import Weights
-from paceline.runtimes.decoder import COLLECTED, HIDDEN_STATES, LOGITS, PEAKS, RANKED, TOKEN_IDS, Compose
+from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 IntArray = NDArray[np.int32]
@@ -115,9 +115,9 @@ class ForwardOutput:
         return self.results[LOGITS]
 
     @property
-    def peaks(self) -> FloatArray | None:
-        """[R, blocks] the largest of each block of a row's logits, as the runtime's walks take them; None = they are not known."""
-        return self.results.get(PEAKS)
+    def block_max(self) -> FloatArray | None:
+        """[R, blocks] the largest logit of each block of a row; None = unknown."""
+        return self.results.get(BLOCK_MAX)
 
     @property
     def logits_at(self) -> int:
@@ -125,9 +125,9 @@ class ForwardOutput:
         return self._address_of(LOGITS)
 
     @property
-    def peaks_at(self) -> int:
-        """The same of the peaks."""
-        return self._address_of(PEAKS)
+    def block_max_at(self) -> int:
+        """The same of `block_max`."""
+        return self._address_of(BLOCK_MAX)
 
     @property
     def ranked(self) -> list[RankedRow]:
@@ -175,12 +175,6 @@ class PlanOutput(NamedTuple):
     def logits(self) -> FloatArray:
         """[R of the plan, V], in the order its nodes were asked for."""
         return self.output.logits[self.first_logits_row : self.end_logits_row]
-
-    @property
-    def peaks(self) -> FloatArray | None:
-        """Of these, [R of the plan, blocks]; None = they are not known."""
-        peaks = self.output.peaks
-        return None if peaks is None else peaks[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
         """[len(nodes), E] those of the plan's `nodes`, until the next pass."""

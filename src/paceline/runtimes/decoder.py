@@ -34,7 +34,7 @@ LAYER_ROWS = "layer_rows"
 LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
 """Results."""
 
-PEAKS = "peaks"
+BLOCK_MAX = "block_max"
 """What a runtime may add to them: the largest of each block of a row's logits."""
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.sampling.processors import Distribution
-
-_BLOCK_RATIO = 16  # blocks for each id asked for; more make the bound tighter, fewer make it cheaper
+from paceline.sampling.draw import Distribution
+from paceline.sampling.top_n import top_n
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +40,16 @@ def raw_logprobs(row: NDArray[np.float32], token_id: int, num_top: int) -> Token
 
 
 def processed_logprobs(distribution: Distribution, token_id: int, num_top: int) -> TokenLogprobs:
-    """A token's log-probability as it is drawn: after all processors, temperature and restriction; arguments as for `raw_logprobs`.
+    """A token's log-probability as it is drawn: after all processors, temperature and truncation; arguments as for `raw_logprobs`.
 
-    A greedy distribution counts with temperature 1 and without restriction, because it never gets that far.
+    A greedy distribution counts with temperature 1 and without truncation, because it never gets that far.
     """
-    kept = distribution.restricted()
-    ids = kept.token_ids
+    scores, ids = distribution.scores, distribution.token_ids
     if ids is None:
-        return _token_logprobs(kept.scores, token_id, kept.scores[token_id], num_top, None)
+        return _token_logprobs(scores, token_id, scores[token_id], num_top, None)
     index = int(np.searchsorted(ids, token_id))
     is_listed = index < len(ids) and ids[index] == token_id
-    return _token_logprobs(kept.scores, token_id, kept.scores[index] if is_listed else np.float32(-np.inf), num_top, ids)
+    return _token_logprobs(scores, token_id, scores[index] if is_listed else np.float32(-np.inf), num_top, ids)
 
 
 def _token_logprobs(
@@ -61,7 +59,7 @@ def _token_logprobs(
     peak = float(scores.max())
     log_total = _log_total(scores, peak)
     rank = 1 + int(np.count_nonzero(scores > score))
-    best = _best(scores, num_top)
+    best = top_n(scores, num_top)
     best_ids: Sequence[int] = (best if token_ids is None else token_ids[best]).tolist()
     top = tuple((best_id, value - peak - log_total) for best_id, value in zip(best_ids, scores[best].tolist(), strict=True))
     return TokenLogprobs(int(token_id), float(score) - peak - log_total, rank, top)
@@ -73,22 +71,3 @@ def _log_total(scores: NDArray[np.float32], peak: float) -> float:
     weights -= peak
     np.exp(weights, out=weights)
     return float(np.log(weights.sum()))
-
-
-def _best(scores: NDArray[np.float32], count: int) -> NDArray[np.intp]:
-    """Positions of the `count` largest scores above -inf, largest first, lowest position first on ties.
-
-    At least `count` scores reach the count-th largest of the maxima of disjoint blocks, so only what reaches it is sorted.
-    """
-    num_blocks = count * _BLOCK_RATIO
-    if count == 0:
-        return np.empty(0, np.intp)
-    bound = np.float32(-np.inf)
-    if len(scores) >= 2 * num_blocks:
-        whole = len(scores) - len(scores) % num_blocks
-        maxima = scores[:whole].reshape(-1, num_blocks).max(axis=0)
-        bound = np.partition(maxima, num_blocks - count)[num_blocks - count]
-    reaching = np.flatnonzero(scores >= bound)
-    order = np.argsort(-scores[reaching], kind="stable")[:count]
-    best = reaching[order]
-    return best[scores[best] > -np.inf]

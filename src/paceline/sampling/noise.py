@@ -4,7 +4,6 @@ Nothing is consumed and nothing is stored, so the noise of a position is the sam
 and in whatever pass it is asked for. That is what makes speculation reproduce plain decoding.
 """
 
-from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, overload
@@ -21,7 +20,6 @@ _GAMMA = 0x9E3779B97F4A7C15  # odd, 2**64 / golden ratio
 _FACTOR_1 = 0xBF58476D1CE4E5B9
 _FACTOR_2 = 0x94D049BB133111EB
 _WORD = 2.0**-32
-_RUN_PAIRS = 32768  # 64-bit words of one run of ids: with its scratch it stays in the second-level cache
 
 
 class Purpose(IntEnum):
@@ -58,19 +56,6 @@ def _mix(state: Any) -> Any:
     return state ^ (state >> 31)
 
 
-def _mix_in_place(state: KeyArray, scratch: KeyArray | None = None) -> KeyArray:
-    """`_mix` of a whole array with one scratch buffer; the array is overwritten."""
-    scratch = np.right_shift(state, 30, out=scratch)
-    np.bitwise_xor(state, scratch, out=state)
-    np.multiply(state, _FACTOR_1, out=state)
-    np.right_shift(state, 27, out=scratch)
-    np.bitwise_xor(state, scratch, out=state)
-    np.multiply(state, _FACTOR_2, out=state)
-    np.right_shift(state, 31, out=scratch)
-    np.bitwise_xor(state, scratch, out=state)
-    return state
-
-
 @lru_cache(maxsize=8)
 def _pair_offsets(vocab_size: int) -> KeyArray:
     """Offsets of the ceil(V / 2) id pairs: one 64-bit mix serves the ids 2i (low half) and 2i + 1 (high half)."""
@@ -90,38 +75,14 @@ def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
         [..., M] uint32.
     """
     if isinstance(token_ids, int):
-        state = _mix_in_place(keys + _pair_offsets(token_ids))
+        state: KeyArray = _mix(keys + _pair_offsets(token_ids))
         # Little-endian by name: the low half belongs to the even id on every machine.
         bits: BitsArray = state.astype("<u8", copy=False).view("<u4")[..., :token_ids]
         return bits
     ids = token_ids.astype(np.uint64)
-    state = _mix_in_place(keys + (ids >> 1) * np.uint64(_GAMMA))
+    state = _mix(keys + (ids >> 1) * np.uint64(_GAMMA))
     halves: BitsArray = (state >> ((ids & 1) << 5)).astype(np.uint32)
     return halves
-
-
-def bits_by_run(key: int, token_ids: IdArray | int) -> Iterator[tuple[int, BitsArray]]:
-    """`key_bits` of one position, for a row so wide that a run of ids at a time is cheaper.
-
-    Args:
-        key: from `noise_key`.
-        token_ids: ids [M], or the vocabulary size V for all ids in order (then M = V).
-
-    Yields:
-        the index in [M] of the run's first id, and the run's bits, uint32, which the next run overwrites.
-    """
-    keys = np.array([key], np.uint64)
-    if not isinstance(token_ids, int):
-        yield 0, key_bits(keys, token_ids)
-        return
-    offsets = _pair_offsets(token_ids)
-    size = min(_RUN_PAIRS, len(offsets))
-    buffer, scratch = np.empty(size, np.uint64), np.empty(size, np.uint64)
-    for first in range(0, len(offsets), size):
-        run = offsets[first : first + size]
-        state = np.add(run, keys, out=buffer[: len(run)])
-        bits = _mix_in_place(state, scratch[: len(run)]).astype("<u8", copy=False).view("<u4")
-        yield 2 * first, bits[: token_ids - 2 * first]
 
 
 def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, token_ids: IdArray | int) -> BitsArray:

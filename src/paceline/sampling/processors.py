@@ -7,65 +7,56 @@ Temperature 0 stops before temperature. A row that the parameters do not change 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, RequestError
 from paceline.sampling.custom_processors import CustomProcessors
+from paceline.sampling.draw import Distribution, ScoreArray, draw
 from paceline.sampling.history import TokenCounts
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.restrict import Nucleus, restrict_lazily
+from paceline.sampling.path_sampler import PathSampler, sample_row
 from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams
-from paceline.sampling.walker import Walker
-
-ScoreArray = NDArray[np.float32]
-ProbArray = NDArray[np.float64]
+from paceline.sampling.truncation import truncate
 
 _MASK_ORDER = ("no_repeat_ngram_size", "bad_words", "banned_token_ids", "min_tokens", "processors", "grammar")
-_DENSE_SHARE = 4  # noise for more than V / 4 listed ids costs more than for all V in order
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """What is left of a row after all processors.
+class EditedRow(NamedTuple):
+    """A row of logits after everything that comes before temperature.
 
     Attributes:
-        scores: [M] float32 log-probabilities up to a constant, already divided by the temperature. May be a view of the
-            row they were made from, so they live until the runtime's next pass.
-        token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
-        greedy: whether the token is the argmax instead of a draw.
-        nucleus: top-p and min-p, still to be applied where that would sort a wide, flat row: a draw tests only one or two ids.
-            None = nothing left to apply. Everything else that reads scores starts from `restricted()`.
+        logits: [V]; the row itself where nothing edits it, so it lives until the runtime's next pass.
+        max_logit: the largest of them, finite.
+        sampler: draws from `logits` with the parameters of `params`; None = the definition does.
     """
 
-    scores: ScoreArray
-    token_ids: NDArray[np.int64] | None
-    greedy: bool
-    nucleus: Nucleus | None = None
+    logits: ScoreArray
+    max_logit: np.float32
+    params: SamplingParams
+    sampler: PathSampler | None
 
-    def restricted(self) -> "Distribution":
-        """The same distribution with the nucleus applied: ids outside of it at -inf or no longer listed."""
-        if self.nucleus is None:
-            return self
-        return _sampled(self.scores, self.token_ids, self.nucleus.positions())
+    def distribution(self) -> Distribution:
+        """Apply temperature, top-k, top-p and min-p."""
+        params = self.params
+        if params.is_greedy:
+            return Distribution(self.logits, None, True)
+        scores = self.scale()
+        peak = self.max_logit / np.float32(params.temperature)
+        ids = truncate(scores, peak, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        return Distribution(scores if ids is None else scores[ids], ids, False)
 
-    def argmax(self) -> int:
-        """The most probable token, lowest id on ties."""
-        best = int(self.scores.argmax())
-        return best if self.token_ids is None else int(self.token_ids[best])
+    def scale(self) -> ScoreArray:
+        """[V] scores: the logits divided by the temperature, or as they are where the request is greedy."""
+        unscaled = self.params.is_greedy or self.params.temperature == 1.0
+        return self.logits if unscaled else self.logits / np.float32(self.params.temperature)
 
-    def log_probs(self) -> ProbArray:
-        """[M] float64 normalised log-probabilities (of the unscaled logits where `greedy`), -inf outside the nucleus."""
-        scores = self.scores if self.nucleus is None else _only(self.scores, self.nucleus.positions())
-        shifted = scores.astype(np.float64) - scores.max()
-        return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
-
-    def probs(self) -> ProbArray:
-        """[M] float64 probabilities, summing to 1."""
-        return np.exp(self.log_probs())
+    def draw(self, seed: int, sample_index: int, position: int) -> int:
+        """Draw the token as `draw` does from `distribution()`, by the compiled sampler where it can; same arguments."""
+        token = None if self.sampler is None else sample_row(self.sampler, self.logits, seed, sample_index, position)
+        return draw(self.distribution(), seed, sample_index, position) if token is None else token
 
 
 class Constraint(Protocol):
@@ -98,10 +89,10 @@ class LogitsProcessor:
         eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
         constraint: what `params.grammar` allows.
         bad_word_ids: `sequence_bans.bad_word_ids` of `params.bad_words`; may be left out where these hold no texts.
-        walker: draws from rows that are not edited, for `params`; None = `process` and `draw` do.
+        path_sampler: draws with the temperature, top-k, top-p and min-p of `params`; None = nothing compiled does.
 
     Attributes:
-        restricts: whether top-k, top-p or min-p leave tokens out.
+        truncates: whether top-k, top-p or min-p leave tokens out.
 
     Raises:
         RequestError: an id of the parameters or the prompt is not in the vocabulary; bad words are texts and `bad_word_ids` is missing;
@@ -117,10 +108,10 @@ class LogitsProcessor:
         *,
         constraint: GrammarState | None = None,
         bad_word_ids: Sequence[Sequence[int]] = (),
-        walker: Walker | None = None,
+        path_sampler: PathSampler | None = None,
     ) -> None:
         params.check_vocabulary(vocab_size)
-        self._walker = walker
+        self._path_sampler = path_sampler
         self.num_output_tokens = 0
         self.constraint = constraint
         self._params = params
@@ -147,7 +138,7 @@ class LogitsProcessor:
         if self._min_tokens:
             masks["min_tokens"] = self._mask_ends
         self._masks = [(name, masks[name]) for name in _MASK_ORDER if name in masks]
-        self.restricts = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+        self.truncates = not params.is_greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
         self._edits_every_row = bool(params.logit_bias or self._trackers or masks.keys() - {"min_tokens"})
 
     def commit(self, token_id: int) -> None:
@@ -173,36 +164,21 @@ class LogitsProcessor:
         return not self._edits_every_row and self.num_output_tokens >= self._min_tokens
 
     @property
-    def walker(self) -> Walker | None:
-        """What draws from the rows behind the committed output in the place of `process` and `draw`; None where these are edited."""
-        return self._walker if self.leaves_rows else None
+    def path_sampler(self) -> PathSampler | None:
+        """Samples from the rows after the committed output without `process`; None where these are edited."""
+        return self._path_sampler if self.leaves_rows else None
 
     @property
     def only_scales(self) -> bool:
         """Whether only the temperature changes the rows behind the committed output, so that they may be read without `process`."""
-        return self.leaves_rows and not self.restricts
-
-    def draw_edited(self, logits: ScoreArray, path: Sequence[int], *, seed: int, sample_index: int, position: int) -> int | None:
-        """The token that `process` and `draw` give, drawn by the walker from the edited row; None where it is left to them.
-
-        Args:
-            logits, path: as `process`.
-            seed, sample_index, position: as `draw`.
-        """
-        walker = self._walker
-        if walker is None or self._params.processors or len(logits) != len(walker.row) or not np.isfinite(logits.max()):
-            return None
-        scores = walker.row
-        np.copyto(scores, logits)
-        try:
-            self._edit(scores, path)
-        except RequestError:  # said where a row is processed, behind what may be wrong with it
-            return None
-        tokens, _, is_whole = walker.walk(scores[None], (0,), (-1,), seed=seed, sample_index=sample_index, position=position)
-        return tokens[0] if is_whole else None
+        return self.leaves_rows and not self.truncates
 
     def process(self, logits: ScoreArray, path: Sequence[int] = ()) -> Distribution:
-        """The distribution of the token that follows prompt + committed output + `path`.
+        """Compute the distribution of the token that follows prompt + committed output + `path`; arguments and errors as for `edit`."""
+        return self.edit(logits, path).distribution()
+
+    def edit(self, logits: ScoreArray, path: Sequence[int] = ()) -> EditedRow:
+        """Apply everything before temperature.
 
         Args:
             logits: [V] float32, never modified.
@@ -212,24 +188,14 @@ class LogitsProcessor:
             CheckpointError: the row holds NaN or +inf, or nothing finite.
             RequestError: the parameters leave no token to choose, or a custom processor fails.
         """
-        params = self._params
-        peak = _checked_peak(logits)
-        scores = logits
+        max_logit = _checked_max(logits)
         if self._edits_every_row or self.num_output_tokens + len(path) < self._min_tokens:
-            scores = logits.copy()
-            peak = self._edit(scores, path)
-        if params.is_greedy:
-            return Distribution(scores, None, True)
-        if params.temperature != 1.0:
-            scores = scores / np.float32(params.temperature)
-            peak = peak / np.float32(params.temperature)
-        kept, nucleus = restrict_lazily(scores, peak, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        if nucleus is None:
-            return _sampled(scores, None, kept)
-        return Distribution(nucleus.scores, kept, False, nucleus)
+            logits = logits.copy()
+            max_logit = self._edit(logits, path)
+        return EditedRow(logits, max_logit, self._params, self._path_sampler)
 
     def _edit(self, scores: ScoreArray, path: Sequence[int]) -> np.float32:
-        """Everything before temperature, in place; returns the largest score that is left."""
+        """Edit a row in place; returns the largest score that is left."""
         if self._bias_ids.size:
             scores[self._bias_ids] += self._bias
         if self._trackers:
@@ -298,23 +264,7 @@ def _own_constraints(
     return constraints
 
 
-def _sampled(scores: ScoreArray, token_ids: NDArray[np.int64] | None, kept: NDArray[np.int64] | None) -> Distribution:
-    """The distribution of the `kept` positions of scores whose ids are `token_ids`; None = all."""
-    if kept is None:
-        return Distribution(scores, token_ids, False)
-    if token_ids is not None or len(kept) <= len(scores) // _DENSE_SHARE:
-        return Distribution(scores[kept], kept if token_ids is None else token_ids[kept], False)
-    return Distribution(_only(scores, kept), None, False)
-
-
-def _only(scores: ScoreArray, kept: NDArray[np.int64]) -> ScoreArray:
-    """A copy with -inf everywhere else."""
-    dense = np.full_like(scores, -np.inf)
-    dense[kept] = scores[kept]
-    return dense
-
-
-def _checked_peak(logits: ScoreArray) -> np.float32:
+def _checked_max(logits: ScoreArray) -> np.float32:
     peak: np.float32 = logits.max()  # NaN if there is one
     if not math.isfinite(peak):
         found = "NaN" if np.isnan(peak) else str(peak)

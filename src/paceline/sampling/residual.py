@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.sampling.draw import Distribution, ProbArray
 from paceline.sampling.noise import Purpose, step_uniform
-from paceline.sampling.processors import Distribution, ProbArray
 
 Ids = NDArray[np.int64]
 
@@ -33,9 +33,8 @@ class TokenProbs:
 
     @classmethod
     def of(cls, distribution: Distribution) -> "TokenProbs":
-        """The probabilities of a distribution that is drawn from, top-p and min-p applied; arrays of their own."""
-        restricted = distribution.restricted()
-        return cls(restricted.probs(), restricted.token_ids)
+        """The probabilities of a distribution that is drawn from; arrays of their own."""
+        return cls(distribution.probs(), distribution.token_ids)
 
     @property
     def end(self) -> int:

@@ -5,7 +5,7 @@ from time import perf_counter
 
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, PlanOutput
-from paceline.sampling.walker import DrawnRows, Walked
+from paceline.sampling.path_sampler import LogitsView, SampledPath
 from paceline.speculation.budgets import fit_rows, reason_not_to_draft, within_limits
 from paceline.speculation.constrained import constrain_guesses, fill_with_forced, forced_budget, with_forced
 from paceline.speculation.draft_length import DraftLengthPolicy
@@ -106,18 +106,18 @@ class Speculator:
         if max_rows is not None:
             fit_rows(batch, max_rows - sum(rows.num_known for rows in batch))
 
-    def walk_together(self, batch: Sequence[RequestRows], first_rows: Sequence[int], drawn: DrawnRows) -> Sequence[Walked | None]:
+    def walk_together(self, batch: Sequence[RequestRows], first_rows: Sequence[int], rows: LogitsView) -> Sequence[SampledPath | None]:
         """What can be said at once of the walks of all requests, for `verify`.
 
         Args:
             first_rows: of each request's tree, among the pass's.
-            drawn: the rows of the pass.
+            rows: of the pass.
         """
-        if self.acceptance is not Acceptance.MATCH or (len(batch) == 1 and drawn.peaks is None):
+        if self.acceptance is not Acceptance.MATCH:
             return [None] * len(batch)
-        return walk_together([(rows.tree, first, rows.request) for rows, first in zip(batch, first_rows, strict=True)], drawn)
+        return walk_together([(own.tree, first, own.request) for own, first in zip(batch, first_rows, strict=True)], rows)
 
-    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
+    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: SampledPath | None = None) -> VerifyResult:
         """Walk a tree by the rule in use."""
         return verify(tree, logits, request, walked) if self.acceptance is Acceptance.MATCH else verify_rejection(tree, logits, request)
 

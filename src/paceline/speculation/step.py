@@ -15,7 +15,7 @@ from time import perf_counter
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
-from paceline.sampling.walker import DrawnRows, Walked
+from paceline.sampling.path_sampler import LogitsView, SampledPath
 from paceline.speculation.commit import commit
 from paceline.speculation.drafter import CommittedRows
 from paceline.speculation.request import Request
@@ -60,13 +60,12 @@ def step(
     output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
     committed: list[CommittedRows] = []
     observes = speculator.observes
-    outputs, logits = output.by_plan(plans, wanted), output.logits[:, : speculator.vocab_size]
-    drawn = DrawnRows(logits, output.peaks, output.logits_at, output.peaks_at)
+    outputs, view = output.by_plan(plans, wanted), LogitsView.of(output, speculator.vocab_size)
     first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
-    walks = speculator.walk_together(batch, first_rows, drawn)
+    walks = speculator.walk_together(batch, first_rows, view)
     for rows, own, first_row, walked in zip(batch, outputs, first_rows, walks, strict=True):
         request, start = rows.request, rows.request.sequence.committed_len
-        of_tree = logits[first_row : own.end_logits_row]
+        of_tree = view.logits[first_row : own.end_logits_row]
         try:
             if rows.wants_prompt_rows:
                 request.prompt_logprobs.extend(prompt_logprobs(request, own.logits[: rows.num_known, : speculator.vocab_size]))
@@ -94,7 +93,7 @@ def _forward(requests: Sequence[Request], arguments: Pass, target: Network, cach
 
 
 def _verify_and_commit(
-    rows: RequestRows, logits: FloatArray, walked: Walked | None, cache: KVCache, speculator: Speculator
+    rows: RequestRows, logits: FloatArray, walked: SampledPath | None, cache: KVCache, speculator: Speculator
 ) -> Sequence[int]:
     """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
     request, tree = rows.request, rows.tree

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
-from paceline.sampling.draw import draw
 from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
-from paceline.sampling.walker import AskedWalk, DrawnRows, Walked, Walks
+from paceline.sampling.path_sampler import LogitsView, PathRequest, SampledPath, sample_paths
 from paceline.speculation.ending import LookAhead, goes_on_behind
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -35,65 +34,45 @@ class VerifyResult(NamedTuple):
         return self.token_ids[-1]
 
 
-def walk_together(asked: Sequence[tuple[DraftTree | None, int, Request]], rows: DrawnRows) -> Sequence[Walked | None]:
+def walk_together(asked: Sequence[tuple[DraftTree | None, int, Request]], rows: LogitsView) -> Sequence[SampledPath | None]:
     """The walks of several requests, as far as they are drawn at once: `walked` of `verify` for each.
 
     Args:
         asked: of each the tree, None where nothing is to be walked, and the row of its root.
         rows: of the whole pass.
     """
-    walked: list[Walked | None] = [None] * len(asked)
-    groups: dict[Walks, tuple[list[int], list[AskedWalk]]] = {}
-    for index, (tree, first_row, request) in enumerate(asked):
-        walker = None if tree is None else request.processor.walker
-        if tree is not None and walker is not None:
+    requests: list[PathRequest | None] = []
+    for tree, first_row, request in asked:
+        sampler = request.processor.path_sampler
+        if tree is None or sampler is None:
+            requests.append(None)
+        else:
             position = len(request.token_ids)
-            indices, walks = groups.setdefault(walker.walks, ([], []))
-            indices.append(index)
-            walks.append(AskedWalk(walker, tree.token_ids, tree.parents, request.seed, request.sample_index, position, first_row))
-    for together, (indices, walks) in groups.items():
-        for index, found in zip(indices, together.walk_each(walks, rows), strict=True):
-            walked[index] = found
-    return walked
+            requests.append(PathRequest(sampler, tree.token_ids, tree.parents, request.seed, request.sample_index, position, first_row))
+    return sample_paths(requests, rows)
 
 
-def verify(tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
+def verify(tree: DraftTree, logits: FloatArray, request: Request, walked: SampledPath | None = None) -> VerifyResult:
     """Walk `tree` with the target's rows.
 
     Args:
         tree: rooted at the request's last token.
         logits: [N, V] float32, row i belongs to node i; only rows the walk reaches are read.
         request: gives processors, seed and position. Not changed.
-        walked: what `walk_together` said of them; None = nothing.
+        walked: what `walk_together` said of them; None = the rows are drawn from one by one.
 
     Raises:
         PacelineError: the root's row cannot be drawn from. A row behind it that cannot ends the walk in front of it.
     """
-    node = 0
+    if walked is not None:
+        return _cut_at_end(walked, request)
+    ahead, node = LookAhead(request), 0
     accepted: list[int] = []
     path: list[int] = []
-    walker = request.processor.walker
-    if walked is None and walker is not None:
-        walked = walker.walk(
-            logits, tree.token_ids, tree.parents, seed=request.seed, sample_index=request.sample_index, position=len(request.token_ids)
-        )
-    if walked is not None:
-        tokens, nodes, is_whole = walked
-        if is_whole and (not nodes or goes_on_behind(request, tokens[:-1])):
-            return VerifyResult(tuple(nodes), tuple(tokens))
-    ahead = LookAhead(request)
-    if walked is not None:
-        for token, node in zip(tokens, nodes, strict=False):
-            path.append(token)
-            if ahead.ends_with(token):
-                return VerifyResult(tuple(accepted), tuple(path))
-            accepted.append(node)
-        if is_whole:
-            return VerifyResult(tuple(accepted), (*path, tokens[-1]))
-    is_edited = walker is None
     while True:
         try:
-            token = _drawn(request, logits[node], path, is_edited=is_edited)
+            edited = request.processor.edit(logits[node], path)
+            token = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
         except BaseException as error:
             if not accepted or is_interrupt(error):
                 raise
@@ -106,15 +85,14 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, walked: Walked
         node = child
 
 
-def _drawn(request: Request, row: FloatArray, path: Sequence[int], *, is_edited: bool) -> int:
-    """The target's token behind a path.
-
-    Raises:
-        PacelineError: the row cannot be drawn from.
-    """
-    seed, sample_index, position = request.seed, request.sample_index, len(request.token_ids) + len(path)
-    token = request.processor.draw_edited(row, path, seed=seed, sample_index=sample_index, position=position) if is_edited else None
-    return draw(request.processor.process(row, path), seed, sample_index, position) if token is None else token
+def _cut_at_end(path: SampledPath, request: Request) -> VerifyResult:
+    """What is left of a path at the token that ends the request."""
+    tokens, nodes = path
+    count = len(nodes)
+    if nodes and not goes_on_behind(request, tokens[:-1]):
+        ahead = LookAhead(request)
+        count = next((index for index, token in enumerate(tokens[:-1]) if ahead.ends_with(token)), count)
+    return VerifyResult(tuple(nodes[:count]), tuple(tokens[: count + 1]))
 
 
 def token_logprobs(result: VerifyResult, logits: FloatArray, request: Request) -> list[TokenLogprobs]:

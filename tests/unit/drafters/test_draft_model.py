@@ -17,7 +17,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.sampling.noise import Purpose, step_uniform
-from paceline.sampling.processors import Distribution, LogitsProcessor
+from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length import DraftLengthPolicy
 from paceline.speculation.drafter import DraftBudget
@@ -290,14 +290,14 @@ def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
 @pytest.mark.parametrize("wants_draws", [False, True])
 def test_guesses_end_where_no_token_is_allowed(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, wants_draws: bool) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
-    process = request.processor.process
+    edit = request.processor.edit
 
-    def at_most_two(row: np.ndarray, path: Sequence[int] = ()) -> Distribution:
+    def at_most_two(row: np.ndarray, path: Sequence[int] = ()) -> EditedRow:
         if len(path) == 2:
             raise RequestError("no token is left to choose")
-        return process(row, path)
+        return edit(row, path)
 
-    monkeypatch.setattr(request.processor, "process", at_most_two)
+    monkeypatch.setattr(request.processor, "edit", at_most_two)
     (tree,) = drafter.propose([request], [DraftBudget(5, 4, wants_draws=wants_draws)])
     assert tree is not None
     assert tree.num_draft_tokens == 2

@@ -9,7 +9,7 @@ import pytest
 from paceline.engine.batch import RequestMaker
 from paceline.proof.exactness.near_ties import Place, decide, kept_sets
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.restrict import restrict
+from paceline.sampling.truncation import truncate
 from paceline.tokenizer.tokenizer import Tokenizer
 
 V = 64
@@ -72,7 +72,7 @@ def test_what_noise_may_keep_or_leave_out_brackets_every_noisy_row(restricted: d
         assert not (surely & ~maybe).any()
         for _ in range(10):
             noisy = (scores + random.uniform(-bound / 2, bound / 2, V)).astype(np.float32)
-            ids = restrict(noisy, noisy.max(), top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+            ids = truncate(noisy, noisy.max(), top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
             kept = np.isin(np.arange(V), np.arange(V) if ids is None else ids)
             assert not (kept & ~maybe).any()
             assert not (surely & ~kept).any()
@@ -84,7 +84,7 @@ def test_without_noise_the_kept_set_is_the_samplers_own(seed: int) -> None:
         params = SamplingParams(temperature=1.0, **restricted)  # type: ignore[arg-type]
         scores = random.normal(size=V).astype(np.float32)
         maybe, surely = kept_sets(scores.astype(np.float64), params, 0.0)
-        ids = restrict(scores, scores.max(), top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        ids = truncate(scores, scores.max(), top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
         assert np.flatnonzero(maybe).tolist() == np.flatnonzero(surely).tolist() == ([] if ids is None else ids.tolist())
 
 

@@ -16,9 +16,8 @@ from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer
 from paceline.runtimes.load import open_head
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.ranking import DRAW, Ranking
-from paceline.sampling.draw import draw
+from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.sampling.processors import Distribution
 
 CONFIG = make_config(hidden_size=48)
 WIDTH = CONFIG.hidden_size

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from harness.native_network import BUILT, Network, make_batch
-from paceline.drafters.pairs.ranking import best_scores
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking, ranked_rows
 from paceline.runtimes.torch.ranking import rank_rows
-from paceline.sampling.draw import draw
+from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.sampling.processors import Distribution
+from paceline.sampling.top_n import top_n
 
 SOURCES = [*BUILT, "torch"]
 SIZES = [1, 2, 33, 255, 256, 257, 4096, 4100, 12_345]
@@ -39,7 +38,7 @@ def rows_of(size: int, seed: int) -> FloatArray:
 
 
 def check(found: RankedRow, scores: FloatArray, count: int, ids: np.ndarray) -> None:
-    best = best_scores(scores, count) if count > 1 else np.array([scores.argmax()])
+    best = top_n(scores, count)
     best = best[scores[best] > -np.inf]
     filled = count - len(best)
     assert found.token_ids == [*ids[best].tolist(), *[-1] * filled]

@@ -71,9 +71,8 @@ def test_a_token_logprob_is_the_entry_of_the_list_it_stands_in():
 def test_processed_logprobs_are_those_of_what_a_draw_sees(values, size, seed):
     row = (np.random.default_rng(seed).standard_normal(size) * 2).astype(np.float32)
     distribution = LogitsProcessor(SamplingParams(**values), size, [1, 2]).process(row, [3, 4])
-    kept = distribution.restricted()
     dense = np.full(size, -np.inf)
-    dense[slice(None) if kept.token_ids is None else kept.token_ids] = kept.scores
+    dense[slice(None) if distribution.token_ids is None else distribution.token_ids] = distribution.scores
     for token_id in (int(dense.argmax()), int(np.flatnonzero(dense > -np.inf)[-1]), 3, 17):
         _assert_equal(processed_logprobs(distribution, token_id, 20), _textbook(dense, token_id, 20))
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from harness.scripted_target import chi_square_tail
-from paceline.sampling.noise import _RUN_PAIRS, Purpose, bits_by_run, exponential, key_bits, noise_bits, noise_key
+from paceline.sampling.noise import Purpose, exponential, key_bits, noise_bits, noise_key
 
 VOCABULARY = 50_001
 FROZEN = (
@@ -38,19 +38,6 @@ def test_keys_of_many_rows_are_the_keys_of_each():
     one_by_one = [noise_key(int(a), int(b), int(c), Purpose.RESIDUAL) for a, b, c in zip(seeds, samples, positions, strict=True)]
     assert keys.tolist() == one_by_one
     assert np.array_equal(key_bits(keys[:, None], 101)[2], noise_bits(2**63, 2, 100_000, Purpose.RESIDUAL, 101))
-
-
-@pytest.mark.parametrize("vocab_size", [1, 2, 101, 2 * _RUN_PAIRS - 1, 2 * _RUN_PAIRS, 2 * _RUN_PAIRS + 1, 150_001])
-def test_bits_made_run_by_run_are_the_bits_made_at_once(vocab_size):
-    key = noise_key(11, 1, 42, Purpose.TOKEN)
-    runs = [(first, bits.copy()) for first, bits in bits_by_run(key, vocab_size)]
-    at_once = noise_bits(11, 1, 42, Purpose.TOKEN, vocab_size)
-    assert np.array_equal(np.concatenate([bits for _, bits in runs]), at_once)
-    assert all(np.array_equal(at_once[first : first + len(bits)], bits) for first, bits in runs)
-    ids = np.array([0, vocab_size - 1])
-    ((first, some),) = bits_by_run(key, ids)
-    assert first == 0
-    assert np.array_equal(some, at_once[ids])
 
 
 def test_noise_is_finite_and_positive_for_every_bit_pattern():

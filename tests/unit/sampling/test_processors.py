@@ -184,19 +184,6 @@ def test_end_tokens_are_banned_until_the_output_and_path_are_long_enough():
     assert not np.isneginf(processor.process(row).scores).any()
 
 
-def test_a_wide_result_and_a_narrow_one_hold_the_same_probabilities():
-    row = np.zeros(VOCABULARY, np.float32)
-    row[:3] = 20.0
-    narrow = LogitsProcessor(SamplingParams(temperature=1.0, top_p=0.9), VOCABULARY, ()).process(row)
-    assert narrow.token_ids.tolist() == [0, 1, 2]
-    row[:20] = 20.0
-    wide = LogitsProcessor(SamplingParams(temperature=1.0, top_p=0.9), VOCABULARY, ()).process(row)
-    assert wide.token_ids is None
-    np.testing.assert_allclose(wide.probs()[:18], 1 / 18)
-    assert wide.probs()[18:].sum() == 0.0
-    assert np.isneginf(wide.log_probs()[18:]).all()
-
-
 @pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN"), (np.inf, "inf")])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)])
 def test_a_row_that_is_not_finite_is_the_checkpoints_fault(value, text, params):

@@ -18,7 +18,7 @@ from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray, ForwardOutput, in_parts
-from paceline.sampling.processors import Distribution
+from paceline.sampling.draw import Distribution
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -119,15 +119,14 @@ class AssistantDrafter(Drafter):
         if request.processor.only_scales:  # the others need not be looked at
             is_greedy = request.params.is_greedy
             scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
-            distribution = Distribution(scaled, ids, is_greedy)
-        else:
-            whole = np.full(self._vocab_size, -np.inf, np.float32)
-            whole[ids] = scores
-            try:
-                distribution = request.processor.process(whole, path)
-            except PacelineError:  # none of them is allowed here
-                return NOTHING
-        return self._guesses.of_distribution(request, path, distribution, draft.width, wants_draws=wants_draws)
+            candidates = Distribution(scaled, ids, is_greedy)
+            return self._guesses.of_candidates(request, path, candidates, draft.width, wants_draws=wants_draws)
+        whole = np.full(self._vocab_size, -np.inf, np.float32)
+        whole[ids] = scores
+        try:
+            return self._guesses.of_target_row(request, path, whole, draft.width, wants_draws=wants_draws)
+        except PacelineError:  # none of them is allowed here
+            return NOTHING
 
 
 def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:

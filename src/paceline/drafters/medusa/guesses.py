@@ -8,14 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.ranking import RankedRow
-from paceline.sampling.draw import draw
 from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.sampling.top_n import top_probs
 from paceline.speculation.request import Request
 
 NUM_RANKS = 10
@@ -121,23 +118,17 @@ class Guesses:
         request = self._request
         chain = [guesses.token_ids[0] for guesses in self.by_depth if guesses.token_ids]
         try:
-            distribution = request.processor.process(self._row_of(depth), chain)
+            edited = request.processor.edit(self._row_of(depth), chain)
         except PacelineError:
             return Candidates((), ())
-        position = len(request.token_ids) + depth
+        first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + depth)
         if self._num_ranks == 1:
-            return Candidates([draw(distribution, request.seed, request.sample_index, position)], [1.0])
-        scores, listed = distribution.scores, distribution.token_ids
-        best = best_scores(scores, self._num_ranks)
-        best = best[scores[best] > -np.inf]
-        ids = [int(token) for token in (best if listed is None else listed[best])]
-        probs = [1.0] * len(ids)
-        if self._wants_probs:
-            shares = np.exp(scores[best] - scores[best[0]]) / np.exp(scores - scores[best[0]]).sum()
-            probs = [float(share) for share in shares]
-        if distribution.greedy:
-            return Candidates(ids, probs)
-        return self._led_by(draw(distribution, request.seed, request.sample_index, position), ids, probs)
+            return Candidates([first], [1.0])
+        best, probs = top_probs(request.params, edited.scale(), self._num_ranks)
+        ids: list[int] = best.tolist()
+        if not self._wants_probs:
+            probs = [1.0] * len(ids)
+        return Candidates(ids, probs) if request.params.is_greedy else self._led_by(first, ids, probs)
 
 
 def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:

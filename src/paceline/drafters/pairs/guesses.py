@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.pairs.ranking import best_scores
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.ranking import RankedRow, Ranking
-from paceline.sampling.best_few import FEW, kept_of_few, redraw
-from paceline.sampling.draw import draw
-from paceline.sampling.processors import Distribution
+from paceline.sampling.draw import Distribution, draw
+from paceline.sampling.params import SamplingParams
 from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.sampling.top_n import TOP_N, draw_of_top, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import COUPLED_PROB
 
@@ -56,9 +55,9 @@ class Guesses:
         columns = self._num_known if self._target_ids is None else len(self._target_ids)
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
-    def ranking_of_few(self, width: int) -> Ranking:
-        """What `of_restricted` needs."""
-        return replace(self.ranking(width), count=max(FEW, width + 1))
+    def truncated_ranking(self, width: int) -> Ranking:
+        """What `of_truncated` needs."""
+        return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
     def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
         """As `behind`, for a request whose rows only the temperature changes."""
@@ -73,22 +72,22 @@ class Guesses:
         prob_of = {token: math.exp(score - log_sum) for token, score in zip(ids, scores, strict=True) if score > floor}
         return _shared_out(first, prob_of, width, is_greedy=is_greedy)
 
-    def of_restricted(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> Guessed | None:
-        """As `behind`, for a request whose rows top-k, top-p and min-p restrict; None where the best few do not tell what they leave.
+    def of_truncated(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> Guessed | None:
+        """As `behind`, for a request with top-k, top-p or min-p; None where the top tokens do not determine what these leave.
 
         Args:
-            row: drawn from with the noise of this place, and of `ranking_of_few`.
+            row: drawn from with the noise of this place, and of `truncated_ranking`.
         """
         log_sum, drawn, scores, ids = row
         probs = [math.exp(score - log_sum) for score in scores]
-        kept = kept_of_few(request.params, probs)
-        few = ids[: kept.count]
-        if drawn not in few:
-            if not kept.is_all:
+        support = support_of(request.params, probs)
+        top = ids[: support.count]
+        if drawn not in top:
+            if not support.is_all:
                 return None
             position = len(request.token_ids) + len(path)
-            drawn = redraw(few, scores[: kept.count], request.seed, request.sample_index, position)
-        prob_of = {token: prob / kept.share if kept.is_all else prob for token, prob in zip(few, probs, strict=False)}
+            drawn = draw_of_top(top, scores[: support.count], request.seed, request.sample_index, position)
+        prob_of = {token: prob / support.share if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
         if width == 1:
             return Guessed((drawn,), (min(1.0, prob_of[drawn]),))
         return _shared_out(drawn, prob_of, width, is_greedy=False)
@@ -104,38 +103,29 @@ class Guesses:
             wants_draws: draw from the row's distribution with separate noise (a single guess only).
         """
         try:
-            distribution = request.processor.process(self._as_target_row(row), path)
+            return self.of_target_row(request, path, self._as_target_row(row), width, wants_draws=wants_draws)
         except PacelineError:  # no token the head knows is allowed here, or its row is invalid
             return NOTHING
-        return self.of_distribution(request, path, distribution, width, wants_draws=wants_draws)
 
-    def of_distribution(
-        self, request: Request, path: Sequence[int], distribution: Distribution, width: int, *, wants_draws: bool
-    ) -> Guessed:
-        """As `behind`, of a row that was processed."""
-        position = len(request.token_ids) + len(path)
-        if wants_draws and width == 1 and not distribution.greedy:
-            probs = TokenProbs.of(distribution)
-            return Guessed(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
-        first = draw(distribution, request.seed, request.sample_index, position)
-        if width > 1:
-            return self._ranked(distribution, first, width)
-        best = float(distribution.scores.max())
-        share = 1.0 / float(np.exp(distribution.scores - best).sum())
-        place = first if distribution.token_ids is None else int(distribution.token_ids.searchsorted(first))
-        is_best = distribution.greedy or float(distribution.scores[place]) == best
-        return Guessed((first,), (share if is_best else _less_likely(share),))
+    def of_target_row(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
+        """As `behind`, of a row [V] over the target's ids.
 
-    def _ranked(self, distribution: Distribution, first: int, width: int) -> Guessed:
-        scores, ids = distribution.scores, distribution.token_ids
-        if ids is None and self._target_ids is not None:  # the others are -inf
-            scores, ids = scores[self._target_ids], self._target_ids
-        best = best_scores(scores, width + 1)
-        peak = scores[best[0]]
-        best = best[scores[best] > peak - _REACH]
-        shares = np.exp(scores[best] - peak) / np.exp(scores - peak).sum()
-        prob_of = {int(token): float(share) for token, share in zip(best if ids is None else ids[best], shares, strict=True)}
-        return _shared_out(first, prob_of, width, is_greedy=distribution.greedy)
+        Raises:
+            PacelineError: as `LogitsProcessor.edit`.
+        """
+        edited = request.processor.edit(row, path)
+        if wants_draws and width == 1 and not request.params.is_greedy:
+            return _drawn(request, path, edited.distribution())
+        first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
+        scores, ids = edited.scale(), self._target_ids
+        return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
+
+    def of_candidates(self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, wants_draws: bool) -> Guessed:
+        """As `behind`, where all other ids are impossible and only the temperature changes rows."""
+        if wants_draws and width == 1 and not candidates.greedy:
+            return _drawn(request, path, candidates)
+        first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
+        return _most_probable(request.params, candidates.scores, candidates.token_ids, first, width)
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         if self._target_ids is not None:
@@ -146,6 +136,29 @@ class Guesses:
             return row[:known]
         self._row[:known] = row[:known]
         return self._row
+
+
+def _drawn(request: Request, path: Sequence[int], distribution: Distribution) -> Guessed:
+    """One token, drawn with separate noise."""
+    probs = TokenProbs.of(distribution)
+    return Guessed(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
+
+
+def _most_probable(params: SamplingParams, scores: FloatArray, ids: NDArray[np.int64] | None, first: int, width: int) -> Guessed:
+    """`first` and the most probable others.
+
+    Args:
+        scores: [M] before truncation.
+        ids: [M] of the scores; None = their positions.
+    """
+    best, probs = top_probs(params, scores, width + 1 if width > 1 else 1)
+    tokens: list[int] = (best if ids is None else ids[best]).tolist()
+    if width == 1:
+        place = first if ids is None else int(ids.searchsorted(first))
+        return Guessed((first,), (probs[0] if scores[place] == scores[best[0]] else _less_likely(probs[0]),))
+    floor = scores[best[0]] - _REACH
+    prob_of = {token: prob for token, prob, score in zip(tokens, probs, scores[best], strict=True) if score > floor}
+    return _shared_out(first, prob_of, width, is_greedy=params.is_greedy)
 
 
 def _less_likely(best: float) -> float:

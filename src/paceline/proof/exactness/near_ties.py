@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from paceline.engine.batch import RequestMaker
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
-from paceline.sampling.draw import draw
-from paceline.sampling.noise import Purpose, exponential, noise_bits
+from paceline.sampling.draw import draw, gumbel_scores
+from paceline.sampling.noise import Purpose, noise_bits
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
@@ -84,9 +84,9 @@ def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise
         return Decision(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
     bound /= params.temperature
     maybe, surely = kept_sets(scores, params, bound)
-    races = scores - np.log(exponential(noise_bits(params.seed or 0, 0, len(place.text), Purpose.TOKEN, len(scores))))
-    best = float(races[surely].max()) if surely.any() else -math.inf
-    return Decision(max(0.0, best - float(races[token])), bound, bool(maybe[token]))
+    values = gumbel_scores(scores, noise_bits(params.seed or 0, 0, len(place.text), Purpose.TOKEN, len(scores)))
+    best = float(values[surely].max()) if surely.any() else -math.inf
+    return Decision(max(0.0, best - float(values[token])), bound, bool(maybe[token]))
 
 
 def kept_sets(scores: ScoreArray, params: SamplingParams, bound: float) -> tuple[BoolArray, BoolArray]:

@@ -7,7 +7,7 @@ from zlib import crc32
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.sampling.walker import Walked
+from paceline.sampling.path_sampler import SampledPath
 from paceline.speculation.request import Request
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.tree import DraftTree
@@ -50,7 +50,7 @@ class WatchedSpeculator(Speculator):
 
     watches: dict[Request, RowWatch]
 
-    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: Walked | None = None) -> VerifyResult:
+    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: SampledPath | None = None) -> VerifyResult:
         result = super().verify(tree, logits, request, walked)
         watch = self.watches.get(request)
         if watch is not None:

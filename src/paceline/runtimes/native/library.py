@@ -2,12 +2,12 @@
 
 import ctypes
 import platform
-from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
 from paceline.errors import BackendUnavailableError
-from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord, WalkOptions
+from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
 from paceline.runtimes.processor import processor_flags
 
 # What a processor must have for each of the levels, best first.
@@ -26,8 +26,8 @@ _LEVELS = {
 LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
 
-PEAK_COLUMNS = 192
-"""Logits of a row of which the largest is kept, as in kernels/peaks.h."""
+BLOCK_COLUMNS = 192
+"""Logits of a row of which the largest is kept, as in kernels/block_max.h."""
 
 
 @cache
@@ -79,10 +79,8 @@ def open_kernels(path: Path) -> ctypes.CDLL:
     library.paceline_page_sums.restype = None
     library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
     library.paceline_ranking_floats.restype = c_int32
-    library.paceline_walk.argtypes = [c_void_p, c_int64, POINTER(WalkOptions), c_void_p, c_int32, c_uint64, c_void_p, c_void_p]
-    library.paceline_walk.restype = c_int32
-    library.paceline_walk_each.argtypes = [c_void_p, c_int32, c_int32, c_void_p, c_int64]
-    library.paceline_walk_each.restype = None
+    library.paceline_sample_paths.argtypes = [c_void_p, c_int32, c_int32, c_void_p, c_int64]
+    library.paceline_sample_paths.restype = None
     return library
 
 

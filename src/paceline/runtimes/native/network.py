@@ -37,7 +37,7 @@ from paceline.runtimes.base import (
     Wanted,
     no_room_for_mixture,
 )
-from paceline.runtimes.decoder import HIDDEN_STATES, LAYER_ROWS, LOGITS, PEAKS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LAYER_ROWS, LOGITS, TOKEN_IDS, Compose, ranked
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.execution import Execution
@@ -299,8 +299,10 @@ class NativeNetwork(Network):
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
         results = dict(ranked(self.compose, ranking)(blocks))
-        if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results and (own := blocks.keep_peaks(results[LOGITS])) is not None:
-            results[PEAKS] = own
+        if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
+            block_max = blocks.keep_block_max(results[LOGITS])
+            if block_max is not None:
+                results[BLOCK_MAX] = block_max
         buffers, widths = share_memory(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths, blocks.sites)
         return _Program(

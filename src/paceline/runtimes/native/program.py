@@ -22,7 +22,7 @@ from paceline.models.layers import (
 from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
-from paceline.runtimes.native.library import LANES, PEAK_COLUMNS, kernels
+from paceline.runtimes.native.library import BLOCK_COLUMNS, LANES, kernels
 from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS, TABLE_KINDS
 from paceline.runtimes.native.records import (
     GRID,
@@ -147,17 +147,17 @@ class NativeBlocks:
             if self._takes_adapters:
                 site = len(self.sites)
                 self.sites.append(tuple(own for _, own in pairs))
-            operation = LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, peaks=-1, matrices=array)
+            operation = LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, block_max=-1, matrices=array)
             self._record(operation, outs[0])
         return tuple(outs)
 
-    def keep_peaks(self, logits: Value) -> Value | None:
-        """The largest of each PEAK_COLUMNS logits of a row, [R, ceil(V / PEAK_COLUMNS)]; None where no single product made the logits."""
+    def keep_block_max(self, logits: Value) -> Value | None:
+        """The largest of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None where no single product made the logits."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
-                peaks = self.value(-(-logits.width // PEAK_COLUMNS), logits.rows)
-                operation.peaks = peaks.index
-                return peaks
+                block_max = self.value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
+                operation.block_max = block_max.index
+                return block_max
         return None
 
     def rms_norm(self, x: Value, name: str) -> Value:

@@ -115,12 +115,12 @@ class Operation(Structure):
 class LinearOperation(Operation):
     """Products with matrices of the same columns, whose rows are packed alike; `site`: which of those that adapters add to, -1 = none.
 
-    `peaks`: gets the largest of each PEAK_COLUMNS results of a row, where there is one matrix; -1 = nothing does.
+    `block_max`: gets the largest of each BLOCK_COLUMNS results of a row, where there is one matrix; -1 = nothing does.
     """
 
-    CODE, INPUTS, OUTS = Code.LINEAR, ("x",), ("out", "peaks")
+    CODE, INPUTS, OUTS = Code.LINEAR, ("x",), ("out", "block_max")
     _fields_ = (
-        ("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("peaks", c_int32),
+        ("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("block_max", c_int32),
         ("matrices", POINTER(Matrix)),
     )  # fmt: skip
 
@@ -314,21 +314,21 @@ class Draw(Structure):
     _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
 
 
-class WalkOptions(Structure):
-    """How the tokens of a request are drawn; temperature 0 is greedy."""
+class SampleOptions(Structure):
+    """The sampling parameters of a request; temperature 0 is greedy."""
 
     _fields_ = (
-        ("seed", c_uint64), ("sample_index", c_uint64), ("top_p", c_double), ("min_p", c_double), ("temperature", c_float),
-        ("top_k", c_int32), ("columns", c_int32), ("unused", c_int32),
+        ("top_p", c_double), ("min_p", c_double), ("temperature", c_float), ("top_k", c_int32), ("columns", c_int32), ("unused", c_int32),
     )  # fmt: skip
 
 
-class WalkRecord(Structure):
-    """A walk of several, see kernels/native.h."""
+class SamplePath(Structure):
+    """A path to sample, see kernels/native.h."""
 
     _fields_ = (
-        ("logits", c_void_p), ("peaks", c_void_p), ("stride", c_int64), ("peaks_stride", c_int64), ("options", c_void_p),
-        ("tree", c_void_p), ("position", c_uint64), ("found", c_void_p), ("num_nodes", c_int32), ("result", c_int32),
+        ("logits", c_void_p), ("block_max", c_void_p), ("stride", c_int64), ("block_max_stride", c_int64), ("options", c_void_p),
+        ("tree", c_void_p), ("seed", c_uint64), ("sample_index", c_uint64), ("position", c_uint64), ("found", c_void_p),
+        ("num_nodes", c_int32), ("num_tokens", c_int32),
     )  # fmt: skip
 
 
@@ -384,14 +384,14 @@ class Program(Structure):
     )  # fmt: skip
 
 
-VERSION = 17
+VERSION = 18
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
-    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, WalkOptions, WalkRecord, Step, Save, StateRange, Pass, Program,
+    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, SampleOptions, SamplePath, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
 """What `paceline_layout` of the kernels answers for 0, 1, …"""

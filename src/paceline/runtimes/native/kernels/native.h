@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 17 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 18 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
 
 /* Rows that share one decoding of a weight: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -98,7 +98,7 @@ typedef struct {
     Operation head;
     int32_t x, num_matrices, packing;
     int32_t site;           /* which of those that adapters add to it is, counted from 0; -1 = none */
-    int32_t peaks;          /* of its one matrix: the largest of each PEAK_COLUMNS results of a row, NaN if one is; -1 = are not kept */
+    int32_t block_max;      /* of its one matrix: the largest of each BLOCK_COLUMNS results of a row, NaN if one is; -1 = are not kept */
     const Matrix *matrices; /* [num_matrices] of the same columns */
 } LinearOperation;
 
@@ -260,22 +260,21 @@ typedef struct {
 
 /* How the tokens of a request are drawn, which temperature 0 takes for greedy. Rows have so many columns that count. */
 typedef struct {
-    uint64_t seed, sample_index;
     double top_p, min_p;
     float temperature;
     int32_t top_k, columns, unused;
-} WalkOptions;
+} SampleOptions;
 
-/* A walk of several: the arguments of paceline_walk, and what it returned. */
+/* A path to sample: see paceline_sample_paths. */
 typedef struct {
-    const float *logits, *peaks; /* peaks: of the logits, as LinearOperation keeps them; NULL = they are not known */
-    int64_t stride, peaks_stride;
-    const WalkOptions *options;
-    const int32_t *tree; /* not read where there is one node */
-    uint64_t position;
-    int32_t *found;
-    int32_t num_nodes, result;
-} WalkRecord;
+    const float *logits, *block_max; /* block_max: of the logits, as LinearOperation keeps them; NULL = unknown */
+    int64_t stride, block_max_stride;
+    const SampleOptions *options;
+    const int32_t *tree; /* [2, num_nodes]: tokens, then parents; not read where there is one node */
+    uint64_t seed, sample_index, position;
+    int32_t *found; /* [2, num_nodes]: gets tokens, then the nodes that hold them */
+    int32_t num_nodes, num_tokens;
+} SamplePath;
 
 /* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
  * Cached slots before first_slot are not seen. */

@@ -1,6 +1,6 @@
 /* Runs a network: a list of operations over buffers of rows, one after another, each shared out among the threads in pieces. */
 #include "native.h"
-#include "peaks.h"
+#include "block_max.h"
 #include "threads.h"
 #include "work.h"
 
@@ -69,7 +69,7 @@ static void run_linear(const Work *work, const Operation *operation) {
     const LinearOperation *own = (const LinearOperation *)operation;
     const float *x = buffer(work, own->x);
     const int packing = own->packing, rows = work->rows, has_adapters = has_low_rank(work->pass, own);
-    const int step = own->peaks < 0 ? outputs_a_piece(packing, rows) : PEAK_COLUMNS;
+    const int step = own->block_max < 0 ? outputs_a_piece(packing, rows) : BLOCK_COLUMNS;
     if (rows > 1 || has_adapters) {
         prepare_linear(work, own, x, has_adapters);
         barrier();
@@ -83,7 +83,7 @@ static void run_linear(const Work *work, const Operation *operation) {
         if (has_adapters) prefetch_low_rank(work, own, share.run, begin, end);
         multiply(matrix, begin, end, packing, x, buffer(work, matrix->out), rows);
         if (has_adapters) add_low_rank(work, own, share.run, begin, end);
-        if (own->peaks >= 0) note_peaks(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, own->peaks));
+        if (own->block_max >= 0) keep_block_max(buffer(work, matrix->out), matrix->outputs, rows, begin, buffer(work, own->block_max));
     }
 }
 
@@ -371,7 +371,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(WalkOptions), sizeof(WalkRecord), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
+        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(Draw), sizeof(SampleOptions), sizeof(SamplePath), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass),
         sizeof(Program),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

@@ -3,6 +3,7 @@
  * A row is looked at in pieces of fixed size, each of which leaves a Piece; `join_pieces` makes the record of them. So nothing depends on
  * the number of threads, and every sum has one order. */
 #include "native.h"
+#include "noise.h"
 #include "vectors.h"
 
 #include <math.h>
@@ -10,11 +11,9 @@
 #define STRIDE 256 /* columns whose largest score is remembered */
 #define INT_MOST 0x7fffffff
 
-typedef uint64_t wides __attribute__((vector_size(64)));
-
 typedef struct {
     float peak, sum; /* sum of exp(score - peak) */
-    double race;     /* the largest score - log E; -inf where nothing was drawn */
+    double gumbel_score; /* the largest score - log E; -inf where nothing was drawn */
     int32_t drawn, num_best;
 } Piece;
 
@@ -42,74 +41,28 @@ static int take_first(float *scores, float wanted, float *most_left) {
     return found;
 }
 
-/* SplitMix64's finaliser, as sampling/noise.py has it. */
-INLINE wides mix(wides state) {
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
-    return state ^ (state >> 31);
-}
-
 /* 32 random bits for each of 16 ids: of those from `column` on, an even number, or of `ids`. */
 INLINE words noise(uint64_t key, const int32_t *ids, int column) {
-    const uint64_t gamma = 0x9E3779B97F4A7C15u;
+    if (!ids) return noise_of_state(noise_state(key, column));
     words bits;
-    if (!ids) { /* one mixture serves an even id, its low half, and the odd id behind it */
-        const wides halves = (wides){0, 1, 2, 3, 4, 5, 6, 7} + (uint64_t)(column / 2);
-        const wides mixed = mix(halves * gamma + key);
-        memcpy(&bits, &mixed, sizeof bits);
-        return bits;
-    }
     for (int half = 0; half < LANES; half += 8) {
         wides id;
         for (int lane = 0; lane < 8; lane++) id[lane] = (uint64_t)(uint32_t)ids[column + half + lane];
-        const wides mixed = mix((id >> 1) * gamma + key) >> ((id & 1) << 5);
+        const wides mixed = mix_8((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
         for (int lane = 0; lane < 8; lane++) bits[half + lane] = (uint32_t)mixed[lane];
     }
     return bits;
 }
 
-/* E = -log1p(-w) of 32 bits, w = (bits + 1/2) / 2^32. */
-static double exponential_of(uint32_t bits) { return -log1p(-(((double)bits + 0.5) * 0x1p-32)); }
-
-/* The largest score - log E among columns [0, count), the first on ties. E is at least w, and cheap w / weight bounds what a column can reach:
- * only columns whose w / weight is within the bound of the least one are computed in full. */
-static void race(const float *scores, const float *weights, const int32_t *ids, uint64_t key, int begin, int count, Piece *piece) {
-    float ratios[PIECE_COLUMNS];
-    uint32_t bits[PIECE_COLUMNS];
-    floats least = broadcast(INFINITY);
-    for (int column = 0; column < count; column += LANES) {
-        const words drawn = noise(key, ids, begin + column);
-        const floats ratio = (__builtin_convertvector(drawn, floats) + broadcast(0.5f)) / load(weights + column);
-        memcpy(bits + column, &drawn, sizeof drawn);
-        store(ratios + column, ratio);
-        least = __builtin_elementwise_min(least, ratio);
-    }
-    const float smallest = -lane_most(-least);
-    if (!(smallest < INFINITY)) return;
-    float limit = -1.0f;
-    for (int column = 0; column < count && limit < 0.0f; column++)
-        if (ratios[column] == smallest) limit = (float)(exponential_of(bits[column]) * 0x1p32 * 1.001) / weights[column];
-    for (int column = 0; column < count; column += LANES) {
-        if (!__builtin_reduce_or(load(ratios + column) <= broadcast(limit))) continue;
-        for (int lane = column; lane < column + LANES && lane < count; lane++) {
-            if (!(ratios[lane] <= limit)) continue;
-            const double value = (double)scores[lane] - log(exponential_of(bits[lane]));
-            if (!(value > piece->race)) continue;
-            piece->race = value;
-            piece->drawn = begin + lane;
-        }
-    }
-}
-
 /* The `wanted` largest of the scores, largest first, the first one on ties; none at -inf. `scores` is changed. */
-static int best_few(float *scores, float *peaks, int strides, int begin, int wanted, float *values, int32_t *columns) {
+static int top_n(float *scores, float *stride_max, int strides, int begin, int wanted, float *values, int32_t *columns) {
     for (int rank = 0; rank < wanted; rank++) {
         int stride = 0;
         for (int other = 1; other < strides; other++)
-            if (peaks[other] > peaks[stride]) stride = other;
-        if (!(peaks[stride] > -INFINITY)) return rank;
-        values[rank] = peaks[stride];
-        const int place = take_first(scores + stride * STRIDE, peaks[stride], peaks + stride);
+            if (stride_max[other] > stride_max[stride]) stride = other;
+        if (!(stride_max[stride] > -INFINITY)) return rank;
+        values[rank] = stride_max[stride];
+        const int place = take_first(scores + stride * STRIDE, stride_max[stride], stride_max + stride);
         columns[rank] = begin + stride * STRIDE + place;
     }
     return wanted;
@@ -123,7 +76,7 @@ static float *piece_at(float *out, int wanted, int piece) { return out + floats_
 
 /* A part of a row: what `join_pieces` needs of columns [PIECE_COLUMNS * number, ...). */
 void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out) {
-    float scores[PIECE_COLUMNS], weights[PIECE_COLUMNS], peaks[PIECE_COLUMNS / STRIDE];
+    float scores[PIECE_COLUMNS], stride_max[PIECE_COLUMNS / STRIDE];
     const int begin = number * PIECE_COLUMNS;
     const int count = ranking->columns - begin < PIECE_COLUMNS ? ranking->columns - begin : PIECE_COLUMNS;
     const int strides = (count + STRIDE - 1) / STRIDE, draws = draw && draw->temperature > 0.0f;
@@ -136,20 +89,23 @@ void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row
         floats most = broadcast(-INFINITY);
         for (int column = stride * STRIDE; column < (stride + 1) * STRIDE; column += LANES)
             most = __builtin_elementwise_max(most, load(scores + column));
-        peaks[stride] = lane_most(most);
-        piece.peak = peaks[stride] > piece.peak ? peaks[stride] : piece.peak;
+        stride_max[stride] = lane_most(most);
+        piece.peak = stride_max[stride] > piece.peak ? stride_max[stride] : piece.peak;
     }
     const floats shift = broadcast(piece.peak > -INFINITY ? piece.peak : 0.0f);
     floats sum = broadcast(0.0f);
+    Candidates candidates = {-INFINITY, -INFINITY, INFINITY, -1};
     for (int column = 0; column < strides * STRIDE; column += LANES) {
-        const floats weight = exponential(load(scores + column) - shift);
-        store(weights + column, weight);
+        const floats score = load(scores + column), weight = exponential(score - shift);
         sum += weight;
+        if (draws && column < count)
+            compare_16(&candidates, score, weight, noise(draw->key, ranking->target_ids, begin + column), lane_numbers >= 0, begin + column);
     }
     piece.sum = lane_sum(sum);
-    if (draws) race(scores, weights, ranking->target_ids, draw->key, begin, count, &piece);
+    piece.gumbel_score = candidates.best;
+    piece.drawn = candidates.winner;
     float *at = piece_at(out, ranking->count, number), *values = at + sizeof(Piece) / sizeof(float);
-    piece.num_best = best_few(scores, peaks, strides, begin, ranking->count, values, (int32_t *)(values + ranking->count));
+    piece.num_best = top_n(scores, stride_max, strides, begin, ranking->count, values, (int32_t *)(values + ranking->count));
     memcpy(at, &piece, sizeof piece);
 }
 
@@ -182,8 +138,8 @@ void join_pieces(const RankOperation *ranking, float *out) {
         peak = piece.peak > peak ? piece.peak : peak;
         for (int rank = 0; rank < piece.num_best; rank++)
             kept = insert(others[rank], ((const int32_t *)(others + wanted))[rank], values, columns, kept, wanted);
-        if (piece.race > furthest) {
-            furthest = piece.race;
+        if (piece.gumbel_score > furthest) {
+            furthest = piece.gumbel_score;
             drawn = piece.drawn;
         }
     }

@@ -1,4 +1,4 @@
-#include "peaks.h"
+#include "block_max.h"
 
 #include "vectors.h"
 
@@ -8,7 +8,7 @@ INLINE floats larger_of(floats a, floats b) { return __builtin_elementwise_max(a
 INLINE words size_of(floats x) { return (words)x & 0x7FFFFFFFu; } /* as a number it grows with |x|; that of NaN is the largest */
 
 /* The largest of `count` numbers; NaN if there is one. */
-float peak_of(const float *x, int count) {
+float max_of(const float *x, int count) {
     floats most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
     words sizes[4] = {{0}, {0}, {0}, {0}};
     int at = 0;
@@ -33,14 +33,14 @@ float peak_of(const float *x, int count) {
     return __builtin_reduce_max(larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3])));
 }
 
-/* peak_of each `size` of `count` numbers; the last block may be shorter. */
-void find_peaks(const float *x, int count, int size, float *peaks) {
-    for (int begin = 0; begin < count; begin += size) *peaks++ = peak_of(x + begin, begin + size < count ? size : count - begin);
+/* max_of each `size` of `count` numbers; the last block may be shorter. */
+void find_block_max(const float *x, int count, int size, float *block_max) {
+    for (int begin = 0; begin < count; begin += size) *block_max++ = max_of(x + begin, begin + size < count ? size : count - begin);
 }
 
-/* The peaks of one block of PEAK_COLUMNS, from column `begin` on, in each of `rows` rows of `width` numbers. */
-void note_peaks(const float *x, int width, int rows, int begin, float *peaks) {
-    const int count = width - begin < PEAK_COLUMNS ? width - begin : PEAK_COLUMNS, blocks = (width + PEAK_COLUMNS - 1) / PEAK_COLUMNS;
+/* max_of one block of BLOCK_COLUMNS, from column `begin` on, in each of `rows` rows of `width` numbers. */
+void keep_block_max(const float *x, int width, int rows, int begin, float *block_max) {
+    const int count = width - begin < BLOCK_COLUMNS ? width - begin : BLOCK_COLUMNS, blocks = (width + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     for (int row = 0; row < rows; row++)
-        peaks[(size_t)row * (size_t)blocks + (size_t)(begin / PEAK_COLUMNS)] = peak_of(x + (size_t)row * (size_t)width + (size_t)begin, count);
+        block_max[(size_t)row * (size_t)blocks + (size_t)(begin / BLOCK_COLUMNS)] = max_of(x + (size_t)row * (size_t)width + (size_t)begin, count);
 }

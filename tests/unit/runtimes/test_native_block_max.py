@@ -1,4 +1,4 @@
-"""The largest of blocks of logits: kept by the product that makes them, read by walks, and never believed of other rows."""
+"""The largest logit of each block: kept by the product that makes the logits, read by the path sampler, never used for other rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,28 +16,28 @@ from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
 from paceline.runtimes.base import FloatArray, ForwardOutput, RowRange, assemble
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.native import walks as walks_module
+from paceline.runtimes.native import path_sampler as path_sampler_module
 from paceline.runtimes.native.adapters import NativeAdapter
-from paceline.runtimes.native.library import PEAK_COLUMNS, kernels_path
+from paceline.runtimes.native.library import BLOCK_COLUMNS, kernels_path
 from paceline.runtimes.native.network import NativeNetwork
-from paceline.runtimes.native.walks import CompiledWalks
+from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
+from paceline.sampling.path_sampler import LogitsView, PathRequest, SampledPath
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.walker import DrawnRows
 from paceline.speculation import verify as verify_module
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from unit.runtimes.test_native_walks import EDITS, SAMPLING, SHAPES, rows_of
+from unit.runtimes.test_native_path_sampler import EDITS, SAMPLING, SHAPES, rows_of, sampler_of
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
 COLUMNS = 96
 
 
-def peaks_of(logits: FloatArray) -> FloatArray:
+def block_max_of(logits: FloatArray) -> FloatArray:
     """As their definition says: NaN where one is."""
-    return np.stack([logits[:, begin : begin + PEAK_COLUMNS].max(1) for begin in range(0, logits.shape[1], PEAK_COLUMNS)], 1)
+    return np.stack([logits[:, begin : begin + BLOCK_COLUMNS].max(1) for begin in range(0, logits.shape[1], BLOCK_COLUMNS)], 1)
 
 
 def head(form: str, outputs: int, **options: Any) -> Network:
@@ -48,7 +48,7 @@ def head(form: str, outputs: int, **options: Any) -> Network:
 
     def build(blocks: Any, inputs: Any) -> Any:
         logits = blocks.lm_head(inputs[0], "lm_head")
-        return [logits, blocks.keep_peaks(logits)]
+        return [logits, blocks.keep_block_max(logits)]
 
     return Network([COLUMNS], build, tensors=tensors, in_panels=form != "f32", **options)
 
@@ -60,12 +60,12 @@ def test_a_product_keeps_the_largest_of_each_block_of_its_logits(form: str, outp
     network, random = head(form, outputs, num_threads=3, level=level), np.random.default_rng(seed)
     for num_rows in (1, 2, 5, 17):
         x = random.standard_normal((num_rows, COLUMNS)).astype(np.float32)
-        logits, peaks = network(x)
-        assert np.array_equal(peaks, peaks_of(logits)), num_rows
+        logits, block_max = network(x)
+        assert np.array_equal(block_max, block_max_of(logits)), num_rows
         x[-1] = np.nan
-        logits, peaks = network(x)
-        assert np.isnan(peaks[-1]).all()
-        assert np.array_equal(peaks, peaks_of(logits), equal_nan=True), num_rows
+        logits, block_max = network(x)
+        assert np.isnan(block_max[-1]).all()
+        assert np.array_equal(block_max, block_max_of(logits), equal_nan=True), num_rows
 
 
 def test_they_are_those_of_logits_with_what_adapters_add(seed: int) -> None:
@@ -74,9 +74,9 @@ def test_they_are_those_of_logits_with_what_adapters_add(seed: int) -> None:
     adapters = {1: NativeAdapter(PlacedAdapter({LM_HEAD: low}, {}, {}))}
     network, x = head("f32", 1000, adapters=adapters), random.standard_normal((2, COLUMNS)).astype(np.float32)
     table = np.arange(4, dtype=np.int32)
-    logits, peaks = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter=1)]))
+    logits, block_max = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter=1)]))
     assert not np.array_equal(logits[1], network(x)[0][1])
-    assert np.array_equal(peaks, peaks_of(logits))
+    assert np.array_equal(block_max, block_max_of(logits))
 
 
 def passed(**fields: Any) -> ForwardOutput:
@@ -87,28 +87,27 @@ def passed(**fields: Any) -> ForwardOutput:
     cache = network.new_cache(2)
     plans = [cache.reserve(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
     output = network.forward(*assemble(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))
-    for part in output.by_plan(plans, [range(3), [1]]):
-        assert part.peaks is None or np.array_equal(part.peaks, peaks_of(part.logits))
+    assert output.block_max is None or np.array_equal(output.block_max, block_max_of(output.logits))
     return output
 
 
 def test_a_pass_knows_where_its_rows_lie() -> None:
     output = passed()
-    assert output.peaks is not None
-    assert (output.logits_at, output.peaks_at) == (output.logits.ctypes.data, output.peaks.ctypes.data)
-    assert passed(logit_soft_cap=5.0).peaks_at == 0
+    assert output.block_max is not None
+    assert (output.logits_at, output.block_max_at) == (output.logits.ctypes.data, output.block_max.ctypes.data)
+    assert passed(logit_soft_cap=5.0).block_max_at == 0
     assert ForwardOutput({**output.results}).logits_at == 0
 
 
 def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:
-    assert passed().peaks is not None
-    assert passed(logit_soft_cap=5.0).peaks is None
+    assert passed().block_max is not None
+    assert passed(logit_soft_cap=5.0).block_max is None
 
 
-def walked(logits: FloatArray, peaks: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> Any:
-    walks = CompiledWalks(logits.shape[1])
-    walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    return walks.walk_each([(walker, tree.token_ids, tree.parents, index, 0, 7, 0)], DrawnRows(logits, peaks))[0]
+def sample(logits: FloatArray, block_max: FloatArray | None, params: SamplingParams, tree: DraftTree, index: int) -> SampledPath | None:
+    sampler = sampler_of(CompiledBatchPathSampler(logits.shape[1]), params)
+    request = PathRequest(sampler, tree.token_ids, tree.parents, index, 0, 7)
+    return sampler.batch.sample([request], LogitsView(logits, block_max))[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -122,11 +121,11 @@ def test_with_them_tokens_are_those_of_the_definition(shape: str, pytestconfig: 
             params = SamplingParams(**given)
             processor = LogitsProcessor(params, vocab, [])
             for index, row in enumerate(wide):
-                tokens, nodes, is_whole = walked(row[None, :vocab], peaks_of(wide[index, None]), params, DraftTree.root_only(3), index)
-                assert walked(row[None, :vocab], None, params, DraftTree.root_only(3), index) == (tokens, nodes, is_whole)
-                if is_whole:
+                path = sample(row[None, :vocab], block_max_of(wide[index, None]), params, DraftTree.root_only(3), index)
+                assert sample(row[None, :vocab], None, params, DraftTree.root_only(3), index) == path
+                if path is not None:
                     decided += 1
-                    assert tokens == [draw(processor.process(row[:vocab]), index, 0, 7)], (vocab, given)
+                    assert path == ([draw(processor.process(row[:vocab]), index, 0, 7)], []), (vocab, given)
     assert decided > 20 * count
 
 
@@ -136,10 +135,10 @@ def test_every_instruction_set_draws_the_same_tokens(level: str, monkeypatch: py
     each = [(row[None], SamplingParams(**given), index) for index, row in enumerate(rows) for given in SAMPLING]
 
     def drawn() -> list[Any]:
-        return [walked(row, peaks_of(row), params, DraftTree.root_only(3), index) for row, params, index in each]
+        return [sample(row, block_max_of(row), params, DraftTree.root_only(3), index) for row, params, index in each]
 
     expected = drawn()
-    monkeypatch.setattr(walks_module, "kernels", lambda: open_kernels(level))
+    monkeypatch.setattr(path_sampler_module, "kernels", lambda: open_kernels(level))
     assert drawn() == expected
 
 
@@ -148,9 +147,9 @@ def test_a_row_of_a_tree_has_its_own() -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
         right = [draw(LogitsProcessor(params, 5_000, []).process(row), 1, 0, 7 + depth) for depth, row in enumerate(logits)]
         tree = DraftTree.chain(3, right[:2], "one")
-        assert walked(logits, peaks_of(logits), params, tree, 1) == (right, [1, 2], True)
-        wide = np.repeat(peaks_of(logits), 2, 0)
-        assert walked(logits, wide[::2], params, tree, 1) == (right, [1, 2], True)
+        assert sample(logits, block_max_of(logits), params, tree, 1) == (right, [1, 2])
+        wide = np.repeat(block_max_of(logits), 2, 0)
+        assert sample(logits, wide[::2], params, tree, 1) == (right, [1, 2])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -158,31 +157,31 @@ def test_a_damaged_row_is_left_to_what_says_so(value: float) -> None:
     logits = rows_of("steep", 1, 5_000, 2)
     logits[0, 4_000] = value
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
-        assert walked(logits, peaks_of(logits), params, DraftTree.root_only(3), 1) == ([], [], False)
+        assert sample(logits, block_max_of(logits), params, DraftTree.root_only(3), 1) is None
 
 
 def test_they_decide_which_blocks_are_read() -> None:
     logits, params = rows_of("steep", 1, 5_000, 2), SamplingParams(temperature=0.0)
-    peaks, best = peaks_of(logits), int(logits[0].argmax())
-    other = 0 if best >= PEAK_COLUMNS else 5 * PEAK_COLUMNS
-    logits[0, other + 3] = 1e6  # of which the peaks know nothing
-    assert walked(logits, peaks, params, DraftTree.root_only(3), 1) == ([best], [], True)
+    block_max, best = block_max_of(logits), int(logits[0].argmax())
+    other = 0 if best >= BLOCK_COLUMNS else 5 * BLOCK_COLUMNS
+    logits[0, other + 3] = 1e6  # of which the block_max know nothing
+    assert sample(logits, block_max, params, DraftTree.root_only(3), 1) == ([best], [])
     logits[0, best] -= 1.0  # the row is another one, which is seen
-    assert walked(logits, peaks, params, DraftTree.root_only(3), 1) == ([], [], False)
+    assert sample(logits, block_max, params, DraftTree.root_only(3), 1) is None
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
 @pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
 def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: dict[str, Any]) -> None:
     vocab, params = 3_000, SamplingParams(**given, **edit)
-    walker = CompiledWalks(vocab).walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    sampler = sampler_of(CompiledBatchPathSampler(vocab), params)
     for index, row in enumerate(rows_of("steep", 8, vocab, 3)):
         row[:12] += 9.0  # those that are edited
-        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], walker=walker)
+        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], path_sampler=sampler)
         processor.commit_all([4, 5, 1])
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
-        [together] = verify_module.walk_together([(tree, 0, request)], DrawnRows(row[None], peaks_of(row[None])))
+        [together] = verify_module.walk_together([(tree, 0, request)], LogitsView(row[None], block_max_of(row[None])))
         assert together is None
         [token] = verify_module.verify(tree, row[None], request, together).token_ids
         assert token == draw(processor.process(row), index, 0, len(request.token_ids))

@@ -1,4 +1,4 @@
-"""Walks drawn by the kernels give the tokens that rows processed and drawn from one by one give."""
+"""Paths sampled by the kernels hold the tokens that the definition draws row by row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.errors import CheckpointError
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.walks import CompiledWalks
+from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler, CompiledPathSampler
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
+from paceline.sampling.path_sampler import LogitsView, PathRequest, SampledPath, sample_row
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.walker import DrawnRows
 from paceline.speculation.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no kernels for this machine")
@@ -43,10 +44,16 @@ def rows_of(shape: str, count: int, vocab: int, seed: int) -> Rows:
     return np.asarray(SHAPES[shape](random.normal(size=(count, vocab)).astype(np.float32), random), np.float32)
 
 
-def walk(logits: Rows, tree: DraftTree, params: SamplingParams, *, seed: int = 1, sample_index: int = 0, position: int = 7) -> Any:
-    walks = CompiledWalks(logits.shape[1])
-    walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-    return walker.walk(logits, tree.token_ids, tree.parents, seed=seed, sample_index=sample_index, position=position)
+def sampler_of(batch: CompiledBatchPathSampler, params: SamplingParams) -> CompiledPathSampler:
+    return batch.path_sampler(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+
+
+def sample(
+    logits: Rows, tree: DraftTree, params: SamplingParams, *, seed: int = 1, sample_index: int = 0, position: int = 7
+) -> SampledPath | None:
+    sampler = sampler_of(CompiledBatchPathSampler(logits.shape[1]), params)
+    request = PathRequest(sampler, tree.token_ids, tree.parents, seed, sample_index, position)
+    return sampler.batch.sample([request], LogitsView(logits))[0]
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
@@ -56,8 +63,8 @@ def test_logits_that_are_equal_only_behind_the_temperature_are_ties(given: dict[
     processor = LogitsProcessor(params, 64, [])
     for seed in range(300):
         row = np.random.default_rng(seed).normal(size=64).astype(np.float32) * np.float32(1e-45)
-        tokens, _, is_whole = walk(row[None], DraftTree.root_only(3), params, seed=seed)
-        assert not is_whole or tokens == [draw(processor.process(row), seed, 0, 7)], seed
+        path = sample(row[None], DraftTree.root_only(3), params, seed=seed)
+        assert path is None or path == ([draw(processor.process(row), seed, 0, 7)], []), seed
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -70,15 +77,11 @@ def test_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Con
             processor = LogitsProcessor(params, vocab, [])
             for index, row in enumerate(logits):
                 key = {"seed": 2**63 + index, "sample_index": index % 3, "position": 11 * index}
-                tokens, nodes, is_whole = walk(row[None], DraftTree.root_only(3), params, **key)
-                assert nodes == []
-                if is_whole:
+                path = sample(row[None], DraftTree.root_only(3), params, **key)
+                if path is not None:
                     decided += 1
-                    assert tokens == [draw(processor.process(row), key["seed"], key["sample_index"], key["position"])], (vocab, given)
-                else:
-                    assert tokens == []
-            few = "top_k" in given and vocab < 64 * given["top_k"]  # left to the definition
-            assert decided >= 0.75 * count or few or shape in ("ties", "far from zero", "bfloat16"), (vocab, given, decided)
+                    assert path == ([draw(processor.process(row), *key.values())], []), (vocab, given)
+            assert decided >= 0.75 * count or shape in ("ties", "far from zero", "bfloat16"), (vocab, given, decided)
 
 
 def definition(logits: Rows, tree: DraftTree, params: SamplingParams) -> tuple[list[int], list[int]]:
@@ -93,7 +96,7 @@ def definition(logits: Rows, tree: DraftTree, params: SamplingParams) -> tuple[l
 
 
 @pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
-def test_a_walk_goes_along_the_tree_as_far_as_a_node_holds_the_token(given: dict[str, Any]) -> None:
+def test_a_path_follows_the_tree_as_far_as_a_node_holds_the_token(given: dict[str, Any]) -> None:
     params, logits = SamplingParams(**given), rows_of("steep", 8, 2048, 5)
     right: Sequence[int] = [draw(LogitsProcessor(params, 2048, []).process(logits[node]), 1, 0, 7 + node) for node in range(8)]
     wrong = [(token + 1) % 2048 for token in right]
@@ -104,10 +107,8 @@ def test_a_walk_goes_along_the_tree_as_far_as_a_node_holds_the_token(given: dict
         DraftTree.grow(3, [wrong[0], right[0], wrong[1], 17, right[2]], [0, 0, 1, 2, 2], "one"),
     ]
     for tree in trees:
-        tokens, nodes, is_whole = walk(logits[: len(tree.token_ids)], tree, params)
-        assert is_whole
-        assert (tokens, nodes) == definition(logits, tree, params)
-    assert len(walk(logits, trees[0], params)[0]) == 8
+        assert sample(logits[: len(tree.token_ids)], tree, params) == definition(logits, tree, params)
+    assert sample(logits, trees[0], params) == (right, list(range(1, 8)))
 
 
 def test_rows_of_a_wider_matrix_are_read_where_they_lie() -> None:
@@ -116,70 +117,69 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie() -> None:
     wide[1::2] = np.nan
     logits = wide[::2, :2048]
     tree = DraftTree.chain(3, [draw(LogitsProcessor(params, 2048, []).process(logits[0]), 1, 0, 7), 5], "one")
-    assert walk(logits, tree, params)[:2] == definition(logits, tree, params)
+    assert sample(logits, tree, params) == definition(logits, tree, params)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 1, 2047, 2048])
-def test_a_row_without_a_token_is_left_to_the_definition_which_says_so(value: float, place: int) -> None:
+def test_a_path_to_a_damaged_row_is_left_to_the_definition(value: float, place: int) -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0)):
         logits = rows_of("steep", 2, 2049, 4)
         logits[1, place] = value
-        [first] = walk(logits[:1], DraftTree.root_only(3), params)[0]
-        assert walk(logits, DraftTree.chain(3, [first], "one"), params) == ([first], [1], False)
-        logits[0] = -np.inf
-        assert walk(logits, DraftTree.chain(3, [first], "one"), params) == ([], [], False)
+        path = sample(logits[:1], DraftTree.root_only(3), params)
+        assert path is not None
+        tree = DraftTree.chain(3, path.token_ids, "one")
+        assert sample(logits, tree, params) is None
+        logits[:] = -np.inf
+        assert sample(logits, tree, params) is None
 
 
 def test_equal_logits_at_the_border_of_the_nucleus_are_left_to_the_definition() -> None:
     logits = np.full((1, 2048), -30.0, np.float32)
     logits[0, :10] = 1.0  # ten of the same weight, five of which top-p 0.5 keeps
-    decided = [walk(logits, DraftTree.root_only(3), SamplingParams(temperature=1.0, top_p=0.5), seed=seed)[2] for seed in range(20)]
-    assert not any(decided)
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    assert not any(sample(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(20))
 
 
 def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_definition() -> None:
     logits = np.full((1, 2048), -200.0, np.float32)
     logits[0, :2] = 0.0, -1.0
     params = SamplingParams(temperature=1.0, top_p=1.0 / (1.0 + np.exp(-1.0)))  # the weight before the second is what is wanted
-    found = [walk(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(50)]
-    assert {tuple(tokens) for tokens, _, is_whole in found if is_whole} == {(0,)}
-    assert 5 < sum(not is_whole for _, _, is_whole in found) < 25
+    paths = [sample(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(50)]
+    assert {tuple(path.token_ids) for path in paths if path is not None} == {(0,)}
+    assert 5 < paths.count(None) < 25
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_walks_of_several_requests_are_those_of_each(num_threads: int) -> None:
+def test_paths_sampled_in_one_call_equal_those_sampled_alone(num_threads: int) -> None:
     vocab = 70_000  # enough for other threads to be woken
-    walks, random, asked, blocks = CompiledWalks(vocab, num_threads), np.random.default_rng(4), list[Any](), list[Rows]()
+    batch, random = CompiledBatchPathSampler(vocab, num_threads), np.random.default_rng(4)
+    requests, blocks = list[PathRequest](), list[Rows]()
     for index in range(11):
         params = SamplingParams(**SAMPLING[index % 5])
         size = int(random.integers(1, 5))
         logits = rows_of("flat" if index % 3 else "steep", size, vocab, index)
         right = [draw(LogitsProcessor(params, vocab, []).process(row), index, 0, 7 + node) for node, row in enumerate(logits)]
         tree = DraftTree.chain(3, [token + (node == 2) for node, token in enumerate(right[: size - 1])], "one")
-        walker = walks.walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        asked.append((walker, tree.token_ids, tree.parents, index, 0, 7, sum(map(len, blocks))))
+        requests.append(PathRequest(sampler_of(batch, params), tree.token_ids, tree.parents, index, 0, 7, sum(map(len, blocks))))
         blocks.append(logits)
     blocks[4][0] = np.nan
     rows = np.concatenate(blocks)
-    one_by_one = [
-        walker.walk(rows[first:], token_ids, parents, seed=seed, sample_index=sample, position=position)
-        for walker, token_ids, parents, seed, sample, position, first in asked
-    ]
+    alone = [batch.sample([one._replace(first_row=0)], LogitsView(rows[one.first_row :]))[0] for one in requests]
     for count in (11, 1, 5):
         for address in (0, rows.ctypes.data):
-            assert walks.walk_each(asked[:count], DrawnRows(rows, None, address)) == one_by_one[:count]
-    assert sum(is_whole for _, _, is_whole in one_by_one) == 10
-    assert max(len(nodes) for _, nodes, _ in one_by_one) > 1
-    assert walks.walk_each([], DrawnRows(rows)) == []
+            assert batch.sample(requests[:count], LogitsView(rows, None, address)) == alone[:count]
+    assert alone.count(None) == 1
+    assert max(len(path.nodes) for path in alone if path is not None) > 1
+    assert batch.sample([], LogitsView(rows)) == []
 
 
-def test_no_walk_begins_where_rows_are_such_as_the_kernels_do_not_read() -> None:
-    walks, rows = CompiledWalks(64), rows_of("flat", 2, 64, 1)
-    walker, rest = walks.walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0), ((3,), (-1,), 1, 0, 7, 0)
-    assert [is_whole for _, _, is_whole in walks.walk_each([(walker, *rest)] * 2, DrawnRows(rows))] == [True, True]
+def test_rows_that_the_kernels_cannot_read_are_left_to_the_definition() -> None:
+    batch, rows = CompiledBatchPathSampler(64), rows_of("flat", 2, 64, 1)
+    request = PathRequest(sampler_of(batch, SamplingParams()), (3,), (-1,), 1, 0, 7)
+    assert None not in batch.sample([request] * 2, LogitsView(rows))
     for odd in (rows[:, ::2], rows[:, :32], rows.astype(np.float64)):
-        assert walks.walk_each([(walker, *rest)] * 2, DrawnRows(odd)) == [((), (), False)] * 2  # type: ignore[arg-type]
+        assert batch.sample([request] * 2, LogitsView(odd)) == [None] * 2  # type: ignore[arg-type]
 
 
 EDITS: tuple[dict[str, Any], ...] = (
@@ -190,62 +190,52 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
-def test_a_row_that_is_edited_gives_the_token_of_the_definition(edit: dict[str, Any], pytestconfig: pytest.Config) -> None:
+def test_an_edited_row_gives_the_token_of_the_definition(edit: dict[str, Any], pytestconfig: pytest.Config) -> None:
     vocab, decided = 3_000, 0
     for given in SAMPLING[:6]:
         params = SamplingParams(**given, **edit)
-        walker = CompiledWalks(vocab).walker(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], walker=walker)
+        sampler = sampler_of(CompiledBatchPathSampler(vocab), params)
+        processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], path_sampler=sampler)
         processor.commit_all([4, 5, 1])
         for index, row in enumerate(rows_of("steep", 12, vocab, pytestconfig.getoption("--seed"))):
             row[:12] += 9.0  # those that are edited
             best = int(row.argmax())
             before, path = row.copy(), [best, 1, best][: index % 4]
-            token = processor.draw_edited(row, path, seed=index, sample_index=0, position=11)
+            edited = processor.edit(row, path)
+            assert edited.draw(index, 0, 11) == draw(processor.process(row, path), index, 0, 11)
             assert np.array_equal(row, before)
-            if token is not None:
-                decided += 1
-                assert token == draw(processor.process(row, path), index, 0, 11)
+            decided += sample_row(sampler, edited.logits, index, 0, 11) is not None
     assert decided > 40
 
 
-def test_an_edited_row_from_which_nothing_can_be_drawn_is_left_to_what_says_so() -> None:
-    walker = CompiledWalks(64).walker(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    processor = LogitsProcessor(SamplingParams(temperature=1.0, banned_token_ids=tuple(range(64))), 64, [1], walker=walker)
-    row = rows_of("flat", 1, 64, 1)[0]
-    assert processor.draw_edited(row, (), seed=1, sample_index=0, position=3) is None
-    row[5] = np.nan
-    processor = LogitsProcessor(SamplingParams(temperature=1.0, repetition_penalty=1.1), 64, [1], walker=walker)
-    assert processor.draw_edited(row, (), seed=1, sample_index=0, position=3) is None
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_damaged_row_is_left_to_what_says_so_also_where_the_token_is_banned(value: float) -> None:
+def test_a_damaged_row_is_reported_also_where_its_token_is_banned(value: float) -> None:
     params, row = SamplingParams(temperature=0.0), np.zeros(97, np.float32)
     row[7] = value
-    walker = CompiledWalks(97).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    processor = LogitsProcessor(params, 97, [1], bad_word_ids=[[7]], walker=walker)
-    assert processor.draw_edited(row, (), seed=0, sample_index=0, position=1) is None
+    processor = LogitsProcessor(params, 97, [1], bad_word_ids=[[7]], path_sampler=sampler_of(CompiledBatchPathSampler(97), params))
+    with pytest.raises(CheckpointError):
+        processor.edit(row)
 
 
-def test_rows_that_a_custom_processor_edits_are_given_to_it_once() -> None:
+def test_a_custom_processor_is_called_once_for_a_row() -> None:
     seen: list[int] = []
 
     def note(token_ids: Any, logits: Any) -> Any:
         seen.append(len(token_ids))
         return logits
 
-    walker = CompiledWalks(64).walker(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    processor = LogitsProcessor(SamplingParams(temperature=1.0, processors=(note,)), 64, [1], walker=walker)
-    assert processor.draw_edited(rows_of("flat", 1, 64, 1)[0], (), seed=1, sample_index=0, position=3) is None
-    assert seen == []
+    params = SamplingParams(temperature=1.0, processors=(note,))
+    processor = LogitsProcessor(params, 64, [1], path_sampler=sampler_of(CompiledBatchPathSampler(64), params))
+    row = rows_of("flat", 1, 64, 1)[0]
+    assert processor.edit(row).draw(1, 0, 3) == draw(LogitsProcessor(SamplingParams(temperature=1.0), 64, [1]).process(row), 1, 0, 3)
+    assert seen == [1]
 
 
-def test_whoever_edits_rows_has_no_walker() -> None:
-    walker = CompiledWalks(64).walker(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+def test_a_request_that_edits_rows_has_no_path_sampler() -> None:
+    sampler = sampler_of(CompiledBatchPathSampler(64), SamplingParams())
     for params in (SamplingParams(repetition_penalty=1.1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(banned_token_ids=(5,))):
-        assert LogitsProcessor(params, 64, [1, 2], walker=walker).walker is None
-    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), 64, [1, 2], walker=walker)
-    assert processor.walker is None
+        assert LogitsProcessor(params, 64, [1, 2], path_sampler=sampler).path_sampler is None
+    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), 64, [1, 2], path_sampler=sampler)
+    assert processor.path_sampler is None
     processor.commit(4)
-    assert processor.walker is walker
+    assert processor.path_sampler is sampler
