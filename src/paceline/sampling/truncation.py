@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
-_LOWEST = np.finfo(np.float32).min
-
 
 def truncate(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_p: float) -> Ids | None:
     """List the ids that survive top-k, then top-p of what that left, then min-p.
@@ -32,13 +30,17 @@ def truncate(scores: Scores, peak: np.float32, *, top_k: int, top_p: float, min_
     """
     ids: Ids | None = None
     if 0 < top_k < len(scores):
-        ids = np.flatnonzero(scores >= max(np.partition(scores, -top_k)[-top_k], _LOWEST))
+        finite = scores[scores > -np.inf]  # partition takes 20 times as long on a row that is mostly -inf
+        ids = np.flatnonzero(scores >= (np.partition(finite, -top_k)[-top_k] if top_k < len(finite) else finite.min()))
         scores = scores[ids]
     if top_p == 1.0 and min_p == 0.0:
         return ids
     weights = np.exp(scores - peak)
-    kept: Ids = np.arange(len(scores)) if top_p == 1.0 else _top_p(scores, weights, peak, top_p)
-    kept = kept[weights[kept] >= np.float32(min_p)]
+    if top_p < 1.0:
+        kept = _top_p(scores, weights, peak, top_p)
+        kept = kept[weights[kept] >= np.float32(min_p)]
+    else:
+        kept = np.flatnonzero(weights >= np.float32(min_p))
     return kept if ids is None else ids[kept]
 
 
