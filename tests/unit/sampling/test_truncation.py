@@ -9,6 +9,7 @@ ROWS = {
     "normal": lambda generator, size: generator.standard_normal(size) * 3.0,
     "peaked": lambda generator, size: generator.standard_normal(size) - 4.0 * np.log1p(generator.permutation(size)),
     "flat": lambda generator, size: generator.standard_normal(size) * 0.1,
+    "Zipf": lambda generator, size: -0.9 * np.log1p(generator.permutation(size)),
     "few values": lambda generator, size: np.round(generator.standard_normal(size) * 8.0) / 8.0,
     "tied": lambda generator, size: generator.integers(-6, 3, size),
     "equal": lambda generator, size: np.zeros(size),

@@ -1,4 +1,5 @@
-/* The draw of sampling/draw.py with the noise of sampling/noise.py, bit for bit: SplitMix64 of a key and a pair of ids, whose halves belong to the two ids. */
+/* The draw of sampling/draw.py with the noise of sampling/noise.py, bit for bit: SplitMix64 of a key and a pair of ids, whose halves belong to
+ * the two ids. */
 #ifndef PACELINE_NOISE_H
 #define PACELINE_NOISE_H
 
@@ -12,20 +13,13 @@
 
 typedef uint64_t wides __attribute__((vector_size(64)));
 
-#define MIX(state)                                                \
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;        \
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;        \
-    state = state ^ (state >> 31)
-
-INLINE uint64_t mix(uint64_t state) {
-    MIX(state);
-    return state;
-}
-
 INLINE wides mix_8(wides state) {
-    MIX(state);
-    return state;
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EBu;
+    return state ^ (state >> 31);
 }
+
+INLINE uint64_t mix(uint64_t state) { return mix_8((wides){state})[0]; }
 
 /* The key of a token's draw; its purpose is 0. */
 INLINE uint64_t token_key(uint64_t seed, uint64_t sample_index, uint64_t position) {

@@ -1,4 +1,4 @@
-/* What guessing needs of a row of logits, found while the row is in the cache: its best few, log(sum(exp)), and the token that noise draws.
+/* What drafting needs of a row of logits, found while the row is in the cache: its top tokens, log(sum(exp)), and the token that noise draws.
  *
  * A row is looked at in pieces of fixed size, each of which leaves a Piece; `join_pieces` makes the record of them. So nothing depends on
  * the number of threads, and every sum has one order. */
