@@ -1,0 +1,252 @@
+"""Compare the draft-length policy in use with every fixed draft length and with plain decoding, on the simulated clock.
+
+    python tools/gate_draft_length.py --json after.json --compare before.json
+
+The policy is `harness.replay.controller(costs)`. Each cell of the grid is one replay of several texts; a ratio above 1 means slower.
+"over best fixed" divides by the seconds of the fixed draft length, 0 included, that is best for the cell. "over plain" divides by the
+seconds of plain decoding. The seeds differ from those of the tests, so that no constant of the policy is fitted to these texts.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from bench_machine import REPOSITORY, describe_machine, markdown_table
+
+sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
+
+from harness.fixed_draft_length import fixed_length_seconds  # noqa: E402
+from harness.replay import Costs, Trace, controller, made_up, replay  # noqa: E402
+
+SEEDS = (101, 102, 103)
+CHANCES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+CONFIDENCE: dict[str, Callable[[float], float] | None] = {"none": None, "too_high": lambda chance: min(0.98, max(0.02, chance**0.5))}
+"""What the drafter reports about a token that is right with a chance."""
+MACHINES = {
+    "cheap_rows": Costs(lambda rows: 0.040 * (1 + 0.03 * (rows - 1)), (2e-5, 0.0)),
+    "costly_rows": Costs(lambda rows: 0.040 * (1 + 0.15 * (rows - 1)), (2e-5, 0.0)),
+    "stairs": Costs(lambda rows: 0.030 * (1 + 0.5 * ((rows - 1) // 4)), (2e-5, 0.0)),
+    "draft_model": Costs(lambda rows: 0.040 * (1 + 0.04 * (rows - 1)), (1e-3, 4e-3)),
+    "costly_draft_model": Costs(lambda rows: 0.040 * (1 + 0.04 * (rows - 1)), (1e-3, 12e-3)),
+    "tiny_target": Costs(lambda rows: 0.0010 * (1 + 0.06 * (rows - 1)), (1e-5, 1e-4), (1e-4, 2e-5)),
+}
+MILLISECOND_PASS = Costs(lambda rows: 0.0010 * (1 + 0.12 * (rows - 1)), (3e-4, 3e-4), (8e-5, 2e-5), 1e-4)
+PASSAGES = {"easy_hard": (0.95, 0.05), "fair_poor": (0.7, 0.2)}
+PASSAGE_TOKENS = 64
+STALL_SHARE, STALL_FACTORS = 0.1, (5.0, 50.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One replay.
+
+    Attributes:
+        texts: name of the texts, equal for cells with the same texts.
+        stall_seed: seed of the stalls of measured times; None = none.
+    """
+
+    group: str
+    name: str
+    texts: str
+    traces: Callable[[], list[Trace]]
+    costs: Costs
+    batch_size: int = 1
+    stall_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of one cell."""
+
+    group: str
+    name: str
+    seconds: float
+    best_length: int
+    best_s: float
+    plain_s: float
+    steps: int
+    drafted: int
+    accepted: int
+
+    @property
+    def over_best(self) -> float:
+        return self.seconds / self.best_s
+
+    @property
+    def over_plain(self) -> float:
+        return self.seconds / self.plain_s
+
+
+class Stalls:
+    """A factor for each measured time: 1, but one in ten is 5 to 50 times too long."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        return float(self._random.uniform(*STALL_FACTORS)) if self._random.random() < STALL_SHARE else 1.0
+
+
+@cache
+def made_up_texts(chances: tuple[float, ...], confidence: str, seed: int, count: int, length: int) -> list[Trace]:
+    """Texts whose passages of `PASSAGE_TOKENS` have these chances in turn."""
+    random = np.random.default_rng(seed)
+
+    def chance(position: int) -> float:
+        return chances[position // PASSAGE_TOKENS % len(chances)]
+
+    return [made_up(length, chance, random, confident=CONFIDENCE[confidence]) for _ in range(count)]
+
+
+def grid_cells(group: str, *, batch_size: int, count: int, length: int, is_stalled: bool = False) -> Iterator[Cell]:
+    """Every chance, machine and confidence."""
+    for chance, machine, confidence, seed in product(CHANCES, MACHINES, CONFIDENCE, SEEDS):
+        yield made_up_cell(group, (chance,), confidence, seed, count, length, machine, batch_size, is_stalled=is_stalled)
+
+
+def made_up_cell(
+    group: str,
+    chances: tuple[float, ...],
+    confidence: str,
+    seed: int,
+    count: int,
+    length: int,
+    machine: str,
+    batch_size: int,
+    *,
+    is_stalled: bool = False,
+) -> Cell:
+    texts = f"chance {'/'.join(map(str, chances))}, confidence {confidence}, seed {seed}, {count} texts of {length}"
+    name, costs = f"{machine}, batch {batch_size}, {texts}", MACHINES.get(machine, MILLISECOND_PASS)
+
+    def traces() -> list[Trace]:
+        return made_up_texts(chances, confidence, seed, count, length)
+
+    return Cell(group, name, texts, traces, costs, batch_size, seed if is_stalled else None)
+
+
+def passage_cells(group: str) -> Iterator[Cell]:
+    for chances, machine, confidence, seed in product(PASSAGES.values(), MACHINES, CONFIDENCE, SEEDS):
+        yield made_up_cell(group, chances, confidence, seed, 8, 256, machine, 1)
+        yield made_up_cell(group, chances, confidence, seed, 16, 256, machine, 4)
+
+
+def useless_cells(group: str) -> Iterator[Cell]:
+    """A draft model of 0.6 ms for one token on passes of 1 ms, right at most once in twenty tokens."""
+    for chance, confidence, seed, batch_size in product((0.0, 0.02, 0.05), CONFIDENCE, SEEDS, (1, 4, 16)):
+        yield made_up_cell(group, (chance,), confidence, seed, 8 if batch_size == 1 else 32, 192, "millisecond_pass", batch_size)
+
+
+def all_cells() -> list[Cell]:
+    return [
+        *grid_cells("grid", batch_size=1, count=24, length=128),
+        *grid_cells("batch_8", batch_size=8, count=24, length=96),
+        *grid_cells("stalled_1", batch_size=1, count=24, length=128, is_stalled=True),
+        *grid_cells("stalled_4", batch_size=4, count=24, length=96, is_stalled=True),
+        *passage_cells("passages"),
+        *useless_cells("useless_draft_model"),
+    ]
+
+
+def run_cell(cell: Cell) -> Result:
+    traces, (best, best_s, plain_s) = cell.traces(), best_and_plain(cell)
+    noise = {} if cell.stall_seed is None else {"noise": Stalls(cell.stall_seed), "other_noise": Stalls(cell.stall_seed + 1000)}
+    outcome = replay(controller(cell.costs), traces, cell.costs, batch_size=cell.batch_size, **noise)
+    return Result(cell.group, cell.name, outcome.seconds, best, best_s, plain_s, outcome.steps, outcome.drafted, outcome.accepted)
+
+
+def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, float]] = {}) -> tuple[int, float, float]:  # noqa: B006 (a cache)
+    """The best fixed draft length, its seconds and those of plain decoding; computed once for cells that differ in stalls only."""
+    if cell.name not in known:
+        seconds = fixed_length_seconds(cell.traces(), cell.costs, batch_size=cell.batch_size)
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        known[cell.name] = best, seconds[best], seconds[0]
+    return known[cell.name]
+
+
+CELLS: list[Cell] = []  # before processes are forked, so that they share it
+
+
+def _run_number(number: int) -> Result:
+    return run_cell(CELLS[number])
+
+
+def run_cells(cells: Sequence[Cell], num_processes: int) -> list[Result]:
+    if num_processes == 1:
+        return list(map(run_cell, cells))
+    CELLS[:] = cells
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        return pool.map(_run_number, range(len(cells)), chunksize=8)
+
+
+def summary(results: Sequence[Result]) -> list[dict[str, object]]:
+    """One row for each group of cells, and one for all of them."""
+    rows = []
+    for group in (*dict.fromkeys(result.group for result in results), "all"):
+        own = [result for result in results if group in (result.group, "all")]
+        rows.append(
+            {
+                "group": group,
+                "cells": len(own),
+                "mean over best fixed": round(fmean(result.over_best for result in own), 4),
+                "worst over best fixed": round(max(result.over_best for result in own), 4),
+                "worst over plain": round(max(result.over_plain for result in own), 4),
+            }
+        )
+    return rows
+
+
+def with_changes(rows: Sequence[dict[str, object]], before: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """The rows, each number followed by the earlier one."""
+    earlier, changed = {row["group"]: row for row in before}, []
+    for row in rows:
+        old = earlier.get(row["group"], {})
+        changed.append({key: value if key in ("group", "cells") else f"{value} ({old.get(key, '-')})" for key, value in row.items()})
+    return changed
+
+
+def print_worst(results: Sequence[Result], count: int) -> None:
+    for label, ratio in (("over best fixed", "over_best"), ("over plain", "over_plain")):
+        print(f"\nworst {label}:")
+        for group in dict.fromkeys(result.group for result in results):
+            own = sorted((one for one in results if one.group == group), key=lambda one: getattr(one, ratio), reverse=True)
+            for one in own[:count]:
+                print(f"  {getattr(one, ratio):.4f}  {one.group}: {one.name} (best length {one.best_length})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", help="run these groups only")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--worst", type=int, default=2, help="worst cells of each group that are printed")
+    parser.add_argument("--json", type=Path, help="file for the table and all cells")
+    parser.add_argument("--compare", type=Path, help="file of an earlier run; its numbers are printed in brackets")
+    options = parser.parse_args()
+    cells = [cell for cell in all_cells() if options.groups is None or cell.group in options.groups]
+    if not cells:
+        parser.error(f"--groups: no cells, the groups are {', '.join(dict.fromkeys(cell.group for cell in all_cells()))}")
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    results = run_cells(cells, options.processes)
+    rows = summary(results)
+    shown = rows if options.compare is None else with_changes(rows, json.loads(options.compare.read_text(encoding="utf-8"))["summary"])
+    print(markdown_table(list(shown[0]), [list(row.values()) for row in shown]))
+    print_worst(results, options.worst)
+    print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s, {time.process_time() - start_cpu_s:.0f} s of this process")
+    if options.json is not None:
+        cells_json = [{**asdict(one), "over_best": one.over_best, "over_plain": one.over_plain} for one in results]
+        found = {"machine": describe_machine(), "summary": rows, "cells": cells_json}
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
