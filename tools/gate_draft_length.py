@@ -4,17 +4,20 @@
 
 The policy is `harness.replay.controller(costs)`. Each cell of the grid is one replay of several texts; a ratio above 1 means slower.
 "over best fixed" divides by the seconds of the fixed draft length, 0 included, that is best for the cell. "over plain" divides by the
-seconds of plain decoding. The seeds differ from those of the tests, so that no constant of the policy is fitted to these texts.
+seconds of plain decoding. "mean of texts over plain" compares the geometric means of what each text takes: in a batch of texts that differ,
+a policy may make most of them faster and the last one slower. The seeds differ from those of the tests, so that no constant of the policy
+is fitted to these texts.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -25,7 +28,8 @@ from bench_machine import REPOSITORY, describe_machine, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
-from harness.fixed_draft_length import fixed_length_seconds  # noqa: E402
+from harness.fixed_draft_length import FixedLength, fixed_lengths  # noqa: E402
+from harness.recorded_traces import load_traces  # noqa: E402
 from harness.replay import Costs, Trace, controller, made_up, replay  # noqa: E402
 
 SEEDS = (101, 102, 103)
@@ -41,8 +45,20 @@ MACHINES = {
     "tiny_target": Costs(lambda rows: 0.0010 * (1 + 0.06 * (rows - 1)), (1e-5, 1e-4), (1e-4, 2e-5)),
 }
 MILLISECOND_PASS = Costs(lambda rows: 0.0010 * (1 + 0.12 * (rows - 1)), (3e-4, 3e-4), (8e-5, 2e-5), 1e-4)
-PASSAGES = {"easy_hard": (0.95, 0.05), "fair_poor": (0.7, 0.2)}
+PASS_TABLES: dict[str, tuple[float, dict[int, float]]] = {
+    "5_ms": (0.005, {1: 1.0, 8: 1.87, 16: 3.6, 32: 7.1}),  # int4, AVX-512
+    "20_ms": (0.020, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
+    "60_ms": (0.060, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
+}
+"""Seconds of a pass of one row, and how many times as long more rows take: measured with 1.04 B parameters, see docs/dev/experiments.md.
+From 16 rows on a row takes the same time again."""
+DRAFT_TOKEN_S = {"5_ms": 0.002, "20_ms": 0.003, "60_ms": 0.004}
+"""Seconds of one draft token of a draft model."""
+PASSAGES = ((0.95, 0.05), (0.7, 0.2))
 PASSAGE_TOKENS = 64
+RECORDED_TOKENS = 1_000, 500
+"""Recorded texts are repeated until a cell has so many tokens, and so many for each text of a batch: in fewer, what is drafted before
+anything is known decides."""
 STALL_SHARE, STALL_FACTORS = 0.1, (5.0, 50.0)
 
 
@@ -51,22 +67,22 @@ class Cell:
     """One replay.
 
     Attributes:
-        texts: name of the texts, equal for cells with the same texts.
         stall_seed: seed of the stalls of measured times; None = none.
+        forgets: whether each text gets a new policy, as in a process that answers once.
     """
 
     group: str
     name: str
-    texts: str
     traces: Callable[[], list[Trace]]
     costs: Costs
     batch_size: int = 1
     stall_seed: int | None = None
+    forgets: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of one cell."""
+    """Seconds of one cell; `mean_s` is the geometric mean of the seconds of each text."""
 
     group: str
     name: str
@@ -74,6 +90,8 @@ class Result:
     best_length: int
     best_s: float
     plain_s: float
+    mean_s: float
+    plain_mean_s: float
     steps: int
     drafted: int
     accepted: int
@@ -85,6 +103,10 @@ class Result:
     @property
     def over_plain(self) -> float:
         return self.seconds / self.plain_s
+
+    @property
+    def mean_over_plain(self) -> float:
+        return self.mean_s / self.plain_mean_s
 
 
 class Stalls:
@@ -132,11 +154,11 @@ def made_up_cell(
     def traces() -> list[Trace]:
         return made_up_texts(chances, confidence, seed, count, length)
 
-    return Cell(group, name, texts, traces, costs, batch_size, seed if is_stalled else None)
+    return Cell(group, name, traces, costs, batch_size, seed if is_stalled else None)
 
 
 def passage_cells(group: str) -> Iterator[Cell]:
-    for chances, machine, confidence, seed in product(PASSAGES.values(), MACHINES, CONFIDENCE, SEEDS):
+    for chances, machine, confidence, seed in product(PASSAGES, MACHINES, CONFIDENCE, SEEDS):
         yield made_up_cell(group, chances, confidence, seed, 8, 256, machine, 1)
         yield made_up_cell(group, chances, confidence, seed, 16, 256, machine, 4)
 
@@ -147,6 +169,38 @@ def useless_cells(group: str) -> Iterator[Cell]:
         yield made_up_cell(group, (chance,), confidence, seed, 8 if batch_size == 1 else 32, 192, "millisecond_pass", batch_size)
 
 
+def recorded_costs(table: str, drafter: str) -> Costs:
+    """Costs of a target whose pass times were measured."""
+    one_row_s, ratios = PASS_TABLES[table]
+    slope = (ratios[32] - ratios[16]) / 16
+    rows = list(ratios)
+
+    def pass_s(num_rows: int) -> float:
+        ratio = float(np.interp(num_rows, rows, list(ratios.values()))) + slope * max(0, num_rows - 32)
+        return one_row_s * ratio
+
+    draft_s = (5e-4, DRAFT_TOKEN_S[table]) if drafter == "draft_model" else (2e-5, 0.0)
+    return Costs(cache(pass_s), draft_s, (1e-4, 2e-5), 3e-5)
+
+
+def recorded_cells() -> Iterator[Cell]:
+    """Each kind of text of each target, drafter and temperature, and all kinds in turns."""
+    texts: dict[str, list[Trace]] = {}
+    kinds: dict[str, list[list[Trace]]] = {}
+    for name, traces in load_traces().items():
+        texts[name] = traces
+        kinds.setdefault(name.rsplit("/", 1)[0], []).append(traces)
+    texts |= {f"{name}/mixed": [trace for four in zip(*own, strict=True) for trace in four] for name, own in kinds.items()}
+    costs = {(table, name): recorded_costs(table, name) for table in PASS_TABLES for name in ("ngram", "suffix", "draft_model")}
+    for batch_size, table, (name, traces) in product((1, 4, 8), PASS_TABLES, texts.items()):
+        label, own = f"{name}, {table} pass, batch {batch_size}", costs[table, name.split("/")[1]]
+        least = max(RECORDED_TOKENS[0], batch_size * RECORDED_TOKENS[1])
+        times = math.ceil(least / sum(len(trace.token_ids) for trace in traces))
+        yield Cell(f"recorded_{batch_size}", f"{label}, {times} times", partial(list, times * traces), own, batch_size)
+        if batch_size == 1:
+            yield Cell("recorded_first", label, partial(list, traces), own, forgets=True)
+
+
 def all_cells() -> list[Cell]:
     return [
         *grid_cells("grid", batch_size=1, count=24, length=128),
@@ -155,22 +209,27 @@ def all_cells() -> list[Cell]:
         *grid_cells("stalled_4", batch_size=4, count=24, length=96, is_stalled=True),
         *passage_cells("passages"),
         *useless_cells("useless_draft_model"),
+        *recorded_cells(),
     ]
 
 
 def run_cell(cell: Cell) -> Result:
-    traces, (best, best_s, plain_s) = cell.traces(), best_and_plain(cell)
+    traces, (best, best_s, plain) = cell.traces(), best_and_plain(cell)
     noise = {} if cell.stall_seed is None else {"noise": Stalls(cell.stall_seed), "other_noise": Stalls(cell.stall_seed + 1000)}
-    outcome = replay(controller(cell.costs), traces, cell.costs, batch_size=cell.batch_size, **noise)
-    return Result(cell.group, cell.name, outcome.seconds, best, best_s, plain_s, outcome.steps, outcome.drafted, outcome.accepted)
+    parts = [[trace] for trace in traces] if cell.forgets else [traces]
+    outcomes = [replay(controller(cell.costs), part, cell.costs, batch_size=cell.batch_size, **noise) for part in parts]
+    mean_s = math.exp(fmean(math.log(seconds) for outcome in outcomes for seconds in outcome.lasted_s))
+    names = ("steps", "drafted", "accepted")
+    seconds, counts = sum(one.seconds for one in outcomes), [sum(getattr(one, name) for one in outcomes) for name in names]
+    return Result(cell.group, cell.name, seconds, best, best_s, plain.seconds, mean_s, plain.mean_s, *counts)
 
 
-def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, float]] = {}) -> tuple[int, float, float]:  # noqa: B006 (a cache)
-    """The best fixed draft length, its seconds and those of plain decoding; computed once for cells that differ in stalls only."""
+def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, FixedLength]] = {}) -> tuple[int, float, FixedLength]:  # noqa: B006
+    """The best fixed draft length, its seconds, and plain decoding; kept in `known` for cells that differ in stalls only."""
     if cell.name not in known:
-        seconds = fixed_length_seconds(cell.traces(), cell.costs, batch_size=cell.batch_size)
-        best = min(range(len(seconds)), key=seconds.__getitem__)
-        known[cell.name] = best, seconds[best], seconds[0]
+        times = fixed_lengths(cell.traces(), cell.costs, batch_size=cell.batch_size)
+        best = min(range(len(times)), key=lambda length: times[length].seconds)
+        known[cell.name] = best, times[best].seconds, times[0]
     return known[cell.name]
 
 
@@ -201,6 +260,7 @@ def summary(results: Sequence[Result]) -> list[dict[str, object]]:
                 "mean over best fixed": round(fmean(result.over_best for result in own), 4),
                 "worst over best fixed": round(max(result.over_best for result in own), 4),
                 "worst over plain": round(max(result.over_plain for result in own), 4),
+                "worst mean of texts over plain": round(max(result.mean_over_plain for result in own), 4),
             }
         )
     return rows
@@ -243,7 +303,8 @@ def main() -> None:
     print_worst(results, options.worst)
     print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s, {time.process_time() - start_cpu_s:.0f} s of this process")
     if options.json is not None:
-        cells_json = [{**asdict(one), "over_best": one.over_best, "over_plain": one.over_plain} for one in results]
+        ratios = ("over_best", "over_plain", "mean_over_plain")
+        cells_json = [asdict(one) | {name: getattr(one, name) for name in ratios} for one in results]
         found = {"machine": describe_machine(), "summary": rows, "cells": cells_json}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
