@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from harness.spread import mark_the_others
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_SEED = 20260101
 TALLY = pytest.StashKey["Counter[str]"]()
@@ -80,6 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--clients") is None:
         _skip(items, "clients", "foreign programs: run with make test-clients")
     if not config.getoption("--large-counts"):
+        mark_the_others(items)
         _skip(items, "long", "long: run with --large-counts (make test-long)")
     if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
         _skip(items, "gpu", "no CUDA device")

@@ -30,12 +30,10 @@ from bench_host import DRAFT_TOKENS, LLM, SEED, TimedKernels, speculator_of
 from bench_machine import describe_machine, markdown_table
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.runtimes.native import execution
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.controller import DraftController
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
 
@@ -44,11 +42,11 @@ HIDDEN = 128
 TEMPERATURE, TOP_P = 0.7, 0.9
 FIRST_TOKENS = 2  # of a request; the steps that bring them are left out
 SHARE_BEHIND = {"flat": 0.3, "peaked": 1e-4}  # of the mass that is not on the next token of the cycle, at the temperature
-WITHOUT_NETWORK: dict[str, Callable[[], Drafter]] = {
-    "ngram": NgramDrafter,
-    "suffix": SuffixDrafter,
-    "prediction": PredictionDrafter,
-    "stack": lambda: StackDrafter([NgramDrafter(), SuffixDrafter(), PredictionDrafter()]),
+WITHOUT_NETWORK: dict[str, Callable[[], list[Drafter]]] = {
+    "ngram": lambda: [NgramDrafter()],
+    "suffix": lambda: [SuffixDrafter()],
+    "prediction": lambda: [PredictionDrafter()],
+    "combined": lambda: [NgramDrafter(), SuffixDrafter(), PredictionDrafter()],
 }
 DRAFTERS = ("none", *WITHOUT_NETWORK, "draft_model")
 
@@ -122,19 +120,19 @@ def requests_of(llm: LLM, case: Case, max_tokens: int) -> list[Request]:
     ids = [10 + place for place in range(CYCLE)] * (2 + (max_tokens + 64) // CYCLE)
     prompts = [ids[first : first + 64] for first in range(case.batch)]
     options: dict[str, Any] = {}
-    if case.drafter in ("prediction", "stack"):
+    if case.drafter in ("prediction", "combined"):
         options["prediction"] = [ids[first + 64 : first + 64 + max_tokens] for first in range(case.batch)]
     return llm._opened.requests(prompts, params, options, is_streamed=False)  # type: ignore[arg-type]
 
 
-def policy_of(llm: LLM, options: argparse.Namespace) -> Callable[[], DraftLengthPolicy]:
+def policy_of(llm: LLM, options: argparse.Namespace) -> Callable[[], FixedDraftLength]:
     """What makes a policy; to be asked for before the one that the model was opened with is replaced."""
     known: Any = llm.engine.speculator.policy
-    return partial(DraftController, DRAFT_TOKENS, known.costs.table) if options.controller else partial(DraftLengthPolicy, DRAFT_TOKENS)
+    return partial(AdaptiveDraftLength, DRAFT_TOKENS, known.cost.profile) if options.controller else partial(FixedDraftLength, DRAFT_TOKENS)
 
 
 def time_steps(
-    llm: LLM, made: Drafter | None, case: Case, kernels: TimedKernels, options: argparse.Namespace, policy: DraftLengthPolicy
+    llm: LLM, made: Sequence[Drafter], case: Case, kernels: TimedKernels, options: argparse.Namespace, policy: FixedDraftLength
 ) -> list[StepTime]:
     """The steps in which all requests took part."""
     llm.engine.speculator = speculator_of(llm, made, policy)
@@ -170,7 +168,7 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     for vocab in options.vocabs:
         for logits in options.logits:
             with opened(vocab, logits, options) as (llm, draft_model, kernels):
-                made = {name: make() for name, make in WITHOUT_NETWORK.items()} | {"none": None, "draft_model": draft_model}
+                made = {name: make() for name, make in WITHOUT_NETWORK.items()} | {"none": [], "draft_model": [draft_model]}
                 cases = [Case(name, batch, s) for batch in options.batches for s in (False, True) for name in options.drafters]
                 cases = [case for case in cases if case.is_sampled or logits == options.logits[0]]  # greedy rows cost the same
                 own: dict[Case, list[StepTime]] = {case: [] for case in cases}
@@ -204,7 +202,7 @@ def _row(vocab: int, logits: str, case: Case, steps: Sequence[StepTime]) -> dict
 def profile(options: argparse.Namespace) -> None:
     """Print where the host's time of one kind of step goes."""
     with opened(options.vocabs[0], options.logits[0], options) as (llm, draft_model, kernels):
-        made = draft_model if options.profile == "draft_model" else WITHOUT_NETWORK.get(options.profile, lambda: None)()
+        made = [draft_model] if options.profile == "draft_model" else WITHOUT_NETWORK.get(options.profile, list)()
         case = Case(options.profile, options.batches[0], options.sampled)
         policy = policy_of(llm, options)()
         time_steps(llm, made, case, kernels, options, policy)

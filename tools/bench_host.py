@@ -29,7 +29,7 @@ sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
-from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
+from paceline.speculation.draft_length.policy import FixedDraftLength  # noqa: E402
 from paceline.speculation.drafter import Drafter  # noqa: E402
 from paceline.speculation.request import Request  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
@@ -111,13 +111,13 @@ def oracle(answers: Answers, vocab_size: int, accuracy: float) -> Drafter:
     return cast(Drafter, made)
 
 
-def speculator_of(llm: LLM, drafter: Drafter | None, policy: DraftLengthPolicy) -> Speculator:
-    return Speculator(drafter, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
+def speculator_of(llm: LLM, drafters: Sequence[Drafter], policy: FixedDraftLength) -> Speculator:
+    return Speculator(drafters, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
 
 
 def use(llm: LLM, drafter: Drafter | None) -> None:
-    """Guess with another drafter from now on, without a guard."""
-    llm.engine.speculator = speculator_of(llm, drafter, DraftLengthPolicy(DRAFT_TOKENS))
+    """Draft with another drafter from now on, without a guard."""
+    llm.engine.speculator = speculator_of(llm, [] if drafter is None else [drafter], FixedDraftLength(DRAFT_TOKENS))
 
 
 def make_cases(llm: LLM, options: argparse.Namespace) -> list[Case]:

@@ -28,7 +28,7 @@ sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 from paceline.llm import LLM  # noqa: E402
 from paceline.outputs import RequestOutput  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
-from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
+from paceline.speculation.draft_length.policy import FixedDraftLength  # noqa: E402
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter  # noqa: E402
 from paceline.speculation.request import Request  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
@@ -45,7 +45,7 @@ class ToldDrafter(Drafter):
 
     def __init__(self, module: Drafter, teller: Drafter) -> None:
         self._module, self._teller = module, teller
-        self.needs, self.cache_bytes_per_token = module.needs, module.cache_bytes_per_token
+        self.needs, self.traits = module.needs, module.traits
         self.num_silent = 0  # proposals the module did not make
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -57,16 +57,15 @@ class ToldDrafter(Drafter):
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         self._module.observe(rows)
 
-    def preempt(self, request: Request) -> None:
-        self._module.preempt(request)
-
     def release(self, request: Request) -> None:
         self._module.release(request)
 
 
 def use(llm: LLM, drafter: Drafter | None, depth: int) -> None:
-    """Guess with another drafter from now on, always so many tokens."""
-    llm.engine.speculator = Speculator(drafter, DraftLengthPolicy(depth), vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
+    """Draft with another drafter from now on, always so many tokens."""
+    llm.engine.speculator = Speculator(
+        [] if drafter is None else [drafter], FixedDraftLength(depth), vocab_size=llm.vocab_size, layout=llm.engine.cache.layout
+    )
 
 
 def bench(options: argparse.Namespace, num_ids: int) -> list[list[str]]:

@@ -38,10 +38,9 @@ from paceline.engine.engine import Engine  # noqa: E402
 from paceline.engine.open import DEFAULT_DRAFT_TOKENS  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
-from paceline.speculation.controller import DraftController  # noqa: E402
-from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
+from paceline.speculation.draft_length.explain import explain_policy  # noqa: E402
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength  # noqa: E402
 from paceline.speculation.drafter import DraftBudget, Drafter  # noqa: E402
-from paceline.speculation.explanation import explain_policy  # noqa: E402
 from paceline.speculation.request import DraftHints, Request  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
 from paceline.speculation.tree import DraftTree  # noqa: E402
@@ -111,12 +110,10 @@ def make_side(name: str, llm: LLM) -> Side:
     known: Any = opened.speculator.policy
     drafters: dict[str, Drafter | None] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter(), "wrong": WrongDrafter()}
     drafters |= {"prediction": PredictionDrafter(), "no_prediction": PredictionDrafter(), "draft_model": llm.drafter}
-    drafter, policy = drafters.get(name), DraftLengthPolicy(DEFAULT_DRAFT_TOKENS)
+    drafter, policy = drafters.get(name), FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     if drafter is not None:
-        policy = controller = DraftController(DEFAULT_DRAFT_TOKENS, known.costs.table)
-        if guess_s := drafter.time_guess():
-            controller.know_time(drafter.name, guess_s)
-    speculator = Speculator(drafter, policy, vocab_size=llm.vocab_size, layout=opened.cache.layout)
+        policy = AdaptiveDraftLength(DEFAULT_DRAFT_TOKENS, known.cost.profile)
+    speculator = Speculator([] if drafter is None else [drafter], policy, vocab_size=llm.vocab_size, layout=opened.cache.layout)
     return Side(name, Engine(opened.runtime, opened.cache, speculator, opened.scheduler.limits))
 
 
@@ -163,7 +160,7 @@ def bench_batch(llm: LLM, batch: int, temperature: float, options: argparse.Name
             run_texts(llm, sides, prompts, params, options)
             kinds.append(kind if index >= options.warm_up else "")
     for side in sides:
-        if options.explain and side.engine.speculator.drafter is not None:
+        if options.explain and side.engine.speculator.drafters:
             policy, stats = side.engine.speculator.policy, side.engine.stats.speculation
             shares = ", ".join(f"{reason.value} {count / stats.steps:.3f}" for reason, count in stats.plain.items())
             print(f"\n{side.name}, batch {batch}, T = {temperature}: drafted {stats.drafted}, accepted {stats.accepted} in {stats.steps}")

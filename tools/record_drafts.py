@@ -27,7 +27,7 @@ from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
-from paceline.speculation.draft_length import DraftLengthPolicy  # noqa: E402
+from paceline.speculation.draft_length.policy import FixedDraftLength  # noqa: E402
 from paceline.speculation.drafter import Drafter  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
 
@@ -39,7 +39,7 @@ SEED = 11
 def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingParams) -> Trace:
     """Generate one output with plain decoding and return it with the drafts."""
     recorder, opened = Recorder(drafter), llm.engine
-    speculator = Speculator(recorder, DraftLengthPolicy(DEEPEST), vocab_size=llm.vocab_size, layout=opened.cache.layout)
+    speculator = Speculator([recorder], FixedDraftLength(DEEPEST), vocab_size=llm.vocab_size, layout=opened.cache.layout)
     engine = Engine(opened.runtime, opened.cache, speculator, opened.scheduler.limits)
     (request,) = llm._opened.requests([list(prompt)], params, {}, is_streamed=False)
     engine.add(request)

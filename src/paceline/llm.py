@@ -26,8 +26,8 @@ from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
 from paceline.sampling.params import SAMPLING_NAMES
-from paceline.speculation.drafter import Drafter
-from paceline.speculation.explanation import explain_policy, explain_steps
+from paceline.speculation.draft_length.explain import explain_policy, explain_steps
+from paceline.speculation.drafter import Drafter, DrafterNeeds
 from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class LLM:
         cache_gb: float | None = None,
         device: str = "auto",
         backend: str = "auto",
-        drafter: str | Sequence[str] | Drafter = "auto",
+        drafter: str | Sequence[str] | Drafter | Sequence[Drafter] = "auto",
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
         draft_quant: Quant = "auto",
@@ -116,8 +116,8 @@ class LLM:
         offline: bool = False,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        config, self._speculation, self._given_drafter = settings_of(model, options)
-        self._loaded: OpenedEngine | None = open_engine(config, self._speculation, self._given_drafter)
+        config, self._speculation, self._given_drafters = settings_of(model, options)
+        self._loaded: OpenedEngine | None = open_engine(config, self._speculation, self._given_drafters)
 
     def __enter__(self) -> "LLM":
         self._check_open()
@@ -159,7 +159,8 @@ class LLM:
 
     @property
     def drafter(self) -> Drafter | None:
-        return self.engine.speculator.drafter
+        """The drafter, the first one of several; None for plain decoding."""
+        return next(iter(self.engine.speculator.drafters), None)
 
     @property
     def vocab_size(self) -> int:
@@ -328,11 +329,12 @@ class LLM:
             CheckpointError, CapacityError: the new target cannot be built.
         """
         self._check_idle()
-        drafter = self.drafter
-        if drafter is not None and (drafter.needs.hidden_states or drafter.needs.layers):  # its cache belongs to the old target
-            drafter = self._given_drafter
+        drafters = list(self.engine.speculator.drafters)
+        needs = DrafterNeeds.of(drafters)
+        if needs.hidden_states or needs.layers:  # their caches belong to the old target
+            drafters = list(self._given_drafters)
         without = replace(self._opened.config, quant=quant, adapters={})
-        opened = open_engine(without, self._speculation, drafter, takes_mixtures=self.engine.runtime.takes_mixtures)
+        opened = open_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
         for adapter in self.engine.adapters.all:
             opened.engine.add_adapter(adapter)
         with self.engine.between_steps():

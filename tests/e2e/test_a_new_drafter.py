@@ -8,7 +8,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, SamplingParams, drafters
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import TokenOrigin
 
 TOY = '''
@@ -66,7 +66,7 @@ def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy:
     prompts = [[5, 6, 7], [8] * 40]
     plain = open_llm(directory, "none").generate(prompts, PARAMS)
     llm = open_llm(directory, "echo")
-    llm.engine.speculator.policy = DraftLengthPolicy(3)
+    llm.engine.speculator.policy = FixedDraftLength(3)
     assert isinstance(llm.drafter, toy.EchoDrafter)
     assert "drafter echo" in llm.banner
     outputs = llm.generate(prompts, PARAMS)

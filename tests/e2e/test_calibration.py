@@ -42,8 +42,8 @@ from paceline.drafters.pairs.target_text import TargetText
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.runtimes.base import RowRange
-from paceline.runtimes.facts import FILE_NAME
 from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.profile_cache import FILE_NAME
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 
@@ -142,7 +142,7 @@ def test_a_convention_that_files_do_not_say_is_found_out(name: str, target: Path
     assert {field: getattr(default, field) for field in truth} != truth
     llm = open_llm(target, str(head))
     assert drafter_of(llm).head.config == replace(default, **truth)
-    assert drafter_of(llm).notices == ()
+    assert drafter_of(llm).traits.notices == ()
     assert acceptance(llm) == 1.0
 
 
@@ -286,7 +286,7 @@ def test_a_head_that_leaves_nothing_open_is_tried_as_well(target: Path, tmp_path
             tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 7, axis=0)
 
     said = write_reading_eagle3(tmp_path / "said", speaks_another_way, **SPECULATORS, norm_output=False)
-    notices = drafter_of(open_llm(target, str(said))).notices
+    notices = drafter_of(open_llm(target, str(said))).traits.notices
     assert any("was made for another" in notice for notice in notices) is not matches
 
 

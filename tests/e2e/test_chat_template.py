@@ -52,6 +52,9 @@ HOSTILE = {
     "no such tag": "{% include '/etc/passwd' %}{% nothing %}",
     "the clock": "{{ strftime_now('%c' * 10**8) }}",
 }
+LIKE_OTHERS = (  # ends at a limit, or in an error of the template language, that another of them ends in
+    "a deep indent", "a wide centre", "a wide number", "doubling", "the clock", "not a word", "types", "no key", "underscores"
+)  # fmt: skip
 NAMED_LIMITS = {
     "endless loops": "computed longer than 1 seconds",
     "a large constant": "cannot be compiled: it computed longer than 1 seconds",
@@ -65,7 +68,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else []) for name in HOSTILE])
 def test_a_hostile_template_is_one_error_in_seconds_and_bounded_memory(name: str) -> None:
     template = ChatTemplate(HOSTILE[name], {"bos_token": "<s>"})
     start = time.perf_counter()

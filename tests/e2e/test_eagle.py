@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.always_drafts import set_drafters
 from harness.checkpoints import write_checkpoint, write_tokenizer
 from harness.eagle_checkpoints import (
     DRAFT_IDS,
@@ -27,8 +28,8 @@ from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.errors import IncompatibleDrafterError
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native.library import kernels_path
-from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.stats import SkipReason
 
 NUM_TOKENS, DEPTH = 61, 4
 PERFECT_STEPS = 1 + (NUM_TOKENS - 1) // (DEPTH + 1)  # the prompt's own, then DEPTH + 1 tokens each
@@ -62,7 +63,7 @@ def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, *
     target, files = head
     given = {"backend": "native", "threads": 1, "max_context": 512, "cache_gb": 0.05, **options}
     llm = LLM(str(target), drafter=str(files), num_draft_tokens=depth, **given)  # type: ignore[arg-type]
-    llm.engine.speculator.policy = DraftLengthPolicy(depth, row_budget=row_budget)
+    llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=row_budget)
     return llm
 
 
@@ -100,9 +101,10 @@ def plain() -> PlainTargets:
 
 def generate_without_head(llm: LLM, text: list[int]) -> None:
     """Leaves rows in the cache that the head never saw."""
-    drafter, llm.engine.speculator.drafter = llm.engine.speculator.drafter, None
+    speculator = llm.engine.speculator
+    set_drafters(llm)
     llm.generate([text], GREEDY)
-    llm.engine.speculator.drafter = drafter
+    llm.engine.speculator = speculator
 
 
 def check(llm: LLM) -> None:
@@ -271,7 +273,7 @@ def test_penalties_count_what_was_drafted(heads: Heads, plain: PlainTargets) -> 
 def test_a_text_longer_than_the_head_was_made_for_is_drafted_from_its_end(heads: Heads, plain: PlainTargets, tmp_path: Path) -> None:
     files = write_reading_eagle1(tmp_path / "short", max_positions=40)
     llm = open_llm((heads("reading")[0], files))
-    assert "sees the last 40 tokens" in drafter_of(llm).describe()
+    assert "sees the last 40 tokens" in drafter_of(llm).traits.description
     (output,) = llm.generate(prompts(150), GREEDY)
     assert output.token_ids == plain(heads("reading"), prompts(150))[0]
     assert_perfect([output])
@@ -292,7 +294,7 @@ def test_a_head_whose_pass_fails_leaves_plain_steps(heads: Heads, plain: PlainTa
     texts = prompts(40, 90)
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads("listening"), texts)
-    assert sum(output.speculation.plain[PlainReason.DRAFTER_FAILED] for output in outputs) > 3
+    assert sum(output.speculation.plain[SkipReason.DRAFTER_FAILED] for output in outputs) > 3
     check(llm)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.always_drafts import draft_always
+from harness.always_drafts import draft_always, set_drafters
 from harness.checkpoints import write_checkpoint, write_tokenizer
 from paceline import LLM, SamplingParams
 from paceline.errors import (
@@ -24,9 +24,9 @@ from paceline.errors import (
     PacelineError,
     RequestError,
 )
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -296,16 +296,17 @@ class FailingDrafter(Drafter):
             raise RuntimeError("release")
 
 
-def test_an_interrupt_frees_everything(directory: Path) -> None:
+def test_an_interrupt_frees_everything(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(requests: Any) -> Any:
         raise KeyboardInterrupt
 
+    draft_always(monkeypatch)
     llm = open_llm(directory, drafter=FailingDrafter(interrupt))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5], [6, 7]], GREEDY)
     with pytest.raises(KeyboardInterrupt):
         list(llm.stream([5], GREEDY))
-    llm.engine.speculator.drafter = None
+    set_drafters(llm)
     assert_usable(llm)
 
 
@@ -353,19 +354,17 @@ def plain(directory: Path) -> list[list[int]]:
 def test_garbage_from_a_drafter_means_plain_steps_and_one_warning(
     directory: Path, shared_llm: LLM, plain: list[list[int]], name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator = shared_llm.engine.speculator
-    monkeypatch.setattr(speculator, "drafter", FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
-    monkeypatch.setattr(speculator, "policy", DraftLengthPolicy(4))
-    monkeypatch.setattr(speculator._calls.tolerated, "_has_warned", False)
-    monkeypatch.setattr(speculator._calls, "_backoffs", {})
+    monkeypatch.setattr(shared_llm.engine, "speculator", shared_llm.engine.speculator)  # restored in the end
+    set_drafters(shared_llm, FailingDrafter({**GARBAGE, **UNUSABLE}[name]))
+    shared_llm.engine.speculator.policy = FixedDraftLength(4)
     with caplog.at_level(logging.WARNING):
         outputs = shared_llm.generate([[5, 6, 7], [8]], GREEDY) + shared_llm.generate([5, 6, 7], GREEDY)
     assert [output.token_ids for output in outputs] == [*plain, plain[0]]
-    reason = PlainReason.CUT if name in UNUSABLE else PlainReason.DRAFTER_FAILED
+    reason = SkipReason.UNUSABLE if name in UNUSABLE else SkipReason.DRAFTER_FAILED
     assert [output.speculation.plain[reason] for output in outputs] == [10, 10, 10]  # the first token and the last are plain anyway
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == (name in GARBAGE)
-    assert all("the drafter failed" in warning for warning in warnings)
+    assert all("a drafter failed" in warning for warning in warnings)
     monkeypatch.undo()
     assert_usable(shared_llm)
 
@@ -389,7 +388,7 @@ def test_a_draft_model_that_is_damaged_costs_its_guesses_only(
     llm = open_llm(directory, drafter=str(copy))
     outputs = llm.generate([[5, 6, 7], [8]], GREEDY)
     assert [output.token_ids for output in outputs] == plain
-    assert all(output.speculation.plain[PlainReason.DRAFTER_FAILED] == 10 for output in outputs)
+    assert all(output.speculation.plain[SkipReason.DRAFTER_FAILED] == 10 for output in outputs)
     drafts = llm.drafter.cache  # type: ignore[union-attr]
     drafts.check()
     assert drafts.pool.num_free == drafts.pool.num_blocks
@@ -400,7 +399,7 @@ def test_a_smaller_vocabulary_of_the_same_pieces_is_no_error(directory: Path, tm
     write_tokenizer(draft, 60)
     llm = open_llm(directory, drafter=str(draft))
     assert [output.token_ids for output in llm.generate([[5, 6, 7], [8]], GREEDY)] == plain
-    assert llm.generate([90, 91], GREEDY)[0].speculation.plain[PlainReason.DRAFTER_FAILED] == 0
+    assert llm.generate([90, 91], GREEDY)[0].speculation.plain[SkipReason.DRAFTER_FAILED] == 0
     assert_usable(llm)
 
 

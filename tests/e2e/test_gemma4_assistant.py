@@ -143,12 +143,11 @@ def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_pa
 
 def test_an_assistant_beside_its_target_is_taken_without_being_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = shutil.copytree(pair[0], tmp_path / "target")
-    assert open_llm(target, "auto").engine.speculator.drafter.name == "ngram"
+    assert open_llm(target, "auto").drafter.name == "ngram"
     shutil.copytree(pair[1], target / "assistant")
     llm = open_llm(target, "auto")
-    assert llm.engine.speculator.drafter.name == "gemma4_assistant"
-    assert "4 of 12 clusters" in llm.engine.speculator.drafter.describe()
-    assert open_llm(target, ["ngram", str(pair[1])]).engine.speculator.drafter.name == "ngram+gemma4_assistant"
+    assert llm.drafter_name == open_llm(target, ["ngram", str(pair[1])]).drafter_name == "ngram+gemma4_assistant"
+    assert "4 of 12 clusters" in llm.banner
 
 
 def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:

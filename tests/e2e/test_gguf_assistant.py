@@ -135,7 +135,7 @@ def test_it_drafts_what_the_directory_drafts_and_changes_no_token(
         assert [output.speculation for output in found] == [output.speculation for output in given]
         assert sum(output.speculation.drafted for output in found) > 100
     assert drafting[1].stats().drafter_failures == 0
-    assert drafting[1].engine.speculator.drafter.describe() == drafting[0].engine.speculator.drafter.describe()
+    assert drafting[1].drafter.traits.description == drafting[0].drafter.traits.description
 
 
 @pytest.mark.parametrize(("changes", "types"), [({}, "Q8_0"), (CLUSTERS, "Q8_0"), (CLUSTERS, "BF16")])
@@ -164,13 +164,13 @@ def test_one_beside_its_target_is_taken_without_being_named(pair_of: Callable[[s
     folder.mkdir()
     assert drafter_of(model) == "ngram"
     write_gguf_assistant(directory, folder / "a.gguf")
-    assert drafter_of(model) == "gemma4_assistant"
+    assert drafter_of(model) == "ngram+gemma4_assistant"
     whole = shutil.copytree(target, tmp_path / "whole")
     shutil.copytree(folder, whole / "assistant")
-    assert drafter_of(whole) == "gemma4_assistant"
+    assert drafter_of(whole) == "ngram+gemma4_assistant"
     shutil.rmtree(folder)
     shutil.copytree(directory, folder)
-    assert drafter_of(model) == "gemma4_assistant"
+    assert drafter_of(model) == "ngram+gemma4_assistant"
     shutil.rmtree(folder)
     folder.mkdir()
     write_gguf_assistant(write_assistant(tmp_path / "other", hidden_size=48), folder / "a.gguf")
@@ -178,7 +178,7 @@ def test_one_beside_its_target_is_taken_without_being_named(pair_of: Callable[[s
 
 
 def drafter_of(model: Path) -> str:
-    return str(open_llm(model, "auto").engine.speculator.drafter.name)
+    return str(open_llm(model, "auto").drafter_name)
 
 
 def test_doctor_knows_a_file(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:

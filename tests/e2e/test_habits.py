@@ -156,12 +156,12 @@ def test_a_stream_that_is_open_when_its_llm_is_closed_ends_with_that_error(direc
 def test_an_output_as_a_dictionary_is_json_and_tells_the_truth(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1))
     record = json.loads(json.dumps(dataclasses.asdict(output)))
-    assert record["speculation"]["plain"]["the prompt's last pass"] == 1
+    assert record["speculation"]["plain"]["prompt"] == 1
     assert sum(record["speculation"]["plain"].values()) == output.speculation.plain_steps
     assert record["origins"][0] == "plain"
     assert len(record["origins"]) == len(record["token_ids"]) == len(record["logprobs"])
     stats = json.loads(json.dumps(dataclasses.asdict(llm.stats())))
-    assert stats["speculation"]["plain"]["the prompt's last pass"] == llm.stats().num_finished
+    assert stats["speculation"]["plain"]["prompt"] == llm.stats().num_finished
 
 
 def names_in(value: Any) -> set[str]:

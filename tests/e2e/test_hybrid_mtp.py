@@ -50,6 +50,7 @@ def loaded(directory: Path) -> MtpModule:
     return load_mtp(HeadFiles.open(directory), config, open_weights(directory, config))
 
 
+@pytest.mark.spread(0.6)
 @pytest.mark.parametrize(
     ("case", "backend", "tree_width", "quant"),
     [
@@ -67,7 +68,7 @@ def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decod
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
     target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
-    llm = open_llm(target, "auto", backend=backend, tree_width=tree_width, draft_quant=quant, chunk_rows=32)
+    llm = open_llm(target, "mtp", backend=backend, tree_width=tree_width, draft_quant=quant, chunk_rows=32)
     assert llm.drafter_name == "mtp"
     for params in (GREEDY, SAMPLED, GREEDY):
         answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
@@ -83,10 +84,10 @@ def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int
     """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
     target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
-    assert open_llm(target, "auto").drafter_name == ("mtp" if count == 0 else "ngram")
+    assert open_llm(target, "auto").drafter_name == ("ngram+mtp" if count == 0 else "ngram")
     if count == 0:
         notices = open_llm(target, "none").notices
-        assert any("holds a drafting head: drafter='mtp' guesses with it" in notice for notice in notices)
+        assert any("holds a drafting head: drafter='mtp' drafts with it" in notice for notice in notices)
     else:
         with pytest.raises(IncompatibleDrafterError, match="holds no mtp head"):
             open_llm(target, "mtp")
@@ -107,7 +108,7 @@ def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model
         tensors["model.visual.patch_embed.proj.weight"] = np.zeros((4, 4), np.float32)
 
     edit(target / "model.safetensors", nest)
-    llm = open_llm(target, "auto")
+    llm = open_llm(target, "mtp")
     assert llm.drafter_name == "mtp"
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
@@ -168,8 +169,8 @@ def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_pa
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, case: str) -> None:
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
-    plain, llm = open_llm(target, "none"), open_llm(target, "auto")
-    assert llm.drafter_name == "mtp"
+    plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
+    assert open_llm(target, "auto").drafter_name == "ngram+mtp"
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in plain.notices)
     for params in (GREEDY, SAMPLED):
         outputs = llm.generate(PROMPTS, params)

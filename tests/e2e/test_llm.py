@@ -11,7 +11,7 @@ import pytest
 from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
 from paceline import LLM, RequestError, RequestOutput, SamplingParams
 from paceline.runtimes.base import assemble
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import TokenOrigin
 
 SAMPLED = SamplingParams(max_tokens=16, temperature=1.2, top_p=0.95, seed=5, ignore_eos=True)
@@ -148,7 +148,7 @@ STREAMED = {
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.speculator, "policy", DraftLengthPolicy(4))  # which steps are plain must not hang on times
+    monkeypatch.setattr(llm.engine.speculator, "policy", FixedDraftLength(4))  # which steps are plain must not hang on times
     for prompt in ("the cat sat", [7] * 300):
         (whole,) = llm.generate([prompt], STREAMED[name])
         chunks = list(llm.stream(prompt, STREAMED[name]))
@@ -266,7 +266,7 @@ def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     own = drafter.startswith("self")
     llm = open_llm(model=directory, drafter=str(directory) if own else drafter, tree_width=3 if "wide" in drafter else 1)
-    llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
+    llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
     assert llm.vocab_size == 90
     plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
     assert llm.runtime.forward(*assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
@@ -322,17 +322,17 @@ def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measure
 
 def test_what_was_drafted_can_be_explained() -> None:
     llm = LLM("mini", drafter="ngram", threads=2)
-    (output,) = llm.generate("one two three one two three one two", SamplingParams(max_tokens=24), speculation={"trees": True})
+    (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
     lines = llm.explain(output)
-    assert lines[0].startswith("guesses")
-    assert any(line.startswith("a pass of 1 row") for line in lines)
+    assert lines[0].startswith("draft tokens")
+    assert any("a pass of 1 row" in line for line in lines)
     drafted = [step for step in output.steps or () if step.draft_token_ids]
     assert drafted
     assert all(step.expected_tokens is not None and step.expected_tokens > 1.0 for step in drafted)
-    assert output.as_dict(model="mini", version="0")["steps"][0]["plain"] == "the prompt's last pass"
+    assert output.as_dict(model="mini", version="0")["steps"][0]["skip_reason"] == "prompt"
 
 
 def test_without_a_drafter_only_the_steps_are_explained() -> None:
     llm = LLM("mini", drafter="none", threads=2)
     (output,) = llm.generate("one two three", SamplingParams(max_tokens=4), speculation={"trees": True})
-    assert [line.split()[0] for line in llm.explain(output)] == ["guesses", "plain", "plain"]
+    assert [line.split()[0] for line in llm.explain(output)] == ["draft", "plain", "plain"]

@@ -60,7 +60,7 @@ def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Pat
             assert sum(output.speculation.drafted for output in outputs) > 100
         assert llm.stats().drafter_failures == 0
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
-    assert open_llm(target, "auto").drafter_name == "mtp"
+    assert open_llm(target, "auto").drafter_name == "ngram+mtp"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -
     quantised = write_gguf(directory, tmp_path / "quantised.gguf", "Q8_0", metadata=VOCABULARY)
     without = open_llm(quantised, "none")
     (notice,) = [notice for notice in without.notices if "head" in notice]
-    assert notice == f"{quantised} also holds a drafting head: drafter='mtp' guesses with it"
+    assert notice == f"{quantised} also holds a drafting head: drafter='mtp' drafts with it"
     for drafter, quant in (("mtp", "none"), (str(quantised), "int4")):
         llm = open_llm(quantised, drafter, draft_quant=quant)
         assert llm.drafter_name == "mtp"

@@ -95,6 +95,7 @@ def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
     return LLM(str(target), drafter=drafter, **shape)
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "Q8_0", "Q4_0"])
@@ -217,6 +218,7 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     assert 0 < np.abs(beside - apart).mean() < 0.05 * apart.std(), "rows are rounded to bytes, nothing else"
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 @pytest.mark.parametrize(

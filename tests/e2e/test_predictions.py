@@ -15,9 +15,8 @@ from harness.checkpoints import write_checkpoint
 from paceline import LLM, RequestError, SamplingParams
 from paceline.cli import app
 from paceline.cli.run import MAX_PREDICTION_BYTES
-from paceline.drafters.suffix.drafter import SuffixDrafter
-from paceline.drafters.suffix.store import SuffixStore
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -31,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_llm(directory: Path, drafter: str | list[str] | Drafter = "prediction") -> LLM:
     llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     return llm
 
 

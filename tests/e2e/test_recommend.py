@@ -21,9 +21,8 @@ from paceline.proof.checkpoint_facts import read_checkpoint
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.recommendation import recommend as recommending
 from paceline.proof.recommendation.advice import Advice, Place, Recommendation
-from paceline.proof.recommendation.costs import DRAFT_LENGTHS, MachineCosts
+from paceline.proof.recommendation.costs import DRAFT_LENGTHS, MachineCosts, head_bytes, model_bytes
 from paceline.proof.recommendation.here import drafters_around, unreadable_places
-from paceline.proof.recommendation.read_bytes import head_bytes, model_bytes
 from paceline.proof.recommendation.recommend import RecommendQuestion, recommend
 
 PASS_S = {rows: 0.1 + 0.001 * rows for rows in (1, *(count + 1 for count in DRAFT_LENGTHS))}

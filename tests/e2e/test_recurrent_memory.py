@@ -11,7 +11,7 @@ from harness.exact_targets import skip_without_kernels
 from harness.hybrid_checkpoints import CASES
 from paceline import LLM, CapacityError, SamplingParams
 from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 pytest.importorskip("torch")
 
@@ -27,7 +27,7 @@ def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path
     counts, real = [], RecurrentStates._take_records
     monkeypatch.setattr(RecurrentStates, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
     llm = LLM(str(hybrid), drafter=str(hybrid), num_draft_tokens=4, max_context=512, cache_gb=0.1, dtype="f32", threads=1)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)  # it always guesses
+    llm.engine.speculator.policy = FixedDraftLength(4)  # it always guesses
     counts.clear()
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))

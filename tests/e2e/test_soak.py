@@ -21,7 +21,7 @@ import pytest
 from harness.checkpoints import write_checkpoint
 from harness.engine_targets import assert_clean, open_small
 from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 PATIENCE_S = 60.0  # for any single call
 FAULTS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException, MemoryError, RecursionError]
@@ -194,7 +194,7 @@ def test_nothing_hangs_and_no_token_is_wrong_however_long_it_goes_on(
     }  # fmt: skip
     llm, other = (open_small(directory, 80, ["ngram", "suffix"]) for _ in range(2))
     for one in (llm, other):
-        one.engine.speculator.policy = DraftLengthPolicy(3)
+        one.engine.speculator.policy = FixedDraftLength(3)
     engine = AsyncEngine(other._opened)
     soak = Soak(llm, engine, answers, time.monotonic() + (600.0 if large_counts else 3.0), seed)
     with ThreadPoolExecutor(len(WORKS)) as pool:

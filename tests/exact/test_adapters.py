@@ -23,7 +23,7 @@ from paceline.runtimes.native.records import Pass
 from paceline.speculation.request import Request
 
 NUM_BLOCKS = 11  # less than eight texts take
-TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "stack", "oracle", "wrong", "chaos"]
+TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
 CASES = [
     *(("llama", kind) for kind in TEXT_DRAFTERS),
     *((name, kind) for name, kinds in HEADS.items() for kind in kinds),
@@ -103,7 +103,7 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
     """All of them at once, checked step by step; the others' answers are not those of the base."""
     engine, requests = llm.engine, list[Request]()
     for one in asked:
-        predicts = llm.drafter is not None and llm.drafter.reads_predictions
+        predicts = llm.engine.speculator.uses_predictions
         options = {"adapter": one.adapter, "namespace": "one", **({"prediction": one.beyond} if predicts else {})}
         requests += llm._opened.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
     for request in requests:
@@ -122,6 +122,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
         assert found.logprobs == one.answer.logprobs, one.adapter
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("target", "kind"), [pytest.param(*case, marks=[pytest.mark.long] if case in RARE else []) for case in CASES])
 def test_eight_requests_with_four_adapters_and_the_base_get_what_they_get_alone(target: str, kind: str, given_of: GivenOf) -> None:
     given = given_of(target)

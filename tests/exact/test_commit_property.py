@@ -20,21 +20,20 @@ from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_
 from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
 from paceline import SamplingParams
 from paceline.engine.batch import RequestMaker
+from paceline.engine.text_stop import TextStop
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
-from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.ending import LookAhead
 from paceline.speculation.request import Request, TokenOrigin
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.step import step
-from paceline.speculation.stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
 
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
@@ -125,7 +124,10 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
     speculator = Speculator(
-        drafter, DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH), vocab_size=case.vocab_size, layout=TreeLayout.PATHS
+        [] if drafter is None else [drafter],
+        FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH),
+        vocab_size=case.vocab_size,
+        layout=TreeLayout.PATHS,
     )
     target.table = case.table()
     streamed, num_blocks, seen = "", 0, 0
@@ -256,7 +258,7 @@ def test_blocks_end_where_tokens_end(
 @pytest.fixture
 def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks that go on behind the end, as far as guesses are right."""
-    monkeypatch.setattr(LookAhead, "ends_with", lambda self, token_id: False)
+    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: False)
 
 
 @pytest.mark.usefixtures("walks_on")
@@ -360,7 +362,7 @@ def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], 
 
 
 def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_limit(request: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
+    def without_limit(self: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
         return row_budget, max_depth
 
     def reason(request: Request, path: Sequence[int], text_stop: TextStop | None) -> Any:
@@ -371,9 +373,9 @@ def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[
         limited[0] = len(token_ids) > 1
         return real_commit(request, token_ids, *args, **options)
 
-    limited, real_reason, real_commit = [False], commit_module.reason_to_end, commit_module.commit
-    monkeypatch.setattr(speculator_module, "within_limits", without_limit)
-    monkeypatch.setattr(commit_module, "reason_to_end", reason)
+    limited, real_reason, real_commit = [False], commit_module.finish_reason, commit_module.commit
+    monkeypatch.setattr(Request, "limit_draft", without_limit)
+    monkeypatch.setattr(commit_module, "finish_reason", reason)
     monkeypatch.setattr(step_module, "commit", commit)
     with pytest.raises(AssertionError):
         faulty()

@@ -21,9 +21,9 @@ from paceline.engine.batch import RequestMaker
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.ending import LookAhead
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.step import step
@@ -126,8 +126,10 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     """The steps of one request."""
     request = maker.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.sequence = cache.new_sequence()
-    policy = DraftLengthPolicy(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
-    speculator = Speculator(drafter, policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule)
+    policy = FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
+    speculator = Speculator(
+        [] if drafter is None else [drafter], policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
+    )
     target.table = case.table(maker.vocab_size)
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
@@ -147,7 +149,7 @@ def assert_plain(case: Case, maker: RequestMaker, outcome: Outcome) -> None:
     for count, token in enumerate(outcome.token_ids, 1):
         distribution = request.processor.process(table[len(request.token_ids) - 1])
         assert np.isfinite(_score(distribution, token)), "the token cannot be drawn"
-        ended = LookAhead(request).ends_with(token)
+        ended = FinishLookahead(request).finishes_with(token)
         assert ended == (outcome.error is None and count == len(outcome.token_ids))
         request.token_ids.append(token)
         request.processor.commit(token)
@@ -198,7 +200,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], r
 def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
-    count = 20_000 if large_counts else 600
+    count = 20_000 if large_counts else 300
     met = compare(tokenizer, makers, np.random.default_rng(seed), count)
     for name in ("stop", "length", "failed", "failed behind tokens", "grammars", "raise behind the end"):
         assert met[name] > count / 30, met
@@ -209,7 +211,7 @@ def test_a_walk_behind_the_end_is_seen(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""
-    monkeypatch.setattr(LookAhead, "ends_with", lambda self, token_id: token_id in self._request.end_token_ids)
+    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
     with pytest.raises(AssertionError):
         compare(tokenizer, makers, np.random.default_rng(seed), 600)
 

@@ -13,7 +13,7 @@ import pytest
 from harness.always_drafts import draft_always
 from harness.exact_targets import skip_without_kernels
 from harness.golden_targets import DRAFTERS, TEMPERATURES, GoldenTarget, open_golden_llm, open_golden_target, read_golden, sampling
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 TargetOf = Callable[[str], GoldenTarget]
 CASES = [(name, drafter) for name, drafters in DRAFTERS.items() for drafter in drafters]
@@ -42,6 +42,7 @@ def golden() -> dict[str, Any]:
     return read_golden()
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize(("name", "drafter"), CASES, ids=IDS)
 def test_token_ids_of_a_batch_equal_the_stored_ones(
     name: str, drafter: str, target_of: TargetOf, golden: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -65,7 +66,7 @@ def test_token_ids_equal_the_stored_ones_whatever_the_draft_length(
     """By the policy in use and by fixed draft lengths, in a batch and one by one."""
     target, stored = target_of(name), golden[name]
     with open_golden_llm(target, drafter, threads=2) as llm:
-        for policy in (llm.engine.speculator.policy, *map(DraftLengthPolicy, (1, 3, 8))):
+        for policy in (llm.engine.speculator.policy, *map(FixedDraftLength, (1, 3, 8))):
             llm.engine.speculator.policy = policy
             for temperature in TEMPERATURES:
                 expected, params = stored[f"T={temperature}"], sampling(temperature)

@@ -49,6 +49,7 @@ def answers(directory: Path, kv_type: str, params: SamplingParams, drafter: str 
     return [one.token_ids for one in found]
 
 
+@pytest.mark.spread(0.5)
 @BY_TYPE
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
 def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
@@ -60,6 +61,7 @@ def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
     assert answers(directory, kv_type, params, ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3, prefix_cache=False) == plain
 
 
+@pytest.mark.spread(0.5)
 @BY_TYPE
 def test_a_text_behind_thousands_of_tokens_is_the_same(kv_type: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
     """Its prompt token by token, in chunks, and found again; plainly and with drafts; two of them in one batch."""

@@ -15,8 +15,8 @@ from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.sampling import logprobs as logprobs_module
+from paceline.speculation import commit as commit_module
 from paceline.speculation import step as step_module
-from paceline.speculation import verify as verify_module
 from paceline.speculation.request import Request
 
 NUM_BLOCKS = 40
@@ -229,8 +229,12 @@ def test_without_a_fault_the_comparison_passes(faulty: Callable[[], None]) -> No
 
 
 def test_the_row_of_the_node_instead_of_its_parents_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = verify_module.token_logprobs
-    monkeypatch.setattr(step_module, "token_logprobs", lambda result, logits, request: real(result, np.roll(logits, -1, axis=0), request))
+    real = commit_module.token_logprobs
+
+    def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
+        return real(tokens, nodes, np.roll(logits, -1, axis=0), request)
+
+    monkeypatch.setattr(step_module, "token_logprobs", of_next)
     with pytest.raises(AssertionError, match="logprobs of"):
         faulty()
 
@@ -246,7 +250,7 @@ def test_logprobs_asked_for_behind_the_commit_are_seen(faulty: Callable[[], None
         return count
 
     def remember(*args: Any) -> list[Any]:
-        asked.append(lambda: verify_module.token_logprobs(*args))
+        asked.append(lambda: commit_module.token_logprobs(*args))
         return []
 
     asked: list[Callable[[], list[Any]]] = []
@@ -275,6 +279,6 @@ def test_probabilities_of_the_processed_row_in_place_of_the_targets_are_seen(
     def processed(row: Any, token: int, num_top: int) -> Any:
         return logprobs_module.raw_logprobs(row * np.float32(0.999), token, num_top)
 
-    monkeypatch.setattr(verify_module, "raw_logprobs", processed)
+    monkeypatch.setattr(commit_module, "raw_logprobs", processed)
     with pytest.raises(AssertionError, match="logprobs of greedy"):
         faulty()

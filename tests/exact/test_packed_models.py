@@ -75,6 +75,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tupl
     return pair
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize(
     ("family", "kind", "backend"),
     [

@@ -17,7 +17,7 @@ from harness.head_targets import PerfectHeads
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.speculation import speculator as speculator_module
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.tree import DraftTree
 
 PlainOf = Callable[[str], "Plain"]
@@ -26,7 +26,7 @@ SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
 NUM_BLOCKS = 10  # of the cache: two or three of the texts below
 # logits that are the target's but for rounding, so that sampled texts are known too
 SAME_DISTRIBUTION = ("eagle reading", "eagle3", "peagle", "mtp")
-TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "eagle3 midlayer", "peagle plain", "medusa rows", "mtp mtp")
+TREES_IN_A_NORMAL_RUN = ("eagle listening safetensors", "peagle plain", "medusa rows", "mtp mtp")
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Scene:
         solo = copy(plain.solo)
         solo.directory = pair.target
         self.llm: LLM = solo.open(pair.drafter, num_blocks=NUM_BLOCKS, num_draft_tokens=depth, tree_width=width)  # type: ignore[arg-type]
-        self.llm.engine.speculator.policy = DraftLengthPolicy(depth, row_budget=32 if width > 1 else None)
+        self.llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=32 if width > 1 else None)
         self.num_compared = 0
         self._plain = plain
 

@@ -24,6 +24,7 @@ from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import EditedRow, LogitsProcessor
+from paceline.speculation import commit as commit_module
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import step as step_module
 from paceline.speculation import verify as verify_module
@@ -191,8 +192,12 @@ def drop_the_row_at_a_chunks_border(patch: pytest.MonkeyPatch) -> None:
 
 
 def report_logprobs_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
-    real = verify_module.token_logprobs
-    patch.setattr(step_module, "token_logprobs", lambda result, logits, request: real(result, np.roll(logits, -1, axis=0), request))
+    real = commit_module.token_logprobs
+
+    def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
+        return real(tokens, nodes, np.roll(logits, -1, axis=0), request)
+
+    patch.setattr(step_module, "token_logprobs", of_next)
 
 
 def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.speculator import Speculator
@@ -217,7 +217,9 @@ class Traffic:
     def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
         """All requests at once, twice over; texts are those of plain decoding, and nothing is left behind."""
         cache = self.toy.new_cache(num_blocks)
-        speculator = Speculator(drafter, DraftLengthPolicy(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout)
+        speculator = Speculator(
+            [drafter] if drafter is not None else [], FixedDraftLength(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout
+        )
         engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
         for _ in range(2):
             requests = self.requests()
@@ -239,6 +241,7 @@ class Traffic:
         assert (cache.num_cached_blocks, states.num_bytes) == (0, 0)
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("num_blocks", [16, 200], ids=["few blocks", "many blocks"])
 @pytest.mark.parametrize("kind", ["none", "ngram", "chains", "trees"])
 @pytest.mark.parametrize("layout", LAYOUTS)

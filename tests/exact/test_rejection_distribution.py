@@ -33,10 +33,10 @@ from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs, acceptance, draw_distinct
 from paceline.speculation import rejection
 from paceline.speculation.commit import commit
+from paceline.speculation.propose import reserve
 from paceline.speculation.rejection import verify_rejection
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.reserve import reserve
 from paceline.speculation.tree import DraftTree, Proposal
 
 
@@ -134,6 +134,7 @@ def _p_value(scene: Scene, seeds: Sequence[int]) -> float:
     return chi_square_p_value(joint_counts(texts), scene.exact_distribution())
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("name", SCENES)
 def test_drafts_kept_by_rejection_have_the_targets_joint_distribution(name, seed, large_counts, tally):
     scene = SCENES[name]
@@ -275,6 +276,7 @@ def _keeps_the_distribution(shape: Shape, room: Room, drafts: DraftsOf, seed: in
     )
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("drafts", [full_probs, sparse_probs, ending_probs])
 @pytest.mark.parametrize("name", CUT_SHAPES)
 def test_trees_cut_for_memory_leave_the_targets_distribution_to_the_last_digit(name, drafts, seed, tally, large_counts):

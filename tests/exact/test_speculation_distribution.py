@@ -21,8 +21,8 @@ PARAMS = {
     "top-k": SamplingParams(temperature=1.0, top_k=5),
     "penalties": SamplingParams(temperature=0.8, top_k=6, repetition_penalty=1.6, frequency_penalty=0.8, presence_penalty=0.6),
 }
-Guess = tuple[DraftTree, np.ndarray]  # a tree and the target's row for each of its nodes
-Proposer = Callable[[Tokens], Guess]
+Candidate = tuple[DraftTree, np.ndarray]  # a tree and the target's row for each of its nodes
+Proposer = Callable[[Tokens], Candidate]
 Commit = Callable[[Request, VerifyResult, DraftTree], None]
 
 
@@ -36,7 +36,7 @@ def _max_depth(context: Tokens) -> int:
 
 
 @cache
-def _argmax_chain(context: Tokens) -> Guess:
+def _argmax_chain(context: Tokens) -> Candidate:
     text = list(context)
     for _ in range(_max_depth(context)):
         text.append(_best(tuple(text), 1)[0])
@@ -46,7 +46,7 @@ def _argmax_chain(context: Tokens) -> Guess:
 
 
 @cache
-def _two_best_a_level(context: Tokens) -> Guess:
+def _two_best_a_level(context: Tokens) -> Candidate:
     paths: list[Tokens] = [()]
     parents: list[int] = []
     for parent, path in enumerate(paths):  # `paths` grows while it is read

@@ -11,7 +11,7 @@ from harness.checkpoints import write_checkpoint, write_tokenizer
 from harness.vocabulary_pairs import reorder_vocabulary
 from paceline import LLM, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 MAX_TOKENS = 16
 PROMPTS = [
@@ -32,7 +32,7 @@ SAMPLINGS = {
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
     llm = LLM(str(target), drafter=drafter, threads=2, max_context=512, cache_gb=0.2, offline=True, **options)  # type: ignore[arg-type]
     if drafter != "none":
-        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=13)
+        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=13)
     return llm
 
 
@@ -61,6 +61,7 @@ def plain(mini_dir: Path) -> dict[str, list[RequestOutput]]:
     return {name: [llm.generate(prompt, params)[0] for prompt in PROMPTS] for name, params in SAMPLINGS.items()}
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize(
     ("kind", "way", "width"),
     [

@@ -25,7 +25,7 @@ from paceline.kv_cache.prefix_index import PrefixIndex
 from paceline.models.checkpoint import read_model_config
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.torch.network import TorchNetwork
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import Request
 
 BLOCK, MAX_CONTEXT, NUM_BLOCKS = 32, 128, 11  # fewer blocks than eight texts take
@@ -55,7 +55,7 @@ class Given:
                 "cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
             },
         )  # fmt: skip
-        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12 if kind in TREES else None)
+        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12 if kind in TREES else None)
         scheduler = llm.engine.scheduler
         scheduler.limits = replace(scheduler.limits, spare_blocks=0, chunk_rows=40)  # so that requests are preempted, and prompts cut
         return llm
@@ -189,7 +189,7 @@ def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Call
         (expected,) = llm.generate([prompt], params, adapter="mix")
     known = {(tuple(prompt), 0): expected.token_ids}
     with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_draft_tokens=4, **options) as llm:
-        llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
+        llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
         for _ in range(2):
             (found,) = llm.generate([prompt], replace(params, seed=0), adapter="mix")
             assert found.token_ids == expected.token_ids

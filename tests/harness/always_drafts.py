@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from paceline import LLM
 from paceline.config import SpeculationConfig
 from paceline.engine import open as open_module
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.speculator import Speculator
 
 NUM_DRAFT_TOKENS = 4  # where nothing else is asked for
 
@@ -14,9 +17,17 @@ NUM_DRAFT_TOKENS = 4  # where nothing else is asked for
 def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are opened from now on do."""
 
-    def policy(speculation: SpeculationConfig, *_: Any) -> DraftLengthPolicy:
+    def policy(speculation: SpeculationConfig, *_: Any) -> FixedDraftLength:
         wanted = speculation.num_draft_tokens
         count = wanted if isinstance(wanted, int) else NUM_DRAFT_TOKENS
-        return DraftLengthPolicy(count, row_budget=1 + count * speculation.tree_width)
+        return FixedDraftLength(count, row_budget=1 + count * speculation.tree_width)
 
     monkeypatch.setattr(open_module, "_policy", policy)
+
+
+def set_drafters(llm: LLM, *drafters: Drafter) -> None:
+    """Replace the drafters of an engine; none for plain decoding."""
+    old = llm.engine.speculator
+    llm.engine.speculator = Speculator(
+        drafters, old.policy, vocab_size=old.vocab_size, layout=llm.engine.cache.layout, acceptance=old.acceptance
+    )

@@ -15,9 +15,7 @@ from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.stack import StackDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter
-from paceline.drafters.suffix.store import SuffixStore
+from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
 from paceline.engine import open as open_module
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config
@@ -25,7 +23,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammar import Grammar
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 
 BLOCK = 32
@@ -244,13 +242,13 @@ class JobMaker:
 
 # Drafters
 
-TREES = ("chaos", "draft_tree", "suffix_tree", "stack", "eagle", "eagle3", "medusa", "mtp", "gemma4_assistant")  # get rows for branches
+TREES = ("chaos", "draft_tree", "suffix_tree", "several", "eagle", "eagle3", "medusa", "mtp", "gemma4_assistant")  # get rows for branches
 WIDE = ("draft_tree", "eagle", "eagle3", "mtp", "gemma4_assistant")
 HEADS = {"legible": ["eagle", "eagle3"], "mean": ["eagle"], "successor": ["medusa", "mtp"], "assisted": ["gemma4_assistant"]}
 """Targets with heads that know them."""
 
 
-def make_drafter(kind: str, known: Answers, vocab_size: int, draft: Path, seed: int = 0) -> str | Drafter:
+def make_drafter(kind: str, known: Answers, vocab_size: int, draft: Path, seed: int = 0) -> str | Drafter | list[Drafter]:
     """One by a name below, else by its own.
 
     Args:
@@ -266,9 +264,9 @@ def make_drafter(kind: str, known: Answers, vocab_size: int, draft: Path, seed: 
             return ChaosDrafter(known, vocab_size, seed=seed)
         case "suffix_tree":
             return SuffixDrafter(1, store=SuffixStore())
-        case "stack":
+        case "several":
             adversaries = [ChaosDrafter(known, vocab_size, seed=seed), OracleDrafter(known, accuracy=0.5, vocab_size=vocab_size, seed=seed)]
-            return StackDrafter([PredictionDrafter(), *adversaries, SuffixDrafter(1), NgramDrafter()])
+            return [PredictionDrafter(), *adversaries, SuffixDrafter(1), NgramDrafter()]
         case "draft_model" | "draft_tree" | "eagle" | "eagle3" | "medusa" | "mtp" | "gemma4_assistant":
             return str(draft)
         case _:
@@ -280,7 +278,7 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
     width = 3 if kind in WIDE else 1
     drafter = make_drafter(kind, known, solo.vocab_size, draft, seed)
     llm = solo.open(drafter, num_draft_tokens=depth, tree_width=width, **options)
-    llm.engine.speculator.policy = DraftLengthPolicy(depth, row_budget=12 if kind in TREES else None)
+    llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=12 if kind in TREES else None)
     return llm
 
 

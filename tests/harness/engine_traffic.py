@@ -94,9 +94,8 @@ class Traffic:
     def make(self, index: int) -> list[Request]:
         """The samples of a job, as requests."""
         job, opened = self.jobs[index], self.llm._opened
-        drafter = self.llm.drafter
         options = RequestOptions(
-            prediction=edited(job.beyond) if drafter is not None and drafter.reads_predictions else None,
+            prediction=edited(job.beyond) if self.llm.engine.speculator.uses_predictions else None,
             namespace="one",
             speculation=self._speculation(job),
             cache_salt=job.salt,
@@ -114,7 +113,7 @@ class Traffic:
             self.num_ended += 1
 
     def _speculation(self, job: Job) -> Mapping[str, object]:
-        names = [name for name in self.llm.engine.speculator.drafters if name]
+        names = [drafter.name for drafter in self.llm.engine.speculator.drafters]
         if len(names) > 1 and not job.speculation and self._random.random() < 0.3:
             return {"drafter": str(self._random.choice(names))}
         return job.speculation

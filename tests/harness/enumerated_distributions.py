@@ -31,7 +31,7 @@ class _Ahead:
     def __init__(self, ends: Ends) -> None:
         self._ends, self._text = ends, ()
 
-    def ends_with(self, token_id: int) -> bool:
+    def finishes_with(self, token_id: int) -> bool:
         self._text = (*self._text, token_id)
         return self._ends(self._text)
 

@@ -9,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import PlainCounts, PlainReason, SpeculationStats
+from paceline.speculation.stats import SkipCounts, SkipReason, SpeculationStats
 
 PLAIN, ACCEPTED, BONUS = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS
 
@@ -109,7 +109,7 @@ class FakeLLM:
             self.closed_streams += 1
 
     def _output(self) -> RequestOutput:
-        reasons = PlainCounts({PlainReason.PROMPT: 1})
+        reasons = SkipCounts({SkipReason.PROMPT: 1})
         stats = SpeculationStats(
             steps=3, drafted=8, accepted=4, bonus=3, emitted=7, drafted_by_position=[2], accepted_by_position=[2], plain=reasons
         )

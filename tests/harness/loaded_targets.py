@@ -27,7 +27,14 @@ def load_target(directory: Path, speculation: SpeculationConfig, *, layers: tupl
 
 
 def make_drafter(wanted: str | Sequence[str], directory: Path, **options: object) -> Drafter | None:
-    """The drafter that a target in `directory` gets for these settings."""
+    """The only drafter that a target in `directory` gets for these settings; None for plain decoding."""
+    drafters = make_drafters(wanted, directory, **options)
+    assert len(drafters) <= 1
+    return drafters[0] if drafters else None
+
+
+def make_drafters(wanted: str | Sequence[str], directory: Path, **options: object) -> list[Drafter]:
+    """The drafters that a target in `directory` gets for these settings."""
     names = wanted if isinstance(wanted, str) else tuple(wanted)
     speculation = SpeculationConfig(drafter=names, **options)  # type: ignore[arg-type]
     prepared = prepare(directory, EngineConfig(offline=True), speculation)

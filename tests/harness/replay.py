@@ -10,15 +10,14 @@ from typing import Any
 
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.pass_costs import PassTable
+from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.controller import DraftController
-from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 DEEPEST = 16
@@ -40,8 +39,8 @@ class Costs:
     host_s: tuple[float, float] = (0.0, 0.0)
     asking_s: float = 0.0
 
-    def table(self) -> PassTable:
-        return PassTable.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
+    def table(self) -> ForwardProfile:
+        return ForwardProfile.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Recorder(Drafter):
 
     def __init__(self, drafter: Drafter, depth: int = DEEPEST) -> None:
         self.name, self.needs, self._drafter, self._depth = drafter.name, drafter.needs, drafter, depth
-        self.reads_predictions = drafter.reads_predictions
+        self.traits = replace(drafter.traits, is_lookup=False)
         self.guesses: dict[int, DraftTree | None] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -80,7 +79,10 @@ class Recorder(Drafter):
 
 
 class _Player(Drafter):
-    name = "player"
+    def __init__(self, texts: Sequence[Trace], costs: Costs) -> None:
+        drafts = (tree for text in texts for tree in text.guesses if tree is not None and tree.num_draft_tokens > 0)
+        self.name = next((tree.sources[1] for tree in drafts), "player")
+        self.traits = DrafterTraits(is_lookup=costs.draft_s[1] == 0.0)
 
     def propose(self, requests: Any, budgets: Any) -> Any:
         return [None] * len(requests)
@@ -98,7 +100,7 @@ class Outcome:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    plain: dict[PlainReason, int] = field(default_factory=dict)
+    plain: dict[SkipReason, int] = field(default_factory=dict)
     emitted: int = 0
     lasted_s: list[float] = field(default_factory=list)
 
@@ -109,7 +111,7 @@ class Outcome:
 
 
 def replay(
-    policy: DraftLengthPolicy,
+    policy: FixedDraftLength,
     texts: Sequence[Trace],
     costs: Costs,
     *,
@@ -128,7 +130,7 @@ def replay(
         drawn: whether guesses are drawn, for rejection.
         takes_scaling_passes: whether an X-LoRA adapter answers.
     """
-    waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player()
+    waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player(texts, costs)
     began = dict[int, float]()
     while waiting or running:
         while waiting and len(running) < batch_size:
@@ -139,7 +141,7 @@ def replay(
         batch = [RequestRows.of(request, 1) for request, _ in running]
         draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.select(batch, None)
-        num_rows = sum(1 + rows.num_guesses for rows in batch)
+        num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
         num_guessed = num_rows - len(batch)
         pass_s = costs.pass_s(num_rows)
         host_s = costs.host_s[0] * len(batch) + costs.host_s[1] * num_guessed
@@ -159,16 +161,16 @@ def replay(
 def best_fixed(texts: Sequence[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> tuple[int, float]:
     """The fixed draft length that takes least time, 0 = none, in which nobody is asked, and its seconds."""
     silent = [replace(text, guesses=[None] * len(text.guesses)) for text in texts]
-    plain = replay(DraftLengthPolicy(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
+    plain = replay(FixedDraftLength(1), silent, replace(costs, draft_s=(0.0, 0.0)), batch_size=batch_size)
     times = {0: plain.seconds}
     for depth in range(1, deepest + 1):
-        times[depth] = replay(DraftLengthPolicy(depth), texts, costs, batch_size=batch_size).seconds
+        times[depth] = replay(FixedDraftLength(depth), texts, costs, batch_size=batch_size).seconds
     best = min(times, key=times.__getitem__)
     return best, times[best]
 
 
-def controller(costs: Costs, *, table: PassTable | None = None) -> DraftController:
-    return DraftController(DEEPEST, costs.table() if table is None else table)
+def controller(costs: Costs, *, table: ForwardProfile | None = None) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(DEEPEST, costs.table() if table is None else table)
 
 
 def _request(trace: Trace) -> Request:
@@ -179,7 +181,7 @@ def _request(trace: Trace) -> Request:
 
 
 def _guess(
-    policy: DraftLengthPolicy,
+    policy: FixedDraftLength,
     player: _Player,
     batch: Sequence[RequestRows],
     running: Sequence[tuple[Request, Trace]],
@@ -189,51 +191,55 @@ def _guess(
     *,
     drawn: bool,
 ) -> tuple[float, float]:
-    """Guess for all requests that may; returns seconds of guessing and of deciding."""
-    if policy.rests_together(batch):
-        return 0.0, 0.0
-    drafting = []
+    """Draft for all requests that may; returns seconds of guessing and of deciding."""
+    reason = policy.begin_step(batch)
+    num_considered = 0
     for rows, (request, _) in zip(batch, running, strict=True):
         depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
-        rows.plain_reason = policy.rests(request) if depth > 0 and request.num_output_tokens else None
-        if rows.plain_reason is None and depth > 0:
-            rows.budget = rows.given = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
-            drafting.append((rows, player))
-    plan_s = 0.0 if type(policy) is DraftLengthPolicy else costs.asking_s * len(drafting)
-    policy.plan(batch, drafting, None)
-    deepest = 0
+        if depth < 1:
+            continue
+        rows.limit = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
+        rows.skip_reason = reason or policy.skip_reason(request, player)
+        if rows.skip_reason is None:
+            rows.budget = rows.limit
+            num_considered += 1
+    if num_considered == 0:
+        return 0.0, 0.0
+    plan_s = 0.0 if type(policy) is FixedDraftLength else costs.asking_s * num_considered
+    policy.plan(batch, player, None)
     asked = [rows for rows in batch if rows.budget is not None]
+    if not asked:
+        return 0.0, plan_s
+    deepest = 0
     for rows, (request, trace) in zip(batch, running, strict=True):
         tree = trace.guesses[request.num_output_tokens] if rows.budget is not None else None
         if rows.budget is None or tree is None or tree.num_draft_tokens == 0:
-            rows.plain_reason = rows.plain_reason or PlainReason.NO_GUESS
+            rows.skip(SkipReason.NO_MATCH)
             continue
         tree = _drafted(tree, rows.budget)
         tree = tree.trim(vocab_size=2**31, max_depth=rows.budget.max_depth, row_budget=rows.budget.row_budget, layout=layout)
-        rows.set_guesses(tree, tree.num_draft_tokens, PlainReason.CUT)
+        rows.set_draft(tree, tree.num_draft_tokens, SkipReason.UNUSABLE)
         deepest = max(deepest, tree.tree_depth)
-    if not asked:
-        return 0.0, plan_s
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
     if deepest:
-        policy.observe_draft(player, len(asked), deepest, seconds * noise(), 0.0)
+        policy.observe_draft(player, len(asked), deepest, seconds * noise())
     return seconds, plan_s
 
 
 def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
     """As far as a drafter would have gone that stops where little is expected."""
-    if tree.probs is None or budget.least_reach <= 0.0:
+    if tree.probs is None or budget.min_reach <= 0.0:
         return tree
     reached, kept = [1.0], [0]
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
-        reached.append(reached[parent] * budget.chance(tree.probs[node]))
-        if parent in kept and reached[parent] >= budget.least_reach:
+        reached.append(reached[parent] * budget.rate(tree.probs[node]))
+        if parent in kept and reached[parent] >= budget.min_reach:
             kept.append(node)
     return tree.part(kept)
 
 
-def _commit(policy: DraftLengthPolicy, rows: RequestRows, request: Request, trace: Trace, outcome: Outcome) -> None:
+def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace: Trace, outcome: Outcome) -> None:
     tree, accepted, node = rows.tree, list[int](), 0
     said = trace.token_ids[request.num_output_tokens :]
     for token in said[:-1]:
@@ -245,13 +251,13 @@ def _commit(policy: DraftLengthPolicy, rows: RequestRows, request: Request, trac
     request.token_ids += said[: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
     outcome.emitted += len(accepted) + 1
-    outcome.drafted += rows.num_guesses
+    outcome.drafted += rows.num_draft_tokens
     outcome.accepted += len(accepted)
-    if rows.plain_reason is not None:
-        outcome.plain[rows.plain_reason] = outcome.plain.get(rows.plain_reason, 0) + 1
+    if rows.skip_reason is not None:
+        outcome.plain[rows.skip_reason] = outcome.plain.get(rows.skip_reason, 0) + 1
     if request.num_output_tokens == len(trace.token_ids):
         request.finish_reason = FinishReason.LENGTH
-    if tree is not None and rows.num_guesses:
+    if tree is not None and rows.num_draft_tokens:
         policy.observe(request, tree, accepted)
 
 

@@ -355,6 +355,7 @@ def test_spelled_out_control_tokens_have_the_ids_that_transformers_gives_text(mi
     assert num_compared >= 8
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("name", ["ChatML", "turns that alternate", "namespaces and thoughts", "other role names"])
 @pytest.mark.parametrize("text", ["It is", "It is ", "<think>\nhm", "  It\n\n"])
 def test_a_continued_message_is_rendered_as_transformers_does(pretrained: Any, name: str, text: str) -> None:

@@ -356,6 +356,7 @@ def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: in
     return TrueRows(np.array(token_ids[first:last], np.int32), features[first:last], rows)
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]

@@ -40,6 +40,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", CASES)
 @BY_BACKEND
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(

@@ -132,6 +132,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
+@pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
     references: Callable[[str], Reference], case: str, backend: str
@@ -139,6 +140,7 @@ def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one
     check_a_prompt(references(case), backend, max_context=CASES[case].max_context)
 
 
+@pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
 def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)

@@ -87,6 +87,7 @@ def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
     return append(runtime, cache, cache.new_sequence(), token_ids)[0].copy()
 
 
+@pytest.mark.spread(0.4)
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(

@@ -110,6 +110,7 @@ def logits_of(network: AssistantNetwork, output: Any, row: int) -> FloatArray:
     return whole
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("length", [WINDOW - 4, 75])
 @pytest.mark.parametrize("head", HEADS)

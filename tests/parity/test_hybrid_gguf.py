@@ -127,6 +127,7 @@ def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(check
     assert differ(logits(path), logits(directory)) <= 1e-5
 
 
+@pytest.mark.spread(0.3)
 @BY_CASE
 @pytest.mark.parametrize("block_type", ["F16", "Q4_0", "Q8_0"])
 def test_quantised_files_hold_the_values_of_the_formats_library_in_our_order(

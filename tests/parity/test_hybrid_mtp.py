@@ -100,6 +100,7 @@ def target_matrices(directory: Path) -> tuple[Floats, Floats]:
     return embedding, embedding if config.tied_embeddings else as_float32(weights["lm_head.weight"])
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize(
     ("case", "layout"),

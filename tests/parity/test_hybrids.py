@@ -46,6 +46,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     return reference
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize(
     ("case", "backend"),
     [(case, backend) for backend in ("torch", "native") for case in CASES],
@@ -72,6 +73,7 @@ def known_rows(runtime: Network, cache: KVCache, sequence: CachedSequence, token
     return logits
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("case", ["qwen3_5", "lfm2", "granite"])
 @pytest.mark.parametrize("chunk_lens", [[63, 1, 64, 65], [64, 64, 1, 128], [65, 63, 127], [127, 2, 128], [129, 15, 16, 17]])
 @BY_BACKEND
@@ -209,6 +211,7 @@ def test_a_text_model_beside_an_encoder_and_a_drafting_head_is_the_same_model(
     assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "lfm2", "granite"])
 @BY_BACKEND
 def test_bfloat16_files_are_computed_with_in_float32_exactly(tmp_path: Path, case: str, backend: str) -> None:

@@ -140,6 +140,7 @@ def difference(found: FloatArray, expected: FloatArray) -> float:
     return float(np.abs(found - expected).max())
 
 
+@pytest.mark.spread(0.4)
 @BY_KIND
 @BY_CASE
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(

@@ -108,6 +108,7 @@ def check(network: Network, base: Path, directory: Path) -> None:
     assert network.num_scaling_passes == before  # nobody with X-LoRA was in it
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_every_setting_is_computed_as_it_is_defined(runtime: str, name: str, made: Setup) -> None:

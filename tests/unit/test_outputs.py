@@ -5,12 +5,12 @@ import json
 import pytest
 
 from paceline.outputs import RequestOutput, Timing, Usage
-from paceline.speculation.stats import PlainReason, SpeculationStats
+from paceline.speculation.stats import SkipReason, SpeculationStats
 
 
 def make_output(token_ids: list[int], *, decode_s: float = 2.0) -> RequestOutput:
     stats = SpeculationStats()
-    stats.record((), 0, 1, PlainReason.PROMPT)
+    stats.record((), 0, 1, SkipReason.PROMPT)
     stats.record((1, 2), 1, 2, None)
     return RequestOutput(
         text="a b c",

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.benchmarking.bandwidth import read_bandwidth
+import numpy as np
+
 from paceline.benchmarking.modes import own_modes
 from paceline.benchmarking.peer_modes import peer_modes
 from paceline.benchmarking.plan import BenchPlan
@@ -19,6 +21,10 @@ from paceline.config import EngineConfig
 from paceline.hub import resolve
 from paceline.models.checkpoint import read_model_config
 from paceline.tokenizer.tokenizer import Tokenizer
+
+_READ_BYTES = 256 << 20
+"""Larger than any cache."""
+_REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,22 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
 
 def _draft_facts(path: Path | None, plan: BenchPlan) -> ModelFacts | None:
     return None if path is None else model_facts(plan.draft_model or path.name, path, plan.quant)
+
+
+def read_bandwidth(num_threads: int) -> float:
+    """Bytes a second that so many threads read together: what a pass that waits for its weights cannot be faster than.
+
+    The best of `_REPEATS`; each thread looks for the largest number of its part.
+    """
+    memory = np.ones(_READ_BYTES // 8, np.uint64)
+    parts = np.array_split(memory, num_threads)
+    best = float("inf")
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - start)
+    return memory.nbytes / best
 
 
 def shown_modes(result: BenchResult) -> Sequence[str]:

@@ -118,8 +118,7 @@ class OwnModel:
     def _request(self, item: dict[str, Any]) -> Request:
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
         options: RequestOptions = {}
-        drafter = self._opened.engine.speculator.drafter
-        if item.get("prediction") and drafter is not None and drafter.reads_predictions:
+        if item.get("prediction") and self._opened.engine.speculator.uses_predictions:
             options["prediction"] = item["prediction"]
         (request,) = self._opened.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
         return request

@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.cli.keyboard import PASTES_ARE_MARKED, tell_terminal, waiting_keys
-
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 PROMPT, CONTINUATION = "> ", ". "
 QUOTES = '"""'
+_PASTES_ARE_MARKED = "\x1b[?2004h"
+_PASTES_ARE_TYPED = "\x1b[?2004l"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def message_input() -> Iterator[MessageInput]:
         from prompt_toolkit.utils import is_dumb_terminal
 
         if not is_dumb_terminal():
-            with waiting_keys():
+            with _waiting_keys():
                 yield Editor()
             return
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -102,7 +102,7 @@ class Editor:
         try:
             text = self._session.prompt().rstrip("\n")
         finally:
-            tell_terminal(PASTES_ARE_MARKED)  # those that come during the answer too
+            _tell_terminal(_PASTES_ARE_MARKED)  # those that come during the answer too
         return Entry(text, is_literal=True) if self._is_pasted(text) else entry_of(text)
 
     def _is_pasted(self, text: str) -> bool:
@@ -160,6 +160,41 @@ def is_open_block(text: str) -> bool:
 def goes_on(text: str) -> bool:
     """Whether it ends in a single backslash."""
     return text.endswith("\\") and not text.endswith("\\\\")
+
+
+@contextmanager
+def _waiting_keys() -> Iterator[None]:
+    """What is typed while an answer is written waits, unseen, for the next prompt; without termios nothing changes.
+
+    Keys are neither shown nor taken line by line, and Ctrl-C interrupts without dropping them.
+    """
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    during = termios.tcgetattr(keyboard)
+    during[0] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)  # Enter arrives as an editor expects it
+    during[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+    during[3] |= termios.NOFLSH
+    termios.tcsetattr(keyboard, termios.TCSADRAIN, during)
+    try:
+        yield
+    finally:
+        _tell_terminal(_PASTES_ARE_TYPED)
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _tell_terminal(sequence: str) -> None:
+    """Send a control sequence to the terminal, past a redirected stdout; Windows' consoles may not know it."""
+    if sys.platform == "win32":
+        return
+    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
+    if stream.isatty():
+        stream.write(sequence)
+        stream.flush()
 
 
 def _read_line() -> str:

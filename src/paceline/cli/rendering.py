@@ -207,7 +207,7 @@ def _in_colour(console: Console) -> bool:
 def _plain_steps(output: RequestOutput) -> str:
     stats = output.speculation
     by_count = sorted(stats.plain.items(), key=operator.itemgetter(1), reverse=True)
-    reasons = ", ".join(f"{reason.value}: {count}" for reason, count in by_count)
+    reasons = ", ".join(f"{reason.description}: {count}" for reason, count in by_count)
     return f"plain steps {stats.plain_steps} of {stats.steps}" + (f" ({reasons})" if reasons else "")
 
 

@@ -22,7 +22,6 @@ from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import HeadOptions
 from paceline.drafters.pairs.target_text import NUM_SEQUENCES as NUM_CALIBRATION_TEXTS
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
@@ -35,7 +34,7 @@ from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.speculation.drafter import Drafter
+from paceline.speculation.drafter import Drafter, DrafterNeeds
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
@@ -126,42 +125,44 @@ class PreparedDrafters:
         drafters: in the order in which they were asked for; none for plain decoding.
         layers: the target's layer boundaries they read, ascending: its runtime must be built to collect them. Where calibration
             decides which ones a head reads, these are all candidates.
-        made: a drafter object passed in by the user.
+        made: drafter objects passed in by the user.
     """
 
     drafters: tuple[PreparedDrafter, ...]
     layers: tuple[int, ...]
-    made: Drafter | None = None
+    made: Sequence[Drafter] = ()
 
-    def open(self, target: LoadedTarget) -> Drafter | None:
-        """The drafter for the loaded target; several become one that asks them all.
+    def open(self, target: LoadedTarget) -> list[Drafter]:
+        """The drafters for the loaded target; none for plain decoding.
 
         Raises:
             IncompatibleDrafterError, CheckpointError: as `PreparedDrafter.open`.
         """
-        if self.made is not None:
-            return self.made
+        if self.made:
+            return list(self.made)
         opened = [drafter.open(target) for drafter in self.drafters]
+        if len(self.drafters) > 1 and self.drafters[-1].is_found and opened[-1].name == NgramDrafter.name:
+            del opened[-1]  # the head that was found cannot be used, and n-grams draft already
         names = [drafter.name for drafter in opened]
-        for index, drafter in enumerate(opened):  # requests ask for one by its name, and what is learned of it goes by that
+        for index, drafter in enumerate(opened):  # requests select one by its name, and acceptance is counted by it
             if (number := names[:index].count(drafter.name)) > 0:
                 drafter.name = f"{drafter.name}_{number + 1}"
-        return StackDrafter(opened) if len(opened) > 1 else next(iter(opened), None)
+        return opened
 
 
-def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, made: Drafter | None = None) -> PreparedDrafters:
+def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, made: Sequence[Drafter] = ()) -> PreparedDrafters:
     """Find what `speculation.drafter` names, for the target in a directory or GGUF file.
 
     Args:
-        made: a drafter object passed in by the user; then no files are looked for.
+        made: drafter objects passed in by the user; then no files are looked for.
 
     Raises:
         IncompatibleDrafterError: one can never work with this target.
         CheckpointError: files are damaged.
         ConfigError: an option or an adapter was given that none of the drafters reads.
     """
-    if made is not None:
-        return PreparedDrafters((), made.needs.layers, made)
+    if made:
+        return PreparedDrafters((), DrafterNeeds.of(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.of(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]
@@ -175,6 +176,8 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
         drafters = _distinct(names, drafters)
+    elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
+        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # copies where the text repeats itself, which costs next to nothing
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
     layers = {layer for drafter in drafters if drafter.head is not None for layer in layers_of(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))

@@ -8,31 +8,73 @@ holds the distributions they were drawn from.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from time import perf_counter
-from typing import Generic
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from paceline.drafters.drafting import Drafting, DraftRow, IdTranslation, Path, ResultT, chain
 from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
-from paceline.runtimes.cost import time_passes
-from paceline.runtimes.ranking import DRAW, Draws
+from paceline.runtimes.ranking import DRAW, Draws, RankedRow
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, growing_tree
+from paceline.speculation.tree_growth import Candidate, growing_tree
 
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
+
+ResultT = TypeVar("ResultT")
+Path: TypeAlias = Sequence[int]
+"""Tokens from the root's child on."""
+
+
+class DraftRow(NamedTuple):
+    """The draft model's row behind a path: its logits [V], and what the pass found in them, where that is enough."""
+
+    logits: FloatArray
+    ranked: RankedRow | None = None
+
+
+Drafting: TypeAlias = Generator[Path, DraftRow | None, ResultT]
+"""How the model is asked for a draft, token by token. Yields the path whose row it needs next: () for the root, then each time the previous
+path plus one token. Is sent that row, or None if there is none, and returns what was drafted."""
+
+
+class IdTranslation(Protocol):
+    """Carries tokens between a target and a draft model that has other ids for the same pieces."""
+
+    def context(self, request: Request) -> Sequence[int]:
+        """The draft model's ids of everything the request holds; later calls only append."""
+        ...
+
+    def target_row(self, row: FloatArray) -> FloatArray:
+        """A draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
+        ...
+
+    def draft_id(self, token_id: int) -> int:
+        """The draft model's id of a target token that can be drafted."""
+        ...
+
+
+def chain(depth: int, pick: Callable[[DraftRow, Path], int | None]) -> Drafting[list[int]]:
+    """One token per row, until `pick` returns None."""
+    path: list[int] = []
+    while len(path) < depth:
+        row = yield path
+        token = None if row is None else pick(row, path)
+        if token is None:
+            break
+        path.append(token)
+    return path
 
 
 @dataclass(slots=True)
@@ -97,15 +139,14 @@ class DraftModelDrafter(Drafter):
         read_s: float = 0.0,
     ) -> None:
         self.runtime, self.cache = runtime, cache
-        self.cache_bytes_per_token = cache.bytes_per_token
         self._vocab_size = vocab_size
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
         self.max_context = runtime.config.max_positions if max_context is None else max_context
         self._tree_width = tree_width
-        self._note = note
+        self.traits = DrafterTraits(_description(runtime, tree_width, note), cache_bytes_per_token=cache.bytes_per_token)
         self._states = RequestState[_State]()
-        self._reading = ReadingTime(read_s)
+        self._reading = PrefillTime(read_s)
         self._guesses = Guesses(None, vocab_size, self._num_known_ids)
         self._ranking, self._truncated_ranking = self._guesses.ranking(tree_width), self._guesses.truncated_ranking(tree_width)
 
@@ -138,22 +179,13 @@ class DraftModelDrafter(Drafter):
         self._grow(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
-    def time_guess(self) -> float:
-        return time_passes(self.runtime, self.cache, (1,), max_context=self.max_context, repeats=3)[1]
-
-    def reading_s(self, request: Request) -> float:
+    def prefill_s(self, request: Request) -> float:
         return self._reading.of(len(request.token_ids) - self._state_of(request).num_read)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
         if state is not None:
             self.cache.release(state.sequence)
-
-    def describe(self) -> str:
-        num_layers = self.runtime.config.num_layers
-        layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
-        shape = "" if self._tree_width == 1 else f", {self._tree_width} guesses a position"
-        return f"draft_model ({layers}, hidden size {self.runtime.config.hidden_size}{shape}{self._note})"
 
     def _begin(
         self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, drafting: Drafting[ResultT]
@@ -236,14 +268,14 @@ class DraftModelDrafter(Drafter):
         path: list[int] = []
         probs: list[float] = []
         reached = 1.0
-        while len(path) < budget.max_depth and reached >= budget.least_reach:
+        while len(path) < budget.max_depth and reached >= budget.min_reach:
             row = yield path
             guessed = self._guessed(request, row, path, 1)
             if not guessed.token_ids:
                 break
             path.append(guessed.token_ids[0])
             probs.append(guessed.probs[0])
-            reached *= budget.chance(probs[-1])
+            reached *= budget.rate(probs[-1])
         return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
     def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
@@ -254,8 +286,8 @@ class DraftModelDrafter(Drafter):
             path = next(growth)
             while True:
                 # no row is wanted behind siblings, nor where a chain would end
-                guesses = self._ranked(request, (yield path), path) if path is not None and reached >= budget.least_reach else []
-                reached *= budget.chance(guesses[0][1]) if guesses else 1.0
+                guesses = self._ranked(request, (yield path), path) if path is not None and reached >= budget.min_reach else []
+                reached *= budget.rate(guesses[0][1]) if guesses else 1.0
                 path = growth.send(guesses)
         except StopIteration as end:
             tree: DraftTree | None = end.value
@@ -299,7 +331,7 @@ class DraftModelDrafter(Drafter):
         except RequestError:  # no token is allowed
             return NOTHING
 
-    def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Guess[Path | None]]:
+    def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Candidate[Path | None]]:
         """The same as guesses: of the first one the row behind it will be wanted."""
         guessed = self._guessed(request, row, path, self._tree_width)
         return [
@@ -348,7 +380,7 @@ class DraftModelDrafter(Drafter):
             asked = asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=_draws_of(ran))
         output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
-        if num_rows > NO_EXTRA_TOKENS * len(rows):
+        if num_rows > FREE_PREFILL_TOKENS * len(rows):
             self._reading.observe(num_rows, perf_counter() - start)
         for draft, ids in zip(ran, rows, strict=True):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
@@ -359,6 +391,13 @@ class DraftModelDrafter(Drafter):
         return ran, [
             DraftRow(logits, found if draft.reads_ranks else None) for draft, logits, found in zip(ran, output.logits, ranked, strict=True)
         ]
+
+
+def _description(runtime: Network, tree_width: int, note: str) -> str:
+    num_layers = runtime.config.num_layers
+    layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
+    shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
+    return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{note})"
 
 
 def _draws_of(drafts: Sequence[_Draft[ResultT]]) -> Draws | None:

@@ -14,15 +14,17 @@ next feature is the normed output in all of them.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
 from paceline.drafters.frequent_ids import GuessedIds, guessed_ids
 from paceline.drafters.head_experts import with_single_experts
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.head_gates import GATE, with_gates
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
@@ -35,8 +37,9 @@ from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_modules, open_module
-from paceline.models.layers import ExpertMLP
+from paceline.models.layers import AttentionConfig, ExpertMLP
 from paceline.models.quantized_cache import quantized_weights
+from paceline.models.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, some_rows
 from paceline.runtimes.base import Network
@@ -77,6 +80,8 @@ _PARTS = {
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
+_GATE = "self_attn.attention_gate"
+"""What gates are called that were taken out of the matrix of their queries, behind the layer's prefix."""
 
 
 def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
@@ -189,10 +194,10 @@ def _read(
     if isinstance(mlp, ExpertMLP):
         files = with_single_experts(files, layout.prefix, mlp, size)
     if attention.is_gated:
-        files = with_gates(files, layout.prefix, attention, size)
+        files = _with_gates(files, layout.prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
-    plain |= {name: name.replace("attention_gate", GATE) for name in shapes if name.startswith("layers.0.attention_gate.")}
+    plain |= {name: name.replace("attention_gate", _GATE) for name in shapes if name.startswith("layers.0.attention_gate.")}
     names = {name: layout.prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes} | dict(layout.names)
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
     optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
@@ -203,6 +208,41 @@ def _read(
     later = _check_all_used(files, layout, {*names.values(), *layout.own_matrices.values()}, target.num_layers)
     own = {name: files.weight(theirs) for name, theirs in layout.own_matrices.items() if theirs in files.tensors}
     return tensors, own, later
+
+
+def _with_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden_size: int) -> HeadFiles:
+    """The same files with each head's queries, the first half of its rows, in one matrix and its gates in another; nothing is read.
+
+    Args:
+        prefix: of the names of the head's layer.
+
+    Raises:
+        CheckpointError: the stored matrix, or its bias, has another shape.
+    """
+    tensors = dict(files.tensors)
+    shapes: dict[str, tuple[int, ...]] = {"weight": (2 * attention.query_size, hidden_size), "bias": (2 * attention.query_size,)}
+    for kind, shape in shapes.items():
+        name = f"{prefix}self_attn.q_proj.{kind}"
+        whole = tensors.get(name)
+        if whole is None:
+            continue
+        if whole.shape != shape:
+            raise CheckpointError(
+                f"{files.path}: tensor {name!r} has shape {list(whole.shape)}, expected {list(shape)}: queries and gates of "
+                f"{attention.num_heads} heads, as the target's layers have them; is it another model's?"
+            )
+        part_shape = (attention.query_size, *shape[1:])
+        for half, part in enumerate(("self_attn.q_proj", _GATE)):
+            rows = partial(_half_of, whole, half, attention.head_size)
+            tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, rows)
+    return replace(files, tensors=tensors)
+
+
+def _half_of(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
+    """The first or the second half of each head's rows."""
+    array = whole.open()
+    heads = array.reshape(-1, 2, head_size, *array.shape[1:])
+    return np.ascontiguousarray(heads[:, half]).reshape(-1, *array.shape[1:])
 
 
 def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule | None:

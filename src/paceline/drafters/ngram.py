@@ -1,15 +1,14 @@
-"""Guess that what followed these tokens before will follow them again (prompt lookup).
+"""Prompt lookup: draft what followed the same tokens before.
 
 Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match wins and, among equally long ones, the latest; the index
 is built token by token instead of searching the prompt every step; short matches propose nothing.
 """
 
 from collections.abc import Sequence
-from time import perf_counter
 
-from paceline.speculation.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import MOST_CAUGHT_UP, ReadingTime
+from paceline.speculation.draft_length.acceptance import match_confidence
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -89,13 +88,11 @@ class NgramDrafter(Drafter):
     """Proposes a chain copied from the request's own tokens; needs no model and no memory to speak of."""
 
     name = "ngram"
-    stops_early = False
-    is_copier = True
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._match = (min_match, max_match)
         self._indices = RequestState[NgramIndex]()
-        self._reading = ReadingTime()
+        self.traits = DrafterTraits(f"ngram (copies what followed the last {min_match} or more tokens before)", is_lookup=True)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = []
@@ -103,21 +100,12 @@ class NgramDrafter(Drafter):
             index = self._indices.get(request)
             if index is None:
                 index = self._indices[request] = NgramIndex(*self._match)
-            num_unread, start = index.num_unread(len(request.token_ids)), perf_counter()
-            drafts = index.propose(request.token_ids, min(budget.max_depth, budget.row_budget - 1))
-            self._reading.observe(num_unread, perf_counter() - start)
+            drafts = index.propose(request.token_ids, budget.max_tokens)
             probs = match_confidence(index.match_len, len(drafts))
             trees.append(DraftTree.chain(request.token_ids[-1], drafts, self.name, probs) if drafts else None)
         return trees
 
-    def reading_s(self, request: Request) -> float:
+    def has_candidates(self, request: Request) -> bool:
         index, num_tokens = self._indices.get(request), len(request.token_ids)
-        return self._reading.of(num_tokens if index is None else index.num_unread(num_tokens))
-
-    def can_guess(self, request: Request) -> bool:
-        index, num_tokens = self._indices.get(request), len(request.token_ids)
-        is_read = index is not None and index.num_unread(num_tokens) <= MOST_CAUGHT_UP
+        is_read = index is not None and index.num_unread(num_tokens) <= MAX_CATCH_UP_TOKENS
         return index is None or not is_read or index.match(request.token_ids) is not None
-
-    def describe(self) -> str:
-        return f"ngram (copies what followed the last {self._match[0]} or more tokens before)"

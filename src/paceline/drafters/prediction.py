@@ -1,4 +1,4 @@
-"""Guess that the output repeats a text given with the request: a file to be edited, an answer to be corrected, a form to be filled in.
+"""Draft from a text given with the request that the output should repeat: a file to be edited, an answer to be corrected.
 
 Once the output leaves the prediction, we look for the place where it joins it again. There may be several; which kind of place is the
 right one depends on how the text was edited, so we count which kinds were right before.
@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.speculation.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import MOST_CAUGHT_UP
+from paceline.speculation.draft_length.acceptance import match_confidence
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -137,9 +137,7 @@ class PredictionDrafter(Drafter):
     """Proposes a chain of what the request's own prediction says; rests for requests without one."""
 
     name = "prediction"
-    reads_predictions = True
-    stops_early = False
-    is_copier = True
+    traits = DrafterTraits("prediction (the text a request says its output will resemble)", is_lookup=True, uses_predictions=True)
 
     def __init__(self) -> None:
         self._predictions = RequestState[Prediction]()
@@ -147,17 +145,14 @@ class PredictionDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
-    def can_guess(self, request: Request) -> bool:
+    def has_candidates(self, request: Request) -> bool:
         if not request.hints.prediction_token_ids:
             return False
         prediction = self._predictions.get(request)
-        if prediction is None or request.num_output_tokens - prediction.num_read > MOST_CAUGHT_UP:
+        if prediction is None or request.num_output_tokens - prediction.num_read > MAX_CATCH_UP_TOKENS:
             return True
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
         return prediction.goes_on
-
-    def describe(self) -> str:
-        return "prediction (the text a request says its output will resemble)"
 
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         if not request.hints.prediction_token_ids:
@@ -166,5 +161,5 @@ class PredictionDrafter(Drafter):
         if prediction is None:
             prediction = self._predictions[request] = Prediction(request.hints.prediction_token_ids)
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
-        drafts = prediction.propose(min(budget.max_depth, budget.row_budget - 1))
+        drafts = prediction.propose(budget.max_tokens)
         return DraftTree.chain(request.token_ids[-1], drafts, self.name, prediction.confidence(len(drafts))) if drafts else None

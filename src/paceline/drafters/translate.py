@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -147,17 +147,15 @@ class Writer(Protocol):
     """A draft model that continues texts in its own ids (see `DraftModelDrafter.write`)."""
 
     name: str
-    cache_bytes_per_token: int
+    traits: DrafterTraits
 
     def write(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
     ) -> list[list[int]]: ...
 
-    def reading_s(self, request: Request) -> float: ...
+    def prefill_s(self, request: Request) -> float: ...
 
     def release(self, request: Request) -> None: ...
-
-    def describe(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -183,13 +181,13 @@ class TextDrafter(Drafter):
     def __init__(self, writer: Writer, target: ByteTokenizer, draft: ByteTokenizer) -> None:
         self.writer = writer
         self.name = writer.name
-        self.cache_bytes_per_token = writer.cache_bytes_per_token
+        self.traits = writer.traits
         self._target, self._draft = target, draft
         self._readings = RequestState[_Reading]()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = [None] * len(requests)
-        depths = [min(budget.max_depth, budget.row_budget - 1) for budget in budgets]
+        depths = [budget.max_tokens for budget in budgets]
         asked = [index for index, depth in enumerate(depths) if depth > 0]
         contexts = {index: context for index in asked if (context := self._read(requests[index])) is not None}
         texts = self.writer.write([requests[i] for i in contexts], list(contexts.values()), [depths[i] for i in contexts])
@@ -199,14 +197,11 @@ class TextDrafter(Drafter):
                 trees[index] = DraftTree.chain(requests[index].token_ids[-1], token_ids, self.name)
         return trees
 
-    def reading_s(self, request: Request) -> float:
-        return self.writer.reading_s(request)
+    def prefill_s(self, request: Request) -> float:
+        return self.writer.prefill_s(request)
 
     def release(self, request: Request) -> None:
         self.writer.release(request)
-
-    def describe(self) -> str:
-        return self.writer.describe()
 
     def _read(self, request: Request) -> tuple[Sequence[int], int] | None:
         """The draft model's ids of the request's text and how many are unchanged; None inside a character."""

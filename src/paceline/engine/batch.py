@@ -11,6 +11,7 @@ from paceline.engine.chat_messages import as_tools
 from paceline.engine.chat_output import ChatOutputParser
 from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
 from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
+from paceline.engine.text_stop import TextStop
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
 from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
@@ -21,7 +22,6 @@ from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
-from paceline.speculation.stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -190,8 +190,9 @@ class Engine:
             raise CapacityError(self._too_long(request))
         self.adapters.check_known(request.adapter)
         wanted = request.speculation.drafter
-        if wanted is not None and wanted not in self.speculator.drafters:
-            loaded = ", ".join(sorted(self.speculator.drafters)) or "none"
+        names = [drafter.name for drafter in self.speculator.drafters]
+        if wanted is not None and wanted not in names:
+            loaded = ", ".join(sorted(names)) or "none"
             raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
 
     def _too_long(self, request: Request) -> str:

@@ -25,13 +25,11 @@ from paceline.models.config import WeightType
 from paceline.models.kv_type import KVType
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
-from paceline.runtimes.cost import ROW_COUNTS, pass_table
-from paceline.runtimes.facts import MeasuredFacts
+from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
 from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
-from paceline.runtimes.pass_costs import CACHED_LEN
+from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.params import SAMPLING_NAMES
-from paceline.speculation.controller import DraftController
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
@@ -63,16 +61,16 @@ class OpenedEngine:
 
     @property
     def drafter_name(self) -> str:
-        drafter = self.engine.speculator.drafter
-        return "none" if drafter is None else drafter.name
+        return "+".join(drafter.name for drafter in self.engine.speculator.drafters) or "none"
 
     @property
     def banner(self) -> str:
         """One line on what speculation will do."""
-        drafter, policy = self.engine.speculator.drafter, self.engine.speculator.policy
-        if drafter is None:
+        drafters, policy = self.engine.speculator.drafters, self.engine.speculator.policy
+        if not drafters:
             return "speculation: off"
-        return f"speculation: on, drafter {drafter.describe()}, {policy.describe()}"
+        described = " + ".join(drafter.traits.description or drafter.name for drafter in drafters)
+        return f"speculation: on, drafter {described}, {policy.describe()}"
 
     def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[Request]:
         """The samples of each prompt, in order; the engine does not know them yet.
@@ -80,9 +78,7 @@ class OpenedEngine:
         Raises:
             RequestError: something that was asked for cannot be served.
         """
-        drafter = self.engine.speculator.drafter
-        reads = drafter is not None and drafter.reads_predictions
-        controls = self.maker.controls(options, len(prompts), are_predictions_read=reads)
+        controls = self.maker.controls(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
         for control in controls:
             self.engine.adapters.check_known(control.adapter)
         return [
@@ -119,7 +115,7 @@ class OpenedEngine:
         return self.maker.output(request, numerics=self.numerics, drafter=drafter)
 
 
-def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Drafter | None]:
+def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Sequence[Drafter]]:
     """Keyword arguments of `LLM`, sorted by what they are about.
 
     Raises:
@@ -128,9 +124,12 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
     drafter = options.get("drafter", "auto")
-    made = drafter if isinstance(drafter, Drafter) else None
+    listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
+    made = [one for one in listed if isinstance(one, Drafter)]
+    if made and (len(made) < len(listed) or len({one.name for one in made}) < len(made)):
+        raise ConfigError(f"drafter is {drafter!r}: give names, or drafter objects whose names differ, not both in one list")
     check_options(drafter, options.get("drafter_options"), options.get("draft_adapter"))
-    names = made.name if made else tuple(drafter) if isinstance(drafter, list) else drafter
+    names = tuple(one.name for one in made) if made else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"] = options.get("drafter_options") or {}
     given |= _adapter_settings(options)
@@ -166,12 +165,12 @@ def check_options(drafter: object, drafter_options: object, draft_adapter: objec
 
 
 def open_engine(
-    config: EngineConfig, speculation: SpeculationConfig, drafter: Drafter | None = None, *, takes_mixtures: bool = False
+    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, takes_mixtures: bool = False
 ) -> OpenedEngine:
     """Load what the settings name.
 
     Args:
-        drafter: one made by the caller; `speculation.drafter` is then only a name.
+        drafters: made by the caller; `speculation.drafter` is then only a name.
         takes_mixtures: X-LoRA adapters are loaded later, whether or not the settings name one.
 
     Raises:
@@ -179,7 +178,7 @@ def open_engine(
     """
     directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
-    prepared = prepare(directory, config, speculation, drafter)
+    prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
     plan, cache = _open_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
@@ -197,10 +196,10 @@ def open_engine(
         engine=config,
         speculation=speculation,
     )
-    drafter = prepared.open(target)
-    policy = DraftLengthPolicy(DEFAULT_DRAFT_TOKENS) if drafter is None else _policy(speculation, runtime, cache, plan.max_context, drafter)
+    drafters = prepared.open(target)
+    policy = _policy(speculation, runtime, cache, plan.max_context) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
-    speculator = Speculator(drafter, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
+    speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
     step_limits = Limits(
         max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs), max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows
     )
@@ -208,8 +207,8 @@ def open_engine(
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)
-    of_drafter = () if drafter is None else drafter.notices
-    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafter), *of_drafter, plan.notice)
+    of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
+    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
     shown = tuple(printable(one) for one in notices if one)  # they name files and tensors
     opened = OpenedEngine(engine, maker, shown, config, plan.describe())
     for name, adapter in config.adapters.items():
@@ -238,7 +237,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
         device=config.device,
         backend=config.backend,
         collect_layers=collect_layers,
-        facts_directory=cache_directory(),
+        profile_directory=cache_directory(),
         quant=quant_options("quant", config.quant),
         quant_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
@@ -249,7 +248,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
     """Return the largest pass in the target's cache: a step, or a measurement or calibration pass while the engine is opened."""
-    opening_rows = max(CACHED_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
+    opening_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
     return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
 
 
@@ -260,19 +259,15 @@ def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
     return count, 1 + count * speculation.tree_width
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int, drafter: Drafter) -> DraftLengthPolicy:
-    """What decides how much to draft, with the costs of passes on the machine that will run."""
+def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> FixedDraftLength:
+    """What decides how much to draft, with the target's forward profile on this machine."""
     count, row_budget = _draft_size(speculation)
-    table = pass_table(runtime, cache, MeasuredFacts(cache_directory()), max_context=max_context)
-    controller = DraftController(count, table, row_budget=row_budget)
-    guess_s = drafter.time_guess()
-    if guess_s > 0.0:
-        controller.know_time(drafter.name, guess_s)
-    return controller
+    profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_context=max_context)
+    return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 
 
-def _unused_head(loaded: Loaded, directory: Path, drafter: Drafter | None) -> list[str]:
-    """A line about a head that the checkpoint holds and nobody guesses with."""
-    if loaded.own_head is None or (drafter is not None and loaded.own_head in drafter.name.split("+")):
+def _unused_head(loaded: Loaded, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
+    """A line about a head that the checkpoint holds and no drafter uses."""
+    if loaded.own_head is None or loaded.own_head in [drafter.name for drafter in drafters]:
         return []
-    return [f"{directory} also holds a drafting head: drafter={loaded.own_head!r} guesses with it"]
+    return [f"{directory} also holds a drafting head: drafter={loaded.own_head!r} drafts with it"]

@@ -1,8 +1,9 @@
 """A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +16,9 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
 from paceline.models.expert_stacks import split_experts
 from paceline.models.families import FAMILIES
-from paceline.models.fused_projections import unfused
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
+from paceline.models.layers import DenseMLP
 from paceline.models.mapped_files import drop_pages
 from paceline.models.packed import PackedMatrix
 from paceline.models.safetensors_file import StoredTensor, view_tensor
@@ -140,7 +141,7 @@ class Weights(Mapping[str, AnyTensor]):
         shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in elsewhere}
         wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
         if FAMILIES[config.family].fuses_projections:
-            stored = unfused(stored, config)
+            stored = _unfused(stored, config)
         stored = split_experts(stored, config)
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
@@ -276,6 +277,40 @@ def some_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
         return replace(tensor, matrix=tensor.matrix.some_rows(rows))
     array = tensor.array[rows]
     return Tensor(array, tensor.weight_type, array.shape)
+
+
+def _unfused(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+    """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
+    tensors = dict(stored)
+    for index, layer in enumerate(config.layers):
+        query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
+        stacks = {"self_attn.qkv_proj": {"self_attn.q_proj": query_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}}
+        if isinstance(layer.mlp, DenseMLP):
+            stacks["mlp.gate_up_proj"] = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), layer.mlp.intermediate_size)
+        for stack, sizes in stacks.items():
+            name = f"model.layers.{index}.{stack}.weight"
+            if name in tensors:
+                parts = _row_ranges(name, tensors.pop(name), list(sizes.values()))
+                tensors |= {name.replace(stack, part): tensor for part, tensor in zip(sizes, parts, strict=True)}
+    return tensors
+
+
+def _row_ranges(name: str, tensor: Stored, sizes: Sequence[int]) -> list[Stored]:
+    """A matrix cut into matrices of so many rows."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
+        where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes)} rows; one of the two files is another model's"
+        )
+    ends = list(accumulate(sizes))
+    if isinstance(tensor, PackedMatrix):
+        return [tensor.rows(slice(end - rows, end)) for rows, end in zip(sizes, ends, strict=True)]
+    row_bytes = (tensor.end - tensor.begin) // tensor.shape[0]
+    begin = tensor.begin
+    return [
+        StoredTensor(tensor.path, tensor.dtype, (rows, tensor.shape[1]), begin + (end - rows) * row_bytes, begin + end * row_bytes)
+        for rows, end in zip(sizes, ends, strict=True)
+    ]
 
 
 def _is_offset(name: str) -> bool:

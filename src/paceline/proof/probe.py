@@ -149,9 +149,9 @@ def probe(**arguments: Any) -> ProbeResult:
 def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
     """Let it guess the target's greedy continuations of pieces of the sample text, even where drafting does not pay."""
     from paceline.sampling.params import SamplingParams
-    from paceline.speculation.draft_length import DraftLengthPolicy
+    from paceline.speculation.draft_length.policy import FixedDraftLength
 
-    llm.engine.speculator.policy = DraftLengthPolicy(_NUM_DRAFT_TOKENS)
+    llm.engine.speculator.policy = FixedDraftLength(_NUM_DRAFT_TOKENS)
     propose, spent = drafter.propose, 0.0
 
     def timed(*asked: Any) -> Any:
@@ -177,7 +177,7 @@ def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, 
     """Whether a head seems to be another model's."""
     if drafter is None or trial is None or drafter.name not in _HEADS or trial.num_steps < _LEAST_STEPS:
         return ()
-    was_said = any("made for another" in notice for notice in drafter.notices)  # when it was loaded
+    was_said = any("made for another" in notice for notice in drafter.traits.notices)  # when it was loaded
     if was_said or trial.num_kept >= _LEAST_KEPT * trial.num_steps:
         return ()
     return (

@@ -1,49 +1,114 @@
-"""What a pass costs by its number of rows, measured on the machine it will run on."""
+"""Forward profile: the seconds of a forward pass by its number of rows, measured on the machine it will run on."""
 
 import statistics
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.runtimes.base import Network, assemble
-from paceline.runtimes.facts import MeasuredFacts, fact_key
-from paceline.runtimes.pass_costs import CACHED_LEN, PassTable
+from paceline.runtimes.profile_cache import ProfileCache, profile_key
+
+PROFILED_CONTEXT_LEN = 64  # cached rows of the sequence whose passes are timed
 
 ROW_COUNTS = (1, 5, 9, 3, 17, 2, 8, 16, 4, 6, 12, 33, 32, 24, 64)
-"""What a table is made of, the most telling first: passes get slower by steps of eight rows, so both sides of a step are timed."""
-MEASURING_S = 0.7  # for a table; the pass that warms up and one of each of the first three rows run in any case
-MOST_ROUNDS = 6  # of all rows: of a tiny network they say enough long before
-FAR_LEN = 1024  # cached rows behind which reading the cache is timed
-TOLERANCE = 0.15  # by which a kept table may be off
+"""Row counts of a profile, the most important first. Passes get slower in steps of eight rows, so both sides of a step are timed."""
+MEASURING_S = 0.7  # for a profile; the warm-up and one pass of each of the first three counts run in any case
+MAX_ROUNDS = 6  # over all counts
+FAR_LEN = 1024  # cached rows added to time what reading the cache costs
+TOLERANCE = 0.15  # relative error of a stored profile
 
 _FIRST = 3
-_CHECKED = (1, 8, 16)  # rows of the passes that check a kept table
-_FORMAT = 1  # of kept tables
+_CHECKED = (1, 8, 16)  # rows of the passes that check a stored profile
+_FORMAT = 1  # of stored profiles
 _SPREAD = 7919  # from row to row another token: where experts are chosen, rows of a text read more of them than one row does
 
 
-def pass_table(runtime: Network, cache: KVCache, facts: MeasuredFacts, *, max_context: int) -> PassTable:
-    """What passes cost here: as measured before, if three passes agree with that, else measured now.
+@dataclass(frozen=True, slots=True)
+class ForwardProfile:
+    """Measured seconds of a forward pass.
+
+    Attributes:
+        seconds: by rows, of one sequence with `PROFILED_CONTEXT_LEN` cached rows; ascending, and more rows never take less.
+        sequence_s: added by each further cached row of a sequence, once for all rows of the sequence.
+        row_s: added by each further cached row for each row that attends to it.
+    """
+
+    seconds: Mapping[int, float]
+    sequence_s: float = 0.0
+    row_s: float = 0.0
+
+    @classmethod
+    def of(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
+        """A profile of measured seconds. A pass never takes longer than one of more rows, so that disturbed samples are corrected."""
+        seconds: dict[int, float] = {}
+        least = float("inf")
+        for rows in sorted(measured, reverse=True):
+            least = seconds[rows] = min(least, measured[rows])
+        return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
+
+    def at(self, num_rows: int) -> float:
+        """Seconds of so many rows: linear between the counts that were timed, and beyond the last one."""
+        known = self.seconds.get(num_rows)
+        if known is not None:
+            return known
+        rows = list(self.seconds)
+        if len(rows) == 1:
+            return self.seconds[rows[0]]
+        index = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
+        fewer, more = rows[index - 1 : index + 1]
+        slope = (self.seconds[more] - self.seconds[fewer]) / (more - fewer)
+        return max(0.0, self.seconds[fewer] + slope * (num_rows - fewer))
+
+    def cache_read_s(self, cached_len: float, rows_per_sequence: float) -> float:
+        """Seconds that reading the cache adds.
+
+        Args:
+            cached_len: cached rows of all sequences of the pass, each one's beyond `PROFILED_CONTEXT_LEN`.
+            rows_per_sequence: rows that attend to them, on average.
+        """
+        return (self.sequence_s + self.row_s * rows_per_sequence) * cached_len
+
+    def as_json(self) -> dict[str, Any]:
+        """What is kept between runs."""
+        return {"seconds": {str(rows): value for rows, value in self.seconds.items()}, "sequence_s": self.sequence_s, "row_s": self.row_s}
+
+    @classmethod
+    def from_json(cls, kept: Any) -> "ForwardProfile | None":
+        """The profile that was kept; None where it is none."""
+        try:
+            seconds = {int(rows): float(value) for rows, value in kept["seconds"].items()}
+            profile = cls.of(seconds, float(kept["sequence_s"]), float(kept["row_s"]))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        is_usable = len(seconds) > 1 and all(rows > 0 and 0.0 < value < 1e4 for rows, value in seconds.items())
+        return profile if is_usable else None
+
+
+def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_context: int) -> ForwardProfile:
+    """Return the forward profile: the stored one if three passes agree with it, else a new one.
 
     Args:
         cache: the runtime's current cache.
-        facts: where tables are kept, by network, weights' type, threads and processor.
+        profiles: where they are kept, by network, weights' type, threads and processor.
         max_context: positions the runtime is prepared for.
     """
-    key = fact_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
-    kept = PassTable.from_json(facts.get(key)) if runtime.version else None
+    key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
+    kept = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if kept is not None:
         measured = time_passes(runtime, cache, _CHECKED, max_context=max_context, repeats=1)
         if all(abs(seconds / kept.at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
             return kept
     table = measure_passes(runtime, cache, max_context=max_context)
     if runtime.version:
-        facts.put(key, table.as_json())
+        profiles.put(key, table.as_json())
     return table
 
 
-def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, seconds: float = MEASURING_S) -> PassTable:
+def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, seconds: float = MEASURING_S) -> ForwardProfile:
     """A table of passes, measured in about so many seconds: the fastest of each, and what reading the cache adds.
 
     The row counts take turns, so that a drift of the machine's speed hits all of them alike.
@@ -55,11 +120,11 @@ def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, second
     counts = [count for count in ROW_COUNTS if count <= max(1, room // 2)]
     if len(counts) < 2:
         counts = [1, 2] if room > 2 else [1]
-    with _Measuring(runtime, cache, min(CACHED_LEN, room - max(counts))) as measuring:
+    with _Measuring(runtime, cache, min(PROFILED_CONTEXT_LEN, room - max(counts))) as measuring:
         start = time.perf_counter()
         fastest = {count: measuring.time(count) for count in counts[:1]}
         is_first, num_rounds = True, 0
-        while is_first or (num_rounds < MOST_ROUNDS and time.perf_counter() - start < seconds):
+        while is_first or (num_rounds < MAX_ROUNDS and time.perf_counter() - start < seconds):
             num_rounds += 1
             for number, count in enumerate(counts):
                 if number >= _FIRST and time.perf_counter() - start > seconds:
@@ -69,12 +134,12 @@ def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, second
             is_first = False
         sequence_s = row_s = 0.0
         if measuring.go_far(FAR_LEN, room - max(_CHECKED)):
-            near = PassTable.of(fastest)
+            near = ForwardProfile.of(fastest)
             far = {count: min(measuring.time(count) for _ in range(2)) for count in (1, 8)}
             added = {count: max(0.0, taken - near.at(count)) / measuring.num_far for count, taken in far.items()}
             row_s = max(0.0, added[8] - added[1]) / 7
             sequence_s = max(0.0, added[1] - row_s)
-    return PassTable.of(fastest, sequence_s, row_s)
+    return ForwardProfile.of(fastest, sequence_s, row_s)
 
 
 def time_passes(
@@ -83,11 +148,11 @@ def time_passes(
     row_counts: Sequence[int],
     *,
     max_context: int,
-    cached_len: int = CACHED_LEN,
+    cached_len: int = PROFILED_CONTEXT_LEN,
     repeats: int = 5,
     wants_logits: bool = True,
 ) -> dict[int, float]:
-    """t(M): median seconds of a pass with M rows of one sequence behind `cached_len` cached rows.
+    """t(M): median seconds of a pass with M rows of one sequence with `cached_len` cached rows.
 
     The row counts take turns, so that a drift of the machine's speed hits all of them alike. Rows share nothing with any request:
     a sequence is made for the measurement and released, and its passes are not counted.
@@ -96,7 +161,7 @@ def time_passes(
         cache: the runtime's current cache.
         max_context: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
             that has no room is timed with the rows that have.
-        wants_logits: of all rows, as where guesses are checked; of none, as where a prompt is read.
+        wants_logits: of all rows, as in verification; of none, as in prefill.
     """
     room = min(max_context, cache.max_slots)
     cached_len = max(1, min(cached_len, room - max(row_counts)))

@@ -20,10 +20,10 @@ from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.decoder import Compose, decoder
-from paceline.runtimes.facts import MeasuredFacts
 from paceline.runtimes.native.checksum import fastest_page_sums
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.numerics import find_numerics
+from paceline.runtimes.profile_cache import ProfileCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RuntimeOptions:
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries to return.
-        facts_directory: where facts measured on this machine are kept; None = nowhere.
+        profile_directory: where facts measured on this machine are kept; None = nowhere.
         quant: how to quantise the matrices; None = they stay as they are stored.
         quant_directory: where quantised matrices are kept for the next time; None = nowhere.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
@@ -55,7 +55,7 @@ class RuntimeOptions:
     device: str = "auto"
     backend: str = "auto"
     collect_layers: Sequence[int] = ()
-    facts_directory: Path | None = None
+    profile_directory: Path | None = None
     quant: QuantOptions | None = None
     quant_directory: Path | None = None
     regroup: bool = False
@@ -186,7 +186,7 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
     _warm_up(network)
     numerics = options.numerics
     if numerics is Numerics.EXACT:
-        numerics = find_numerics(network, MeasuredFacts(options.facts_directory), options.collect_layers)
+        numerics = find_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
         if numerics is Numerics.FAST:
             notices.append("on this machine a row's bits depend on what else is in the pass: numerics is fast")
     network.capabilities = replace(network.capabilities, numerics=numerics)

@@ -11,14 +11,14 @@ import numpy as np
 from paceline.errors import CheckpointError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
-from paceline.runtimes.facts import MeasuredFacts, fact_key
+from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
 # Rows of the two sequences per pass: decode rows, drafts and prompt chunks, alone and together, across a block border.
 _LENGTHS = (38, 9)
 _PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
 
 
-def find_numerics(network: Network, facts: MeasuredFacts, collect_layers: Sequence[int] = ()) -> Numerics:
+def find_numerics(network: Network, facts: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
     """Whether every row of mixed passes has the bits of decoding alone.
 
     Args:
@@ -29,7 +29,9 @@ def find_numerics(network: Network, facts: MeasuredFacts, collect_layers: Sequen
     Raises:
         CheckpointError: the network computes nothing but NaN.
     """
-    key = fact_key("numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASSES)
+    key = profile_key(
+        "numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASSES
+    )
     answer = facts.get(key)
     if answer not in [one.value for one in Numerics]:
         answer = (Numerics.EXACT if _is_exact(network) else Numerics.FAST).value

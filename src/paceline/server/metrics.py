@@ -115,7 +115,7 @@ class _EngineCollector(Collector):
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
         for reason, count in speculation.plain.items():
-            by_reason.add_metric([*self._labels.values(), reason.name.lower()], count)
+            by_reason.add_metric([*self._labels.values(), reason.value], count)
         yield by_reason
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -65,13 +65,12 @@ class Service:
     @property
     def drafters(self) -> Collection[str]:
         """Names of the drafters that a request may name."""
-        return self.engine.opened.engine.speculator.drafters
+        return [drafter.name for drafter in self.engine.opened.engine.speculator.drafters]
 
     @property
     def reads_predictions(self) -> bool:
         """Whether a drafter has a use for what a request predicts."""
-        drafter = self.engine.opened.engine.speculator.drafter
-        return drafter is not None and drafter.reads_predictions
+        return self.engine.opened.engine.speculator.uses_predictions
 
     @property
     def fingerprint(self) -> str:

@@ -1,49 +1,118 @@
-"""Making tokens permanent, one by one, the same way for plain and speculative steps."""
+"""Committing tokens, and the one rule by which a request finishes: the same for plain steps, drafts and the walk that verifies them."""
 
 from collections.abc import Sequence
 
-from paceline.sampling.logprobs import TokenLogprobs
-from paceline.speculation.ending import goes_on_behind, reason_to_end
-from paceline.speculation.request import Request, TokenOrigin
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.logprobs import TokenLogprobs, processed_logprobs, raw_logprobs
+from paceline.speculation.request import FinishReason, Request, StopMatcher, TokenOrigin
+
+
+def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher | None) -> FinishReason | None:
+    """Return why a request finishes with the last token of `path`; None if it goes on.
+
+    Args:
+        path: tokens after those of the request; none but the last one can finish it.
+        text_stop: has seen every token before the last one, which it is given; None = no text can finish the request.
+    """
+    is_end_token = path[-1] in request.end_token_ids
+    is_full = len(request.token_ids) + len(path) >= request.max_len
+    if text_stop is not None:
+        if not is_end_token or request.params.include_stop:  # else the end token is no part of the text
+            text_stop.push(path[-1])
+        if is_end_token or is_full:
+            text_stop.finish()
+        if text_stop.is_stopped:
+            return FinishReason.STOP
+    if is_end_token or request.processor.is_complete(path):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if is_full else None
+
+
+def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
+    """Return whether it is certain, without a look at text or grammar, that none of these next tokens finishes a request."""
+    return (
+        request.text_stop is None
+        and request.processor.constraint is None
+        and len(request.token_ids) + len(token_ids) < request.max_len
+        and request.end_token_ids.isdisjoint(token_ids)
+    )
+
+
+class FinishLookahead:
+    """Applies the rule to tokens that are not committed yet; the request is not changed."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._path: list[int] = []
+        self._text_stop: StopMatcher | None = None
+
+    def finishes_with(self, token_id: int) -> bool:
+        """Return whether the request finishes with this token, which follows those of earlier calls; none of them finished it."""
+        text_stop = self._request.text_stop
+        if self._text_stop is None and text_stop is not None and text_stop.can_stop:
+            self._text_stop = text_stop.copy()
+        self._path.append(token_id)
+        return finish_reason(self._request, self._path, self._text_stop) is not None
 
 
 def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, drafted: bool, logprobs: Sequence[TokenLogprobs] = ()) -> int:
-    """Append tokens to a request until it ends; what comes after the end is dropped.
+    """Append tokens to a request until it finishes; tokens after that are dropped.
 
     Args:
         token_ids: accepted tokens, then the bonus token.
-        num_accepted: how many of them are accepted drafts.
-        drafted: whether the step had drafts.
-        logprobs: of each token, or empty where they were not asked for.
+        num_accepted: number of accepted tokens.
+        drafted: whether the step had a draft.
+        logprobs: of each token; empty = none are wanted.
 
     Returns:
-        how many tokens were appended; `request.finish_reason` is set when one of them ended it.
+        the number of tokens appended; `request.finish_reason` is set if one of them finished it.
     """
-    if goes_on_behind(request, token_ids):
-        count = len(token_ids)
+    bonus, num_before = TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN, len(request.token_ids)
+    if cannot_finish(request, token_ids):
         request.token_ids.extend(token_ids)
         request.processor.commit_all(token_ids)
-        if num_accepted > 0:
-            request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted)
-        request.origins.extend([TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN] * (count - num_accepted))
-        if logprobs:
-            request.logprobs.extend(logprobs)
-        return count
-    count = 0
-    for count, token in enumerate(token_ids, 1):
-        reason = reason_to_end(request, (token,), request.text_stop)
-        request.token_ids.append(token)
-        request.processor.commit(token)
-        request.origins.append(_origin(is_accepted=count <= num_accepted, drafted=drafted))
-        if reason is not None:
-            request.finish_reason = reason
-            break
-    if logprobs:
-        request.logprobs.extend(logprobs[:count])
+    else:
+        for token in token_ids:
+            request.finish_reason = finish_reason(request, (token,), request.text_stop)
+            request.token_ids.append(token)
+            request.processor.commit(token)
+            if request.finish_reason is not None:
+                break
+    count = len(request.token_ids) - num_before
+    num_accepted = min(num_accepted, count)
+    request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted + [bonus] * (count - num_accepted))
+    request.logprobs.extend(logprobs[:count])
     return count
 
 
-def _origin(*, is_accepted: bool, drafted: bool) -> TokenOrigin:
-    if is_accepted:
-        return TokenOrigin.ACCEPTED
-    return TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN
+def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: FloatArray, request: Request) -> list[TokenLogprobs]:
+    """Return the log-probabilities of a walk's tokens, before they are committed.
+
+    Args:
+        token_ids: of the walk, the bonus token included.
+        nodes: the accepted nodes.
+        logits: [N, V] of the tree.
+        request: with `params.logprobs`.
+    """
+    num_top = request.params.logprobs or 0
+    rows = [logits[node] for node in (0, *nodes)]
+    if request.params.logprobs_mode == "raw":
+        return [raw_logprobs(row, token, num_top) for row, token in zip(rows, token_ids, strict=True)]
+    return [
+        processed_logprobs(request.processor.process(row, token_ids[:depth]), token_ids[depth], num_top) for depth, row in enumerate(rows)
+    ]
+
+
+def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities of the prompt tokens that follow the rows of a pass; None for the first token, which follows no row.
+
+    Args:
+        request: rows that ran before, because the request was preempted since, are skipped.
+        logits: [rows, V], from position `committed_len` on.
+    """
+    start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0
+    found: list[TokenLogprobs | None] = [] if request.prompt_logprobs else [None]
+    first = len(request.prompt_logprobs) + len(found)
+    for index in range(max(first, start + 1), min(start + len(logits) + 1, request.num_prompt_tokens)):
+        found.append(raw_logprobs(logits[index - 1 - start], request.token_ids[index], num_top))
+    return found

@@ -1,4 +1,4 @@
-"""Drafting under a grammar: guesses it forbids are cut before they cost a row, tokens it forces are guessed for nothing."""
+"""Drafts under a grammar: forbidden tokens are removed before they cost a row, and tokens that the grammar forces are added."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,53 +6,34 @@ from dataclasses import dataclass, field, replace
 from paceline.errors import RequestError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.matcher import GrammarMatcher
-from paceline.speculation.budgets import within_limits
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 SOURCE = "grammar"
-MAX_FORCED = 16  # tokens that a grammar forces and that are guessed at once, however few a drafter may
+MAX_FORCED = 16  # forced tokens in one draft, whatever the draft length
 ANY_ID = 2**31  # ids that do not exist are none that the grammar allows
 
 
-def forced_budget(request: Request, layout: TreeLayout, *, wants_draws: bool) -> DraftBudget | None:
-    """A budget for the tokens that the request's grammar forces next, which are as good as known; None where it forces none."""
-    _, max_depth = within_limits(request, MAX_FORCED + 1, MAX_FORCED)
-    tree = forced_run(request, max_depth)
-    return None if tree is None else DraftBudget(tree.num_draft_tokens + 1, tree.num_draft_tokens, layout, wants_draws)
+def forced_draft(request: Request, limit: DraftBudget) -> DraftTree | None:
+    """The tokens that a request's grammar forces next, as a draft; None where it forces none."""
+    return forced_run(request, with_forced(limit, request).max_depth)
 
 
-def with_forced(budget: DraftBudget, request: Request) -> DraftBudget:
-    """A budget for all tokens that the request's grammar forces, if they are more than may be guessed."""
-    if request.processor.constraint is None:
-        return budget
-    forced = forced_budget(request, budget.layout, wants_draws=budget.wants_draws)
-    if forced is None or forced.max_depth <= budget.max_depth:
-        return budget
-    return replace(budget, row_budget=max(budget.row_budget, forced.row_budget), max_depth=forced.max_depth)
+def with_forced(limit: DraftBudget, request: Request) -> DraftBudget:
+    """A limit that admits up to `MAX_FORCED` forced tokens, however few a drafter may draft."""
+    row_budget, max_depth = request.limit_draft(MAX_FORCED + 1, MAX_FORCED)
+    return replace(limit, row_budget=max(limit.row_budget, row_budget), max_depth=max(limit.max_depth, max_depth))
 
 
-def fill_with_forced(rows: RequestRows, budget: DraftBudget) -> bool:
-    """Guess what the request's grammar forces where that fills the budget, so that no drafter need be asked; returns whether it does."""
-    if rows.request.processor.constraint is None:
-        return False
-    depth = min(budget.max_depth, budget.row_budget - 1)
-    tree = forced_run(rows.request, depth)
-    if tree is None or tree.num_draft_tokens < depth:
-        return False
-    rows.tree = tree
-    return True
-
-
-def constrain_guesses(rows: RequestRows, budget: DraftBudget) -> None:
-    """Cut guesses that the request's grammar forbids, and guess what it forces."""
-    num_before = rows.num_guesses
+def constrain_draft(rows: RequestRows, budget: DraftBudget) -> None:
+    """Remove draft tokens that the request's grammar forbids, and add those that it forces."""
+    num_before = rows.num_draft_tokens
     tree = rows.tree if num_before > 0 else None
     tree = constrain(tree, rows.request, budget.max_depth, budget.row_budget, layout=budget.layout)
-    rows.set_guesses(tree, num_before, PlainReason.CUT)
+    rows.set_draft(tree, num_before, SkipReason.UNUSABLE)
 
 
 def constrain(
@@ -60,25 +41,25 @@ def constrain(
 ) -> DraftTree | None:
     """What is left of a tree under the request's grammar, forced tokens put in.
 
-    Tokens that the grammar forces replace other guesses in their place and follow the last guesses; without guesses they are the tree.
-    They are guesses as any other, checked by the target.
+    Forced tokens replace others in the same place and follow the last ones; without a draft they are the tree. They are verified as any
+    other draft token.
 
-    A tree whose guesses were drawn stays as it is: to cut a guess for the token it holds would change the distribution that rejection
-    keeps. Drawn guesses obey the grammar already: `draft_probs` went through the request's processor.
+    A tree whose tokens were drawn stays as it is. To remove one because of its token would change the distribution that rejection keeps;
+    and drawn tokens obey the grammar already, because `draft_probs` went through the request's processor.
 
     Args:
-        tree: None = there were no guesses.
+        tree: None = there is no draft.
         max_depth: tokens from the root to the deepest node.
         row_budget: rows of the target pass, root included, in `layout`.
 
     Returns:
-        None where nothing can be guessed, or the grammar cannot go on: the target's own row will say so.
+        None where nothing can be drafted, or the grammar allows no token: the target's own row then raises the error.
     """
     matcher = request.processor.constraint
     if not isinstance(matcher, GrammarMatcher) or (tree is not None and tree.draft_probs):
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
-    growing = _Growing(matcher, given, min(max_depth, row_budget - 1))
+    growing = _ConstrainedTree(matcher, given, min(max_depth, row_budget - 1))
     try:
         growing.visit(0, 0, [], matcher.forced_tokens(()))
     except RequestError:
@@ -86,7 +67,8 @@ def constrain(
     if not growing.token_ids:
         return None
     if not growing.is_unchanged:
-        given = DraftTree.grow(given.token_ids[0], growing.token_ids, growing.parents, growing.sources)
+        probs = None if given.probs is None else growing.probs
+        given = DraftTree.grow(given.token_ids[0], growing.token_ids, growing.parents, growing.sources, probs=probs)
     return given.trim(vocab_size=ANY_ID, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
@@ -103,7 +85,7 @@ def forced_run(request: Request, max_depth: int) -> DraftTree | None:
 
 
 @dataclass(slots=True)
-class _Growing:
+class _ConstrainedTree:
     """The tree to be: nodes 1 … n, parents before children."""
 
     matcher: GrammarMatcher
@@ -112,6 +94,7 @@ class _Growing:
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    probs: list[float] = field(default_factory=list)
     children: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -142,25 +125,27 @@ class _Growing:
         for child in self.children[given_node]:
             longer = [*path, self.given.token_ids[child]]
             if self.matcher.is_allowed(longer):
-                taken = self._take(node, longer[-1], self.given.sources[child])
-                self.visit(child, taken, longer, self._forced_behind(longer))
+                taken = self._take(node, longer[-1], child)
+                self.visit(child, taken, longer, self._forced_after(longer))
 
     def _follow(self, given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
-        """Take a forced token, and what was guessed behind it if it was guessed itself."""
-        guessed = [child for child in self.children[given_node] if self.given.token_ids[child] == forced[0]]
-        if guessed:
-            taken = self._take(node, forced[0], self.given.sources[guessed[0]])
+        """Add a forced token; if it is in the draft, also what the draft has after it."""
+        drafted = [child for child in self.children[given_node] if self.given.token_ids[child] == forced[0]]
+        if drafted:
+            taken = self._take(node, forced[0], drafted[0])
             longer = [*path, forced[0]]
-            self.visit(guessed[0], taken, longer, forced[1:])
+            self.visit(drafted[0], taken, longer, forced[1:])
             return
         for token in forced[: self.max_depth - len(path)]:
-            node = self._take(node, token, SOURCE)
+            node = self._take(node, token, None)
 
-    def _forced_behind(self, path: list[int]) -> Sequence[int]:
+    def _forced_after(self, path: list[int]) -> Sequence[int]:
         return self.matcher.forced_tokens(path) if len(path) < self.max_depth else ()
 
-    def _take(self, parent: int, token_id: int, source: str) -> int:
+    def _take(self, parent: int, token_id: int, given_node: int | None) -> int:
+        """Add a node; `given_node` None = the grammar forces it."""
         self.token_ids.append(token_id)
         self.parents.append(parent)
-        self.sources.append(source)
+        self.sources.append(SOURCE if given_node is None else self.given.sources[given_node])
+        self.probs.append(1.0 if given_node is None or self.given.probs is None else self.given.probs[given_node])
         return len(self.token_ids)

@@ -1,9 +1,8 @@
-"""The interface of everything that guesses. A drafter can make us slow, never wrong: it is only asked, nothing it says is believed."""
+"""The interface of drafters. A drafter can make generation slow, never wrong: every draft is verified."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from paceline.kv_cache.row_plan import TreeLayout
@@ -16,46 +15,73 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """How much one request may draft this step.
+    """How much to draft for one request in one step.
 
     Attributes:
-        row_budget: rows of the target pass, root included.
+        row_budget: rows of the target's pass that the tree may take, root included.
         max_depth: tokens from the root to the deepest node.
-        layout: how the tree will be laid out, which decides what a branch costs (`num_rows` of kv_cache/row_plan.py).
-        wants_draws: drafts are kept by `acceptance="rejection"`: a drafter with a distribution draws from it with `draft` noise
-            (`paceline.sampling.residual.draw_distinct`) instead of the target's noise, and names it in `DraftTree.draft_probs`.
-        max_reading_s: seconds that reading may take (`Drafter.reading_s`); a drafter that needs more is not asked.
-        least_reach: chance of a path below which guessing further behind it is not worth the time; not for drawn guesses, which may not
-            depend on what was drawn.
-        chance_of: the chance of a guess by the drafter's own probability for it; None = that is the chance.
-        copies_only: nothing but a copy, which takes next to no time, is worth its time now.
+        layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
+        wants_draws: for `acceptance="rejection"`: draw the draft from the drafter's distribution with `draft` noise
+            (`paceline.sampling.residual.draw_distinct`), not with the target's noise, and give the distribution in
+            `DraftTree.draft_probs`.
+        min_reach: chance of a path below which another token after it is not worth its time. Not for drawn drafts, whose length must not
+            depend on the tokens drawn.
+        rate_of: acceptance rate of a token by the drafter's own probability; None = they are equal.
     """
 
     row_budget: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
     wants_draws: bool = False
-    max_reading_s: float = math.inf
-    least_reach: float = 0.0
-    chance_of: Callable[[float], float] | None = None
-    copies_only: bool = False
+    min_reach: float = 0.0
+    rate_of: Callable[[float], float] | None = None
 
-    def chance(self, prob: float) -> float:
-        """The chance that a guess is kept, once those before it are, by the drafter's own probability for it."""
-        return prob if self.chance_of is None else self.chance_of(prob)
+    @property
+    def max_tokens(self) -> int:
+        """The longest chain within the budget."""
+        return min(self.max_depth, self.row_budget - 1)
+
+    def rate(self, prob: float) -> float:
+        """The acceptance rate of a token to which the drafter gives this probability, once the tokens before it are accepted."""
+        return prob if self.rate_of is None else self.rate_of(prob)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """Target activations a drafter wants to observe.
+    """Target activations that a drafter observes.
 
     Attributes:
         hidden_states: the final hidden states.
-        layers: boundaries to collect (fixed when the target is built).
+        layers: layer boundaries to collect, fixed when the target is loaded.
     """
 
     hidden_states: bool = False
     layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
+        """What several drafters need together."""
+        layers = {layer for drafter in drafters for layer in drafter.needs.layers}
+        return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What users and the engine should know of a drafter.
+
+    Attributes:
+        description: for the banner at load; empty = its name.
+        notices: lines for the user at load.
+        is_lookup: it copies from texts, which takes next to no time.
+        uses_predictions: it drafts from `hints.prediction_token_ids`; without such a drafter, requests that carry some are refused.
+        cache_bytes_per_token: memory that its own cache takes.
+    """
+
+    description: str = ""
+    notices: Sequence[str] = ()
+    is_lookup: bool = False
+    uses_predictions: bool = False
+    cache_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +89,7 @@ class CommittedRows:
     """Rows of one request that a target pass just made permanent.
 
     Attributes:
-        request: whose rows; its `token_ids` already hold what the step emitted.
+        request: its `token_ids` already hold what the step emitted.
         start: position of the first row; row i carries token `request.token_ids[start + i]`.
         num_rows: how many.
         hidden_states: [num_rows, E] or None, valid during the call.
@@ -76,17 +102,21 @@ class CommittedRows:
     hidden_states: FloatArray | None = None
     collected_hidden_states: FloatArray | None = None
 
+    def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
+        """The rows with some of the collected layer boundaries, in the order of `wanted`."""
+        if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
+            return self
+        indices = [collected.index(layer) for layer in wanted]
+        return replace(self, collected_hidden_states=self.collected_hidden_states[indices] if indices else None)
+
 
 class RequestState(Generic[StateT]):
-    """What a drafter remembers of each request: a dictionary by request, whose entries lie in the requests.
-
-    So they end with the request, whether or not anybody releases it, and no other request can be given them.
-    """
+    """A drafter's state by request. The entries are stored in the requests, so that they end with them and no other request sees them."""
 
     __slots__ = ()
 
     def get(self, request: Request) -> StateT | None:
-        """None where nothing is remembered."""
+        """The state of a request, or None."""
         state: StateT | None = request.drafting.get(self)
         return state
 
@@ -98,76 +128,42 @@ class RequestState(Generic[StateT]):
         request.drafting[self] = state
 
     def pop(self, request: Request) -> StateT | None:
-        """The same as `get`, and forget it."""
+        """Remove and return the state of a request, or None."""
         state: StateT | None = request.drafting.pop(self, None)
         return state
 
 
 class Drafter(ABC):
-    """Guesses next tokens for a batch of requests. What it remembers of one it keeps in a `RequestState`.
+    """Drafts the next tokens of a batch of requests.
 
-    Called by the engine in this order, every step: `propose` before the target pass, `observe` after it; `release` when a request
-    ends, however it ends. Nothing a drafter raises reaches a user's request: the step becomes a plain one and is counted.
-    A drafter never reads one request's tokens while guessing for another.
+    In every step the engine calls `has_candidates` and `prefill_s`, `propose` before the target's pass, and `observe` after it; `release`
+    when a request ends or its cache rows are evicted. Whatever a drafter raises, requests go on: the step is plain and counted.
+    A drafter never uses one request's tokens to draft for another. State of a request belongs in a `RequestState`.
+
+    Attributes:
+        name: by which requests select it, and which its drafts carry.
+        needs: target activations to observe; fixed before the target is loaded.
+        traits: description, notices and memory.
     """
 
     name: str
     needs: DrafterNeeds = DrafterNeeds()
-    cache_bytes_per_token: int = 0
-    reads_predictions: bool = False
-    """Whether a request's `hints.prediction_token_ids` are of use; requests that carry some are refused where they are not."""
-    stops_early: bool = True
-    """Whether it stops guessing by `DraftBudget.least_reach` and `chance`; where not, these are not worked out for it."""
-    is_copier: bool = False
-    """Whether it copies what was said before, in next to no time."""
-    notices: Sequence[str] = ()
-    """Lines a user should see at load."""
+    traits: DrafterTraits = DrafterTraits()
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        """A tree under each request's last token, or None for a plain step. May exceed the budget; the step trims it."""
+        """Return a tree under each request's last token, or None for no draft. Trees that exceed the budget are trimmed."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Told after every target pass, prompt chunks included. May defer its work to `propose`."""
+        """Take the rows that a target pass made permanent, prompt chunks included. Work may be deferred to `propose`."""
 
-    def reading_s(self, request: Request) -> float:
-        """Seconds that guessing for a request would take now beyond what a guess takes: for reading what was not seen of it.
-
-        Asked before every proposal, so it must cost next to nothing.
-        """
-        return 0.0
-
-    def time_guess(self) -> float:
-        """Seconds that one more guess of a request takes, measured now, at load; 0 = next to nothing, or it is learned as it goes."""
-        return 0.0
-
-    def can_guess(self, request: Request) -> bool:
-        """Whether it may guess for a request now; where not, it is not asked. Asked in every step, so it must cost next to nothing."""
+    def has_candidates(self, request: Request) -> bool:
+        """Return whether there is anything to draft from; called in every step, so it must take microseconds."""
         return True
 
-    def can_copy(self, request: Request) -> bool:
-        """Whether it can guess for a request in next to no time, although its other guesses take longer."""
-        return False
-
-    def timed_depth(self, deepest: int) -> int | None:
-        """The depth of guesses that the last proposal's time is of, whose deepest guess was `deepest`; None = only copies were asked for,
-        whose time says nothing of other guesses."""
-        return deepest
-
-    def may_guess(self, request: Request, max_reading_s: float) -> bool:
-        """Whether it can guess for a request without reading for longer than this."""
-        return max_reading_s == math.inf or self.reading_s(request) <= max_reading_s
-
-    def preempt(self, request: Request) -> None:
-        """The target's rows of a request were dropped: they will be observed again from some block border on. Releases it by default."""
-        self.release(request)
+    def prefill_s(self, request: Request) -> float:
+        """Return the seconds that the next draft takes longer because text of the request was not read yet; must take microseconds."""
+        return 0.0
 
     def release(self, request: Request) -> None:
-        """Give back what is held for a request outside of it, such as blocks of a cache: what lies with the request goes with it.
-
-        Also called for requests never seen, and more than once.
-        """
-
-    def describe(self) -> str:
-        """One line for the banner at load."""
-        return self.name
+        """Free what is held for a request outside of it, such as cache blocks. May be called twice, or for requests never seen."""

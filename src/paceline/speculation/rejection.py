@@ -5,7 +5,7 @@ texts: which token comes out depends on what was drafted. In return more drafts 
 its own, at high temperatures above all. Which rule holds at a place of the tree follows from how its drafts were made (`Proposal`):
 
     a chain, each token drawn        block verification: the longest prefix that the joint probabilities allow
-    several draws at one place       one after the other, what a refused one accounted for taken out of target_probs
+    several draws at one place       in the order of the draws; after each rejection target_probs becomes the normalised residual
     chosen in any other way          the target draws, the walk follows the child that holds its token
 """
 
@@ -17,23 +17,23 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
-from paceline.speculation.ending import LookAhead
+from paceline.speculation.commit import FinishLookahead
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import VerifyResult, verify
 
 
 class Acceptance(Enum):
-    """Which guesses are kept."""
+    """Which draft tokens are accepted."""
 
     MATCH = "match"  # those that the target itself draws: the seed's plain text
     REJECTION = "rejection"  # as many as the target's distribution allows: another text of the same distribution
 
 
 class Ahead(Protocol):
-    """Where the tokens of one walk end the request (`speculation/ending.py`)."""
+    """Where the tokens of one walk end the request (`speculation/commit.py`)."""
 
-    def ends_with(self, token_id: int) -> bool:
+    def finishes_with(self, token_id: int) -> bool:
         """Whether the request ends with this token, which follows those asked about before."""
         ...
 
@@ -42,11 +42,11 @@ class Chance(Protocol):
     """The random decisions of one walk; each is asked for once."""
 
     def accepts(self, threshold: float, depth: int, index: int) -> bool:
-        """True with probability `threshold` (always from 1 on), for draft `index` of those behind `depth` tokens."""
+        """True with probability `threshold` (always from 1 on), for draft `index` of those after `depth` tokens."""
         ...
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
-        """The token behind `depth` tokens."""
+        """Draw the token after `depth` tokens."""
         ...
 
 
@@ -84,15 +84,15 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.of(request.processor.process(logits[node], path))
 
-    return Walk(tree, target_probs, lambda: LookAhead(request), StepChance(request)).run()
+    return Walk(tree, target_probs, lambda: FinishLookahead(request), StepChance(request)).run()
 
 
 class Walk:
-    """One walk.
+    """Verification of one tree by rejection sampling, from the root to the first rejected token.
 
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of what follows.
-        look_ahead: begins to look for the token that ends the request; nothing behind it is kept.
+        look_ahead: returns a new look-ahead for the token that finishes the request; nothing after it is kept.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Walk:
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
     def _follow(self, node: int) -> int | None:
-        """Choose the token behind `node`; returns the child that was kept, None where the walk ends."""
+        """Choose the token after `node`; return the accepted child, or None where the walk ends."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
@@ -131,7 +131,7 @@ class Walk:
             return self._take(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # the draws before used up all there was to draw
+            if draft is None:  # the residual draft distribution is empty
                 break
             if self._chance.accepts(acceptance(target, draft, token), depth, index):
                 return self._take(token, child)
@@ -150,7 +150,7 @@ class Walk:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # a row that may never be reached: the block ends before it, as any walk does
+            except BaseException as error:  # the row may never be needed: verify only the tokens before it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -158,29 +158,29 @@ class Walk:
             draft = tree.draft_probs[depth]
             weights = excess(target, draft, share)
             if depth == 0 or self._chance.accepts(block_threshold(share, weights), depth - 1, 0):
-                num_kept, behind, left = depth, target, weights
+                num_kept, after, left = depth, target, weights
             share = min(1, share * acceptance(target, draft, tree.token_ids[depth + 1]))
-            if share == 0:  # neither this draft nor one behind it can be kept
+            if share == 0:  # neither this draft nor a later one can be accepted
                 break
         is_whole = self._chance.accepts(share, length - 1, 0)
         node: int | None = 0
         for child in range(1, (length if is_whole else num_kept) + 1):
             node = self._take(tree.token_ids[child], child)
-        return node if is_whole else self._take(self._chance.draw(residual(behind, left), num_kept), None)
+        return node if is_whole else self._take(self._chance.draw(residual(after, left), num_kept), None)
 
     def _block_length(self) -> int:
         """Drawn tokens of the chain from the root on, up to the one that ends the request."""
         length, ahead = 0, self._look_ahead()
         while length in self._tree.draft_probs:
             length += 1
-            if ahead.ends_with(self._tree.token_ids[length]):
+            if ahead.finishes_with(self._tree.token_ids[length]):
                 break
         return length
 
     def _take(self, token_id: int, child: int | None) -> int | None:
-        """Add a token; returns `child` where the walk goes on behind it."""
+        """Add a token; return `child` if the walk goes on there."""
         self._token_ids.append(token_id)
-        if child is None or self._ahead.ends_with(token_id):
+        if child is None or self._ahead.finishes_with(token_id):
             return None
         self._accepted.append(child)
         return child

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, Protocol, Self
 
 from paceline.config import MAX_DRAFT_TOKENS
 from paceline.errors import RequestError
@@ -11,10 +11,9 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.acceptance import RequestAcceptance
+from paceline.speculation.draft_length.acceptance import DraftHistory
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step_record import StepRecord
-from paceline.speculation.stop import TextStop
 
 PROMPT_LOGPROBS_ROWS = 64
 """Prompt rows of one pass whose logits are all wanted: as many rows of V floats are made at once."""
@@ -26,6 +25,38 @@ class FinishReason(Enum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # its caller went away, or it failed: `Request.error` says which
+
+
+class StopMatcher(Protocol):
+    """Finds stop strings in the text of a request's tokens (`engine.text_stop.TextStop`)."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string is complete."""
+
+    @property
+    def can_stop(self) -> bool:
+        """There are stop strings."""
+
+    @property
+    def text(self) -> str:
+        """All text that is final."""
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that is complete."""
+
+    def copy(self) -> Self:
+        """Return a copy for a look ahead; its text begins here."""
+
+    def take_new(self) -> str:
+        """Return the text that became final since the last call."""
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; return whether a stop string is complete."""
+
+    def finish(self) -> str:
+        """End the text, after which no token follows, and return all of it."""
 
 
 class TokenOrigin(StrEnum):
@@ -42,7 +73,7 @@ class DraftHints:
 
     Attributes:
         prediction_token_ids: what the output is expected to resemble; empty = nothing is expected.
-        namespace: requests of the same one may guess from each other's finished outputs; None = no sharing.
+        namespace: requests with the same one may draft from each other's finished outputs; None = no sharing.
     """
 
     prediction_token_ids: Sequence[int] = ()
@@ -57,7 +88,7 @@ class RequestSpeculation:
         enabled: False = plain steps only, and no drafter is told anything of the request.
         drafter: name of one of several loaded drafters; None = all that are loaded.
         max_draft_tokens: tokens drafted a step at most; 0 = as `enabled=False`, None = what the model was loaded with.
-        trees: whether to keep what every step guessed (`RequestOutput.steps`, `StreamChunk.steps`).
+        trees: keep the draft of every step (`RequestOutput.steps`, `StreamChunk.steps`).
 
     Raises:
         RequestError: a value has the wrong type or is out of range.
@@ -126,9 +157,9 @@ class Request:
         num_preemptions: how often its rows were dropped to make room for older requests; they run again.
         logprobs: of the output tokens, where asked for.
         prompt_logprobs: of the prompt tokens so far, where asked for; the first one has none.
-        steps: what every step guessed, where asked for.
+        steps: the draft of every step, where wanted.
         error: why it failed; no other request is concerned.
-        acceptance: what was learned of guesses for it; None until there are some. The policy's own.
+        draft_histories: what the policy learned of drafts for it, by drafter.
         drafting: what drafters remember of it, by who remembers it (`speculation.drafter.RequestState`).
         started_s, first_token_s, last_token_s, finished_s: clock (`time.perf_counter`) at admission, after the prompt's last pass, after
             the latest step that gave it tokens, at the end.
@@ -143,7 +174,7 @@ class Request:
     sample_index: int
     max_len: int
     end_token_ids: frozenset[int] = frozenset()
-    text_stop: TextStop | None = None
+    text_stop: StopMatcher | None = None
     hints: DraftHints = DraftHints()
     speculation: RequestSpeculation = RequestSpeculation()
     salt: bytes = b""
@@ -159,7 +190,7 @@ class Request:
     steps: list[StepRecord] = field(default_factory=list)
     error: Exception | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    acceptance: RequestAcceptance | None = None
+    draft_histories: dict[str, DraftHistory] = field(default_factory=dict)
     origins: list[TokenOrigin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     drafting: dict[object, Any] = field(default_factory=dict)
@@ -186,6 +217,12 @@ class Request:
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_len - len(self.token_ids)
+
+    def limit_draft(self, row_budget: int, max_depth: int) -> tuple[int, int]:
+        """Return the row budget and depth of a draft as far as the request can use them and allows them."""
+        max_depth = min(max_depth, self.num_remaining_tokens - 1)
+        allowed = self.speculation.max_draft_tokens
+        return (row_budget, max_depth) if allowed is None else (min(row_budget, allowed + 1), min(max_depth, allowed))
 
     @property
     def is_finished(self) -> bool:

@@ -1,6 +1,6 @@
 """What speculation did, counted after the stop cut.
 
-steps: target passes that emitted. drafted: guessed tokens, roots excluded. accepted: guesses kept. emitted: tokens of those steps;
+steps: target passes that emitted. drafted: draft tokens, roots excluded. accepted: draft tokens accepted. emitted: tokens of those steps;
 emitted = accepted + bonus. mean_acceptance_length = emitted / steps (plain decoding = 1). acceptance_rate = accepted / drafted.
 """
 
@@ -10,26 +10,44 @@ from enum import StrEnum
 from typing import Any
 
 
-class PlainReason(StrEnum):
-    """Why a step ran without drafts; a string, so that counts by reason are JSON."""
+class SkipReason(StrEnum):
+    """Why a step ran without a draft. The value is the identifier in JSON, metrics and logs."""
 
-    OFF = "speculation is off"
-    PROMPT = "the prompt's last pass"
-    RESUMED = "the last pass over tokens whose rows had been dropped"
-    NO_GUESS = "the drafter had no guess"
-    DID_NOT_PAY = "drafting did not pay"
-    COMPARED = "a plain pass was timed, to compare"
-    NO_ROOM = "the end of the context or of max_tokens"
-    FULL_PASS = "the pass was full of other rows"
-    NO_MEMORY = "no cache block was free for drafts"
-    DRAFTER_FAILED = "the drafter failed"
-    CUT = "no guessed token was usable"
+    OFF = "off"
+    PROMPT = "prompt"
+    RESUMED = "resumed"
+    NO_MATCH = "no_match"
+    UNPROFITABLE = "unprofitable"
+    NO_ROOM = "no_room"
+    PASS_FULL = "pass_full"
+    NO_MEMORY = "no_memory"
+    DRAFTER_FAILED = "drafter_failed"
+    UNUSABLE = "unusable"
+
+    @property
+    def description(self) -> str:
+        """The reason in words."""
+        return _DESCRIPTIONS[self]
 
 
-class PlainCounts(dict[PlainReason, int]):
+_DESCRIPTIONS = {
+    SkipReason.OFF: "speculation is off",
+    SkipReason.PROMPT: "the prompt's last pass",
+    SkipReason.RESUMED: "the last pass over tokens whose cache rows had been evicted",
+    SkipReason.NO_MATCH: "no drafter had a draft",
+    SkipReason.UNPROFITABLE: "drafting was not expected to pay",
+    SkipReason.NO_ROOM: "the end of the context or of max_tokens",
+    SkipReason.PASS_FULL: "the pass was full of other rows",
+    SkipReason.NO_MEMORY: "no cache block was free for draft tokens",
+    SkipReason.DRAFTER_FAILED: "the drafter failed",
+    SkipReason.UNUSABLE: "no drafted token was usable",
+}
+
+
+class SkipCounts(dict[SkipReason, int]):
     """Steps by reason, 0 for a reason that did not occur. A `Counter` would come out wrong of `dataclasses.asdict`."""
 
-    def __missing__(self, reason: PlainReason) -> int:
+    def __missing__(self, reason: SkipReason) -> int:
         return 0
 
 
@@ -48,7 +66,7 @@ class SpeculationStats:
     cut: int = 0  # draft tokens dropped before the pass: ids out of range, too deep, over budget
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
-    plain: PlainCounts = field(default_factory=PlainCounts)
+    plain: SkipCounts = field(default_factory=SkipCounts)
     acceptance: str = "match"
 
     @property
@@ -68,8 +86,8 @@ class SpeculationStats:
         """Accepted / drafted at depth 1, 2, …"""
         return [kept / max(1, drafted) for kept, drafted in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
 
-    def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, plain: PlainReason | None) -> None:
-        """Count one step. `draft_depths`: depth of each guessed node; `num_accepted` and `num_emitted`: after the stop cut."""
+    def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, plain: SkipReason | None) -> None:
+        """Count one step. `draft_depths`: depth of each draft token; `num_accepted` and `num_emitted`: after the stop cut."""
         self.steps += 1
         self.drafted += len(draft_depths)
         self.accepted += num_accepted

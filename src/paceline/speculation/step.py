@@ -1,12 +1,13 @@
-"""One step: guess, check all guesses in one target pass, keep what the target would have said. Start reading here.
+"""One step of speculative decoding. Start reading here.
 
-    propose (policy, drafter)  →  reserve cache slots  →  one target pass over known tokens, root and tree of every request
-                               →  verify (walk the tree)  →  commit, token by token  →  keep the rows of the accepted path
-                               →  tell drafter and policy
+    propose    a draft tree under the last token of every request that decodes          propose.py
+    forward    one pass of the target over all rows: prompt chunks, last tokens, drafts
+    verify     draw the target's own tokens along each tree                             verify.py
+    commit     append the accepted tokens and one bonus token, until a request finishes commit.py
+    observe    give the policy acceptance and times, and drafters the permanent rows    speculator.py
 
-A request whose known tokens are not all cached (a prompt, or one that was preempted) brings those rows first, in chunks; the chunk
-that reaches its last token is a plain step of its own. The bonus token stays pending: it is the root of the next step, never a
-pass of its own.
+A request whose tokens are not all cached (a prompt, or one that was preempted) brings those rows first, in chunks; the chunk that reaches
+its last token is a plain step. The bonus token has no cached row yet: it is the root of the next step.
 """
 
 from collections.abc import Sequence
@@ -14,20 +15,18 @@ from time import perf_counter
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
 from paceline.kv_cache.paged import KVCache
-from paceline.runtimes.base import FloatArray, ForwardOutput, Network, Pass, assemble
-from paceline.sampling.path_sampler import LogitsView, SampledPath
-from paceline.speculation.commit import commit
-from paceline.speculation.drafter import CommittedRows
+from paceline.runtimes.base import Network, assemble
+from paceline.sampling.path_sampler import LogitsView, sample_paths
+from paceline.speculation.commit import commit, prompt_logprobs, token_logprobs
+from paceline.speculation.propose import reserve
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.reserve import reserve
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.step_record import StepRecord
-from paceline.speculation.verify import prompt_logprobs, token_logprobs
 
 
 class PassInterrupted(BaseException):
-    """An interrupt met the target's pass (`__cause__` is it): nothing was committed, every request stands where it stood before."""
+    """An interrupt during the target's pass (`__cause__`): nothing was committed, and every request is as it was before."""
 
 
 def step(
@@ -43,82 +42,72 @@ def step(
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
-        num_rows: how many known tokens of each run, as `Request.num_next_tokens` says.
-        max_rows: of the pass; guesses take what known tokens leave of them. None = no limit.
+        num_rows: by request, how many of its tokens that are not cached run (`Request.num_next_tokens`).
+        max_rows: of the pass; drafts take what is left of them. None = no limit.
 
     Raises:
-        CapacityError: not even the known tokens fit; nothing was changed.
-        PassInterrupted: KeyboardInterrupt or the like within the target's pass. Anywhere else it is raised as it is, and what had
-            been done by then is done.
+        CapacityError: the tokens that are no drafts do not fit in the cache; nothing was changed.
+        PassInterrupted: KeyboardInterrupt or the like during the target's pass. Elsewhere it is raised as it is.
         Exception: whatever the target's pass raised; nothing was committed.
     """
     start_s = perf_counter()
     batch = [RequestRows.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
     speculator.propose(batch, max_rows)
-    plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
-    adapters = [request.adapter_number for request in requests]
-    output = _forward(requests, assemble(plans, [rows.token_ids for rows in batch], wanted, adapters), target, cache, speculator)
-    committed: list[CommittedRows] = []
-    observes = speculator.observes
-    outputs, view = output.by_plan(plans, wanted), LogitsView.of(output, speculator.vocab_size)
-    first_rows = [own.first_logits_row + rows.first_tree_row for rows, own in zip(batch, outputs, strict=True)]
-    walks = speculator.walk_together(batch, first_rows, view)
-    for rows, own, first_row, walked in zip(batch, outputs, first_rows, walks, strict=True):
-        request, start = rows.request, rows.request.sequence.committed_len
-        of_tree = view.logits[first_row : own.end_logits_row]
+    _forward(batch, target, cache, speculator)
+    for rows in batch:
         try:
-            if rows.wants_prompt_rows:
-                request.prompt_logprobs.extend(prompt_logprobs(request, own.logits[: rows.num_known, : speculator.vocab_size]))
-            kept_nodes = _verify_and_commit(rows, of_tree, walked, cache, speculator)
-            if observes:
-                committed.append(speculator.committed_rows(request, start, kept_nodes, own))
-        except BaseException as error:  # its sampling allows no token, its grammar broke, its row is NaN: no other request is concerned
+            _verify_and_commit(rows, cache, speculator)
+        except BaseException as error:  # no token is allowed, its grammar broke, its row is NaN: other requests go on
             if is_interrupt(error):
                 raise
-            _fail(request, as_exception(error), cache)
-    speculator.end_step(batch, perf_counter() - start_s)
-    speculator.observe(committed)
+            _fail(rows.request, as_exception(error), cache)
+    speculator.observe(batch, perf_counter() - start_s)
 
 
-def _forward(requests: Sequence[Request], arguments: Pass, target: Network, cache: KVCache, speculator: Speculator) -> ForwardOutput:
-    """The target's pass. An interrupt within it, by far the longest part of a step, takes back what was reserved and harms no request."""
+def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, speculator: Speculator) -> None:
+    """Run the target, and draw at once what the compiled sampler can draw."""
+    plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
+    arguments = assemble(plans, [rows.token_ids for rows in batch], wanted, [rows.request.adapter_number for rows in batch])
     try:
-        return speculator.forward(target, arguments)
+        output = speculator.forward(target, arguments)
     except BaseException as error:
-        for request in requests:
-            cache.cancel(request.sequence)
+        for rows in batch:
+            cache.cancel(rows.request.sequence)
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
+    view = LogitsView.of(output, speculator.vocab_size)
+    for rows, own in zip(batch, output.by_plan(plans, wanted), strict=True):
+        rows.set_output(own, view.logits)
+    paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
+    for rows, path in zip(batch, paths, strict=True):
+        rows.path = path
 
 
-def _verify_and_commit(
-    rows: RequestRows, logits: FloatArray, walked: SampledPath | None, cache: KVCache, speculator: Speculator
-) -> Sequence[int]:
-    """Walk one request's tree, commit its tokens and keep their rows; returns the plan's nodes that were kept."""
+def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator) -> None:
+    """Verify one request's tree, commit its tokens and keep the cache rows of the accepted path; those of rejected tokens are freed."""
     request, tree = rows.request, rows.tree
-    kept_nodes: Sequence[int] = range(rows.num_known)
+    if rows.wants_prompt_rows:
+        request.prompt_logprobs.extend(prompt_logprobs(request, rows.prompt_logits))
     if tree is not None:
-        result = speculator.verify(tree, logits, request, walked)
-        logprobs = token_logprobs(result, logits, request) if request.params.logprobs is not None else ()
-        num_accepted, drafted = len(result.accepted_nodes), len(tree.token_ids) > 1
-        num_emitted = commit(request, result.token_ids, num_accepted, drafted=drafted, logprobs=logprobs)
-        accepted = result.accepted_nodes[:num_emitted]
-        request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.plain_reason)
+        nodes, token_ids = speculator.verify(rows, tree)
+        logprobs = token_logprobs(token_ids, nodes, rows.logits, request) if request.params.logprobs is not None else ()
+        num_emitted = commit(request, token_ids, len(nodes), drafted=rows.num_draft_tokens > 0, logprobs=logprobs)
+        accepted = nodes[:num_emitted]
+        request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.skip_reason)
         if request.speculation.trees:
             start = request.num_output_tokens - num_emitted
-            request.steps.append(StepRecord.of(rows, tree, accepted, start, result.token_ids[:num_emitted]))
-        if drafted:
-            speculator.learn(request, tree, result.accepted_nodes)
-            is_chain = isinstance(tree.parents, range)
-            kept_nodes = range(rows.num_known + len(accepted)) if is_chain else [*kept_nodes, *[rows.root + node for node in accepted]]
-    cache.keep_path(request.sequence, kept_nodes[-1])
+            request.steps.append(StepRecord.of(rows, tree, accepted, start, token_ids[:num_emitted]))
+        if rows.num_draft_tokens > 0:
+            speculator.learn(request, tree, nodes)
+        rows.keep(accepted)
+    rows.is_observed = not request.speculation.is_off
+    cache.keep_path(request.sequence, rows.kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)
-    return kept_nodes
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
-    """End a request with its own error; what a pass with damaged numbers left in the cache must not be shared."""
+    """Finish a request with its own error. Rows of a pass with damaged numbers must not be shared through the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.forget(request.sequence)

@@ -1,10 +1,10 @@
-"""What a step guessed and what became of it, kept for those who ask to see it (`RequestSpeculation.trees`)."""
+"""The draft of a step and its outcome, kept if a request wants them (`RequestSpeculation.trees`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 if TYPE_CHECKING:  # a request holds records
@@ -13,19 +13,19 @@ if TYPE_CHECKING:  # a request holds records
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one request. Node 0 of its tree is the root, the token in front of those it emitted; nodes 1 … n were guessed.
+    """One step of one request. Node 0 of its tree is the root, the token before those it emitted; nodes 1 … n are the draft.
 
     Attributes:
         start: index of its first token among the output tokens.
         token_ids: what it emitted: the tokens of the accepted nodes, then the target's own.
-        draft_token_ids: [n] guessed tokens.
-        parents: [n] parent of each guessed node, 0 = the root.
-        sources: [n] name of the drafter that guessed it.
+        draft_token_ids: [n] draft tokens.
+        parents: [n] parent of each draft token, 0 = the root.
+        sources: [n] drafter of each of them.
         accepted_nodes: nodes whose tokens were kept, from the root's child down.
-        plain_reason: why nothing was guessed; None where something was.
-        expected_tokens: that it was expected to emit when its guesses were chosen; None = nobody said.
-        expected_speedup: of the step, other requests' rows included, over one without guesses; of a plain step, that of the best one
-            with guesses.
+        skip_reason: why there is no draft; None where there is one.
+        expected_tokens: tokens that it was expected to emit when its draft was chosen; None = unknown.
+        expected_speedup: of the step, other requests' rows included, over one without drafts; for a plain step, that of the best
+            draft.
     """
 
     start: int
@@ -34,7 +34,7 @@ class StepRecord:
     parents: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     accepted_nodes: tuple[int, ...] = ()
-    plain_reason: PlainReason | None = None
+    skip_reason: SkipReason | None = None
     expected_tokens: float | None = None
     expected_speedup: float | None = None
 
@@ -48,7 +48,7 @@ class StepRecord:
             tuple(tree.parents[1:]),
             tuple(tree.sources[1:]),
             tuple(accepted_nodes),
-            rows.plain_reason,
+            rows.skip_reason,
             rows.expected_tokens,
             rows.expected_speedup,
         )
@@ -62,7 +62,7 @@ class StepRecord:
             "parents": list(self.parents),
             "sources": list(self.sources),
             "accepted_nodes": list(self.accepted_nodes),
-            "plain": None if self.plain_reason is None else self.plain_reason.value,
+            "skip_reason": None if self.skip_reason is None else self.skip_reason.value,
             "expected_tokens": _rounded(self.expected_tokens),
             "expected_speedup": _rounded(self.expected_speedup),
         }

@@ -1,4 +1,4 @@
-"""What a drafter proposes: a tree of guessed tokens under the last committed one. A chain is a tree."""
+"""What a drafter proposes: a tree of draft tokens under the last committed one. A chain is a tree."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,27 +9,27 @@ from paceline.sampling.residual import TokenProbs
 
 
 class Proposal(Enum):
-    """How guesses came to be, which decides by what rule `acceptance="rejection"` keeps them."""
+    """How draft tokens were chosen, which decides how `acceptance="rejection"` accepts them."""
 
-    DETERMINISTIC = "deterministic"  # chosen: listed, ranked, pruned or merged, whatever drew them before
+    DETERMINISTIC = "deterministic"  # not distributed as `draft_probs`: the most probable tokens, or draws that were pruned or merged
     SAMPLED = "sampled"  # a chain: one draw from `draft_probs` at each node
     WITHOUT_REPLACEMENT = "without_replacement"  # several draws at a node, each from what the ones before it left
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Guessed tokens, breadth-first; node 0 is the root, the last committed token.
+    """Draft tokens, breadth-first; node 0 is the root, the last committed token.
 
     Attributes:
         token_ids: [N] token of each node.
         parents: [N] parent of each node, -1 for the root, parents[i] < i.
         depths: [N] tokens between the root and the node, 0 for the root.
-        sources: [N] name of the drafter that guessed each node ("" for the root).
+        sources: [N] drafter of each node ("" for the root).
         draft_probs: by node, the distribution its children were drawn from, over the target's ids; siblings stand in the order of
             their draws. A node without one has chosen children. To be given only if the number of children was fixed before any was
             drawn, and none was cut for the token it holds.
         probs: [N] how likely its drafter takes each node's token to be, once everything before it is right (1 for the root); None = it
-            does not say. They are calibrated by what becomes of guesses, so any measure of confidence between 0 and 1 is of use.
+            unknown. They are calibrated by outcomes, so any measure of confidence between 0 and 1 is useful.
     """
 
     token_ids: Sequence[int]
@@ -46,7 +46,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, probs: Sequence[float] | None = None) -> "DraftTree":
-        """One chosen guess a position, with the probability of each where its drafter says one."""
+        """One token a position, with the probability of each where the drafter gives one."""
         count = len(draft_token_ids) + 1
         token_ids, sources = (root_token_id, *draft_token_ids), ("", *[source] * (count - 1))
         return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if probs is None else (1.0, *probs))
@@ -107,8 +107,9 @@ class DraftTree:
             ValueError: parents, depths and tokens do not make a tree, or a node's children cannot have been drawn from its `draft_probs`.
         """
         count = len(self.token_ids)
-        if self.parents == range(-1, count - 1) and self.depths == range(count) and len(self.sources) == count and not self.draft_probs:
-            return  # a chain, as `chain` makes it
+        is_chain_of_count = self.parents == range(-1, count - 1) and self.depths == range(count) and len(self.sources) == count
+        if is_chain_of_count and not self.draft_probs and (self.probs is None or len(self.probs) == count):
+            return
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
             if parent != -1 if node == 0 else not 0 <= parent < node:
@@ -127,14 +128,14 @@ class DraftTree:
 
     @property
     def proposal(self) -> Proposal:
-        """How the guesses came to be."""
+        """How the draft tokens were chosen."""
         if not self.draft_probs:
             return Proposal.DETERMINISTIC
         return Proposal.SAMPLED if is_chain(self.parents) else Proposal.WITHOUT_REPLACEMENT
 
     @property
     def num_draft_tokens(self) -> int:
-        """Guessed tokens, the root excluded."""
+        """Draft tokens, the root excluded."""
         return len(self.token_ids) - 1
 
     @property
@@ -189,8 +190,8 @@ class DraftTree:
     def prune(self, fits: Callable[[Sequence[int]], bool]) -> "DraftTree":
         """What there is room for: of the first path as much as can be had, then every other node that still fits.
 
-        The first path is that of first guesses. Where guesses were drawn, nodes are taken level by level in its place: what is kept must
-        not depend on what was drawn behind it, or the drafts kept would not follow their `draft_probs` any more (see `trim`).
+        The first path is that of first children. Where tokens were drawn, nodes are taken level by level in its place: what is kept must
+        not depend on what was drawn after it, or the drafts kept would not follow their `draft_probs` any more (see `trim`).
 
         Args:
             fits: whether there is room for the tree of these parents; if so there is for all its parts. The root always fits.
@@ -204,7 +205,7 @@ class DraftTree:
         return self.part(kept)
 
     def first_path(self) -> list[int]:
-        """The nodes of the path of first guesses, from the root's child down."""
+        """The nodes of the path of first children, from the root's child down."""
         path = [0]
         for node, parent in enumerate(self.parents):
             if parent == path[-1]:

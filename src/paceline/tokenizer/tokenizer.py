@@ -1,6 +1,7 @@
 """Text to token ids and back, and text as it streams out of a model."""
 
 import re
+from codecs import utf_8_decode
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 from paceline.errors import CheckpointError, RequestError, library_errors, memory_errors, shortened
 from paceline.tokenizer.backend import TokenizerBackend
-from paceline.tokenizer.byte_pieces import REPLACEMENT, num_open_bytes, without_bad_bytes
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTexts
 from paceline.tokenizer.files import open_pretrained
@@ -16,6 +16,9 @@ from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
 _MAX_WINDOW = 32
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""By which a vocabulary spells the characters it lacks."""
 
 
 class Tokenizer:
@@ -101,10 +104,10 @@ class Tokenizer:
             as one byte is wrong: text that was streamed would have to be taken back.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        if REPLACEMENT in text and self.has_byte_pieces:
+        if _REPLACEMENT in text and self.has_byte_pieces:
             hidden = self.special_token_ids if skip_special_tokens else ()
             pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
-            text = self._backend.joined(without_bad_bytes(pieces))
+            text = self._backend.joined(_without_bad_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
@@ -249,6 +252,37 @@ def _is_shown(template: ChatTemplate, texts: Sequence[str], messages: Sequence[M
     return False
 
 
+def _without_bad_bytes(pieces: Sequence[str]) -> list[str]:
+    """The same pieces with a replacement character for every byte that is part of no character."""
+    mended: list[str] = []
+    run = bytearray()
+    for piece in (*pieces, ""):
+        if _BYTE_PIECE.fullmatch(piece):
+            run.append(_byte(piece))
+            continue
+        for character in run.decode("utf-8", "surrogateescape"):  # a bad byte becomes a surrogate
+            is_bad = "\udc80" <= character <= "\udcff"
+            mended += [_REPLACEMENT] if is_bad else [f"<0x{byte:02X}>" for byte in character.encode()]
+        run.clear()
+        mended.append(piece)
+    return mended[:-1]
+
+
+def _num_open_bytes(pieces: Sequence[str]) -> int:
+    """Bytes at the end that may still become a character, three at most; only the last three pieces count."""
+    run = bytearray()
+    for piece in reversed(pieces[-3:]):
+        if not _BYTE_PIECE.fullmatch(piece):
+            break
+        run.insert(0, _byte(piece))
+    _, num_closed = utf_8_decode(run, "replace", False)  # more may follow
+    return len(run) - num_closed
+
+
+def _byte(piece: str) -> int:
+    return int(piece[3:5], 16)
+
+
 class _FromGguf:
     """What `Tokenizer` needs of a pretrained tokenizer."""
 
@@ -328,8 +362,8 @@ class IncrementalDetokenizer:
     def _num_open(self, text: str) -> int:
         """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""
         if self._has_byte_pieces:
-            return num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
-        return int(text.endswith(REPLACEMENT))
+            return _num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
+        return int(text.endswith(_REPLACEMENT))
 
     def _start_window_at(self, first: int) -> None:
         del self._window[:first]

@@ -53,7 +53,7 @@ def test_a_step_is_one_group_and_opens_its_tree(page: Any) -> None:
     tree = page.get_by_role("region", name="Draft tree of step 3")
     assert classes_of(tree.locator(".node")) == ["node root", "node bonus", "node rejected", "node rejected"]
     steps.nth(0).click()
-    assert "No guesses: the drafter had no guess." in page.get_by_role("region", name="Draft tree of step 1").inner_text()
+    assert "No draft: no drafter had a draft." in page.get_by_role("region", name="Draft tree of step 1").inner_text()
     steps.nth(0).click()
     assert page.locator(".tree").count() == 0
 

@@ -12,7 +12,7 @@ import pytest
 from harness.engine_targets import Open
 from paceline import AsyncEngine, CapacityError, ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.2, seed=4)
@@ -63,7 +63,7 @@ async def collect(stream: Any) -> tuple[str, list[int], RequestOutput]:
 
 def test_callers_that_stream_and_wait_at_once_get_what_they_get_alone(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     async def work(engine: AsyncEngine) -> None:
-        engine.opened.engine.speculator.policy = DraftLengthPolicy(4)
+        engine.opened.engine.speculator.policy = FixedDraftLength(4)
         streams = [collect(engine.stream(prompt, SAMPLED)) for prompt in PROMPTS]
         whole = [engine.generate(prompt, GREEDY) for prompt in PROMPTS]
         *streamed, outputs = await asyncio.gather(*streams, asyncio.gather(*whole))

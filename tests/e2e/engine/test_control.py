@@ -10,12 +10,11 @@ import pytest
 from harness.engine_targets import Open, assert_clean, make, run_to_end
 from paceline import LLM, RequestError, RequestSpeculation, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.stack import StackDrafter
 from paceline.runtimes.base import assemble
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter
 from paceline.speculation.request import Request
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -75,7 +74,7 @@ def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None
 
 def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40, str(directory))
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     runtime = llm.drafter.runtime  # type: ignore[union-attr]
     rows: list[int] = []
     forward = runtime.forward
@@ -166,7 +165,7 @@ def test_logprobs_are_the_same_whatever_drafts_and_end_with_the_output(open_llm:
     text = plain.tokenizer.decode(expected.token_ids[8:10]).strip()  # ends a block that goes on
     for drafter in ("ngram", str(directory)):
         llm = open_llm(40, drafter)
-        llm.engine.speculator.policy = DraftLengthPolicy(4)
+        llm.engine.speculator.policy = FixedDraftLength(4)
         (output,) = llm.generate([PROMPT], params)
         assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
         (cut,) = llm.generate([PROMPT], replace(params, stop_token_ids=[stop]))
@@ -237,9 +236,9 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
     for off in ({"enabled": False}, {"max_draft_tokens": 0}, RequestSpeculation(enabled=False)):
         (output,) = llm.generate([[5]], GREEDY, speculation=off)
         assert (spy.asked, spy.told) == ([], [])
-        assert output.speculation.plain == {PlainReason.PROMPT: 1, PlainReason.OFF: 23}
+        assert output.speculation.plain == {SkipReason.PROMPT: 1, SkipReason.OFF: 23}
     off, on = make(llm, [5], GREEDY, speculation={"enabled": False}), make(llm, [6], GREEDY)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     for request in (off, on):
         llm.engine.add(request)
     run_to_end(llm)
@@ -253,7 +252,7 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
 def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, limit: int) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     limited, free = make(llm, [5], GREEDY, speculation={"max_draft_tokens": limit}), make(llm, [6], GREEDY)
     for request in (limited, free):
         llm.engine.add(request)
@@ -265,12 +264,12 @@ def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, lim
 
 def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     first, second = Spy("first"), Spy("second")
-    llm = open_llm(40, StackDrafter([first, second]))
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm = open_llm(40, [first, second])
+    llm.engine.speculator.policy = FixedDraftLength(4)
     outputs = llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
     assert first.asked == []
     assert len(second.asked) > 10
-    assert outputs[0].token_ids == llm.generate([[5]], GREEDY, speculation={"drafter": "first+second"})[0].token_ids
+    assert outputs[0].token_ids == llm.generate([[5]], GREEDY)[0].token_ids
     assert len(first.asked) > 10
     named, anybody = make(llm, [5], GREEDY, speculation={"drafter": "second"}), make(llm, [6], GREEDY)
     for request in (named, anybody):
@@ -284,8 +283,9 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
 def test_only_the_one_that_a_request_names_is_looked_at(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     members, looked_at = [Spy("first"), Spy("second")], list[str]()
     for one in members:
-        monkeypatch.setattr(one, "can_guess", lambda request, name=one.name: looked_at.append(name) or name == "first")
-    llm = open_llm(40, StackDrafter(members))
+        monkeypatch.setattr(one, "has_candidates", lambda request, name=one.name: looked_at.append(name) or name == "first")
+    llm = open_llm(40, members)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     llm.generate([[5]], GREEDY, speculation={"drafter": "second"})
     assert set(looked_at) == {"second"}
     assert members[1].asked == [], "it cannot guess"
@@ -293,8 +293,8 @@ def test_only_the_one_that_a_request_names_is_looked_at(open_llm: Open, monkeypa
 
 
 def test_a_drafter_that_is_not_loaded_is_refused_by_name(open_llm: Open) -> None:
-    llm = open_llm(40, StackDrafter([NgramDrafter(), Spy()]))
-    for wanted, loaded in (("eagle", "ngram, ngram\\+spy, spy"), ("", "ngram, ngram\\+spy, spy")):
+    llm = open_llm(40, [NgramDrafter(), Spy()])
+    for wanted, loaded in (("eagle", "ngram, spy"), ("", "ngram, spy")):
         with pytest.raises(RequestError, match=f"drafter is {wanted!r}, which is not loaded; loaded: {loaded}") as caught:
             llm.generate([[5], [6]], GREEDY, speculation={"drafter": wanted})
         assert caught.value.parameter == "speculation.drafter"

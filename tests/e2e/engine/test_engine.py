@@ -14,10 +14,10 @@ from harness.exact_targets import opened_as
 from paceline import LLM, CapacityError, CheckpointError, RequestError, SamplingParams
 from paceline.runtimes.base import ForwardOutput
 from paceline.speculation import step as step_module
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import FinishReason, Request
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -75,6 +75,7 @@ def test_no_more_run_at_once_than_may_and_all_come_to_an_end(open_llm: Open, sol
     assert llm.stats().num_preemptions == 0
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preempted_requests_get_the_tokens_they_get_alone(open_llm: Open, directory: Path, prefix_cache: bool, drafter: str) -> None:
@@ -89,7 +90,7 @@ def test_preempted_requests_get_the_tokens_they_get_alone(open_llm: Open, direct
         assert stats.plain_steps <= stats.steps <= stats.emitted, "rows that run again are no steps of their own"
     stats = llm.stats()
     assert stats.num_preemptions > 1
-    assert stats.speculation.plain[PlainReason.RESUMED] > 0
+    assert stats.speculation.plain[SkipReason.RESUMED] > 0
     assert (stats.num_finished, stats.completion_tokens) == (len(PROMPTS), 60 * len(PROMPTS))
     assert_clean(llm)
 
@@ -116,12 +117,12 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: 
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
     with opened_as("paths"):  # each with blocks of its own
         llm = open_llm(num_blocks, BushyDrafter(answers), max_context=110)
-    llm.engine.speculator.policy = DraftLengthPolicy(4, row_budget=12)
+    llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
     assert (sum(output.speculation.cut for output in outputs) > 20) == (num_blocks <= 9)
     # it is the branches that go: the first path, which is right, stays but for a step or two at the border of a block
-    assert sum(output.speculation.plain[PlainReason.NO_MEMORY] for output in outputs) <= 3
+    assert sum(output.speculation.plain[SkipReason.NO_MEMORY] for output in outputs) <= 3
     assert all(output.speculation.mean_acceptance_length > 2.2 for output in outputs)
     assert_clean(llm)
 
@@ -162,14 +163,14 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     open_llm: Open, directory: Path, solo: list[list[int]], max_step_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(40, str(directory), max_step_rows=max_step_rows)
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     rows: list[int] = []
     forward = llm.runtime.forward
     monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
     assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
     assert max(rows) <= max_step_rows
-    assert sum(output.speculation.plain[PlainReason.FULL_PASS] for output in outputs) == 0 or max_step_rows < 14
+    assert sum(output.speculation.plain[SkipReason.PASS_FULL] for output in outputs) == 0 or max_step_rows < 14
     assert all(output.speculation.drafted > 0 for output in outputs) or max_step_rows == 5
 
 
@@ -378,6 +379,7 @@ def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self", ["ngram", "suffix"]], ids=str)
 @pytest.mark.parametrize("params", [GREEDY, LONG], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_behind_pass", [False, True])

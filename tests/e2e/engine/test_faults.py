@@ -17,7 +17,7 @@ import pytest
 
 from harness.engine_targets import Open, assert_clean
 from paceline import AsyncEngine, ConfigError, PacelineError, RequestError, SamplingParams
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -70,19 +70,19 @@ class FaultyDrafter(Drafter):
     def observe(self, rows: Sequence[Any]) -> None:
         self._reach("observe")
 
-    def reading_s(self, request: Request) -> float:
-        self._reach("reading_s")
+    def prefill_s(self, request: Request) -> float:
+        self._reach("prefill_s")
         return 0.0
 
-    def can_guess(self, request: Request) -> bool:
-        self._reach("can_guess")
+    def has_candidates(self, request: Request) -> bool:
+        self._reach("has_candidates")
         return True
 
     def release(self, request: Request) -> None:
         self._reach("release")
 
 
-class FaultyPolicy(DraftLengthPolicy):
+class FaultyPolicy(FixedDraftLength):
     """Raises wherever it is asked to."""
 
     def __init__(self, kind: type[BaseException], where: str) -> None:
@@ -94,7 +94,7 @@ class FaultyPolicy(DraftLengthPolicy):
         setattr(self, where, fail)
 
 
-def serve(open_llm: Open, drafter: str | Drafter = "none", policy: DraftLengthPolicy | None = None) -> AsyncEngine:
+def serve(open_llm: Open, drafter: str | Drafter = "none", policy: FixedDraftLength | None = None) -> AsyncEngine:
     llm = open_llm(60, drafter)
     if policy is not None:
         llm.engine.speculator.policy = policy
@@ -162,15 +162,16 @@ def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends
     assert_clean(llm)
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("is_chosen", [True, False], ids=["as much as pays", "four tokens"])
-@pytest.mark.parametrize("where", ["propose", "observe", "reading_s", "can_guess", "release"])
+@pytest.mark.parametrize("where", ["propose", "observe", "prefill_s", "has_candidates", "release"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], kind: type, where: str, is_chosen: bool) -> None:
     async def work(engine: AsyncEngine) -> None:
         outputs = await engine.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == solo
 
-    run(serve(open_llm, FaultyDrafter(kind, where), None if is_chosen else DraftLengthPolicy(4)), work)
+    run(serve(open_llm, FaultyDrafter(kind, where), None if is_chosen else FixedDraftLength(4)), work)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from paceline import LLM, ConfigError, Grammar, SamplingParams
 from paceline.config import MAX_PASS_ROWS, EngineConfig
 from paceline.drafters.draft_model import CATCH_UP_ROWS
 from paceline.runtimes.base import ForwardBatch, ForwardOutput
-from paceline.speculation.draft_length import DraftLengthPolicy
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.stats import SkipReason
 
 
 def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -30,7 +30,7 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
     llm = LLM(str(mini_dir), drafter="draft_model", max_num_seqs=32, max_step_rows=4096, max_context=300, cache_gb=0.5, threads=2)
-    llm.engine.speculator.policy = DraftLengthPolicy(2)
+    llm.engine.speculator.policy = FixedDraftLength(2)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
     assert CATCH_UP_ROWS > 240
     assert llm.stats().drafter_failures == 0
@@ -38,11 +38,12 @@ def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: 
     assert all(output.speculation.drafted > 0 for output in outputs)
 
 
-def plan_nothing(batch: Any, drafting: Any, max_rows: int | None) -> None:
-    for rows, _ in drafting:
-        rows.budget, rows.plain_reason = None, PlainReason.DID_NOT_PAY
+def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
+    for rows in batch:
+        rows.skip(SkipReason.UNPROFITABLE)
 
 
+@pytest.mark.spread(0.6)
 @pytest.mark.parametrize("max_step_rows", [3, 7, 20])
 def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     mini_dir: Path, max_step_rows: int, monkeypatch: pytest.MonkeyPatch

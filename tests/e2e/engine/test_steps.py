@@ -11,7 +11,7 @@ from harness.checkpoints import VOCAB_SIZE
 from harness.engine_targets import Open, assert_clean
 from paceline import AsyncEngine, RequestError, RequestOutput, RequestSpeculation, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import TokenOrigin
 from paceline.speculation.step_record import StepRecord
@@ -31,7 +31,7 @@ def check_steps(output: RequestOutput) -> None:
     assert len(steps) == stats.steps
     assert sum(len(step.draft_token_ids) for step in steps) == stats.drafted
     assert sum(len(step.accepted_nodes) for step in steps) == stats.accepted
-    assert sum(step.plain_reason is not None for step in steps) == stats.plain_steps
+    assert sum(step.skip_reason is not None for step in steps) == stats.plain_steps
     start = 0
     for step in steps:
         assert step.start == start
@@ -44,7 +44,7 @@ def check_tree(step: StepRecord) -> None:
     size = len(step.draft_token_ids)
     assert len(step.parents) == len(step.sources) == size
     assert all(0 <= parent <= place for place, parent in enumerate(step.parents))
-    assert (size == 0) == (step.plain_reason is not None)
+    assert (size == 0) == (step.skip_reason is not None)
     node = 0
     for accepted in step.accepted_nodes:
         assert step.parents[accepted - 1] == node
@@ -59,7 +59,7 @@ def origins_of(step: StepRecord) -> Iterator[TokenOrigin]:
         if place < len(step.accepted_nodes):
             yield TokenOrigin.ACCEPTED
         else:
-            yield TokenOrigin.PLAIN if step.plain_reason is not None else TokenOrigin.BONUS
+            yield TokenOrigin.PLAIN if step.skip_reason is not None else TokenOrigin.BONUS
 
 
 def answers(open_llm: Open, params: Sequence[SamplingParams]) -> dict[tuple[tuple[int, ...], int], list[int]]:
@@ -75,7 +75,7 @@ def test_accepted_nodes_and_the_bonus_are_what_a_step_emitted(open_llm: Open, nu
     params = [replace(GREEDY, seed=1), SAMPLED, replace(SAMPLED, max_tokens=17, stop_token_ids=[12, 20, 33])]
     known = answers(open_llm, params[:2])
     llm = open_llm(num_blocks, ChaosDrafter(known, VOCAB_SIZE, seed=seed, eos=12))
-    llm.engine.speculator.policy = DraftLengthPolicy(6)
+    llm.engine.speculator.policy = FixedDraftLength(6)
     shapes: set[bool] = set()
     for one in params:
         outputs = llm.generate(PROMPTS, one, speculation=TREES)
@@ -92,7 +92,7 @@ def test_accepted_nodes_and_the_bonus_are_what_a_step_emitted(open_llm: Open, nu
 def test_an_accepted_token_may_be_the_last_one(open_llm: Open) -> None:
     known = answers(open_llm, [SAMPLED])
     llm = open_llm(60, OracleDrafter(known))
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     outputs = llm.generate(PROMPTS, replace(SAMPLED, max_tokens=13), speculation=TREES)
     for output in outputs:
         check_steps(output)
@@ -104,7 +104,7 @@ def test_drawn_drafts_kept_by_rejection_are_what_a_step_emitted(open_llm: Open, 
     llm = open_llm(60, str(directory), acceptance="rejection")
     assert isinstance(llm.drafter, DraftModelDrafter)
     assert llm.engine.speculator.acceptance is Acceptance.REJECTION
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     for output in llm.generate(PROMPTS, SAMPLED, speculation=TREES):
         check_steps(output)
         assert {source for step in output.steps or () for source in step.sources} == {"draft_model"}
@@ -113,7 +113,7 @@ def test_drawn_drafts_kept_by_rejection_are_what_a_step_emitted(open_llm: Open, 
 def test_a_stream_hands_each_step_out_once_with_its_tokens(open_llm: Open) -> None:
     known = answers(open_llm, [SAMPLED])
     llm = open_llm(60, ChaosDrafter(known, VOCAB_SIZE, eos=12, raises=False))
-    llm.engine.speculator.policy = DraftLengthPolicy(4)
+    llm.engine.speculator.policy = FixedDraftLength(4)
     chunks = list(llm.stream(PROMPTS[0], SAMPLED, speculation=TREES))
     for chunk in chunks:
         assert [token_id for step in chunk.steps for token_id in step.token_ids] == chunk.token_ids
@@ -147,7 +147,7 @@ def test_a_record_is_json() -> None:
         "parents": [0, 0],
         "sources": ["ngram", "ngram"],
         "accepted_nodes": [1],
-        "plain": None,
+        "skip_reason": None,
         "expected_tokens": None,
         "expected_speedup": None,
     }

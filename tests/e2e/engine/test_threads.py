@@ -16,7 +16,7 @@ from harness.engine_targets import Open, assert_clean
 from paceline import LLM, ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardOutput
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=4, logprobs=1)
@@ -32,7 +32,7 @@ def solo(open_llm: Open) -> dict[int, list[RequestOutput]]:
 
 def open_drafting(open_llm: Open, drafter: str) -> LLM:
     llm = open_llm(80, drafter)
-    llm.engine.speculator.policy = DraftLengthPolicy(3)
+    llm.engine.speculator.policy = FixedDraftLength(3)
     return llm
 
 

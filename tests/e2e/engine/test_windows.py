@@ -121,6 +121,7 @@ def windowed(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) ->
     return Windowed(directory, "ngram", 0.002)
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("windowed", ["mistral", "gpt_oss", "gemma4"], indirect=True)
 def test_aborts_leak_no_block(
     windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]", monkeypatch: pytest.MonkeyPatch

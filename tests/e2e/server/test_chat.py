@@ -8,7 +8,7 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "I need a taxi to the airport."}]
@@ -154,7 +154,7 @@ def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> 
 
 
 def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.opened.engine.speculator, "policy", DraftLengthPolicy(4))  # the same guesses every time, whatever they cost
+    monkeypatch.setattr(engine.opened.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
     fields = {**GREEDY, **predicted, "speculation": {"trees": True, "drafter": "prediction"}}
@@ -166,7 +166,7 @@ def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, eng
     assert sum(len(step["accepted_nodes"]) for step in steps) == stats["accepted"] == origins.count("accepted") > 0
     for step in steps:
         assert len(step["draft_texts"]) == len(step["draft_token_ids"]) == len(step["parents"]) == len(step["sources"])
-        assert (step["plain"] is None) == bool(step["draft_token_ids"])
+        assert (step["skip_reason"] is None) == bool(step["draft_token_ids"])
         assert [step["draft_token_ids"][node - 1] for node in step["accepted_nodes"]] == step["token_ids"][: len(step["accepted_nodes"])]
     events = [event for event in client.events(PATH, fields) if event.get("speculation")]
     assert [one for event in events for one in event["speculation"]["trees"]] == steps

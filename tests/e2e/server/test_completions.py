@@ -139,7 +139,7 @@ def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: 
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
     assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_context)
-    assert listed["drafters"] == ["ngram", "prediction", "prediction+ngram"]
+    assert listed["drafters"] == ["ngram", "prediction"]
     assert client.get("/v1/models/mini").json() == listed
     assert client.get("/v1/models/other").status_code == 404
 

@@ -54,6 +54,7 @@ SAMPLINGS: dict[str, Callable[[LLM], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_streamed_and_whole_answers_are_the_text_of_the_engine(client: HttpClient, llm: LLM, dialect: Spoken, name: str) -> None:
     sampling = SAMPLINGS[name](llm)

@@ -159,6 +159,7 @@ def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
     return body
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize(("dialect", "name"), CASES, ids=[f"{dialect.path} {name}" for dialect, name in CASES])
 def test_limits_that_are_told_are_the_ones_applied(short_client: HttpClient, dialect: Spoken, name: str) -> None:
     """Both are taken, and the next number beyond each of them is refused with the same words."""

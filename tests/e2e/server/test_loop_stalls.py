@@ -85,11 +85,9 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 ORDINARY = (
     "blanks in a message",
-    "100,000 messages",
     "40,000 parts of a message",
     "a large schema",
     "tokenize",
-    "detokenize",
     "streamed log-probabilities",
     "tiny chunks",
 )

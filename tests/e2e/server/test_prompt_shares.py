@@ -24,7 +24,7 @@ def server() -> Iterator[LiveServer]:
     asyncio.run(engine.close())
 
 
-@pytest.mark.parametrize(("count", "num_tokens"), [(2, 1900), (8, 900)])
+@pytest.mark.parametrize(("count", "num_tokens"), [(2, 1900), pytest.param(8, 900, marks=pytest.mark.long)])
 def test_a_short_chat_begins_long_before_long_prompts_end(server: LiveServer, count: int, num_tokens: int) -> None:
     ends: list[float] = []
 

@@ -84,6 +84,7 @@ def streamed(client: HttpClient, fields: dict[str, Any]) -> tuple[Parsed, str]:
     return said + [("call", call["name"], call["arguments"]) for call in calls], reason
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize(
     "more", [{"tool_choice": "required", "parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": {"name": "book"}}}]
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
-from paceline.benchmarking.bandwidth import read_bandwidth
+from paceline.benchmarking.benchmark import read_bandwidth
 from paceline.benchmarking.provenance import commit, is_grown, load_average, machine_facts, model_facts, shown_command, stored_type
 
 

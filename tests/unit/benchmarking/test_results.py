@@ -8,8 +8,7 @@ import pytest
 from harness.bench_runs import fake_mode, measured
 from paceline.benchmarking.modes import Mode
 from paceline.benchmarking.results import Cell, cells_of, summaries
-from paceline.benchmarking.rounds import Size
-from paceline.benchmarking.run import Measured
+from paceline.benchmarking.run import Measured, Size
 from paceline.benchmarking.samples import Output, Sample
 
 PLAIN, GUESSING = fake_mode("plain"), fake_mode("B")

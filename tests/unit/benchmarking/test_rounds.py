@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.benchmarking.rounds import Size, fitted, in_turn
+from paceline.benchmarking.run import Size, fitted, in_turn
 
 EVERYTHING = frozenset({"rounds", "tokens", "prompts"})
 

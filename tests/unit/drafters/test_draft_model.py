@@ -19,9 +19,9 @@ from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.reading import ReadingTime
+from paceline.speculation.reading import PrefillTime
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -151,20 +151,20 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Netw
 
 
 def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Network, drafter: DraftModelDrafter) -> None:
-    drafter._reading = ReadingTime(0.5)
+    drafter._reading = PrefillTime(0.5)
     request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
-    assert drafter.reading_s(request) == 60.0
+    assert drafter.prefill_s(request) == 60.0
     ask(drafter, request)
-    drafter._reading = ReadingTime(0.5)  # that pass was measured
-    assert drafter.reading_s(request) == 0.0
+    drafter._reading = PrefillTime(0.5)  # that pass was measured
+    assert drafter.prefill_s(request) == 0.0
     append(request, [11] * 30)
-    assert drafter.reading_s(request) == 15.0, "a pass over so many tokens takes longer than one over a few"
-    assert drafter.reading_s(others) == 90.0
+    assert drafter.prefill_s(request) == 15.0, "a pass over so many tokens takes longer than one over a few"
+    assert drafter.prefill_s(others) == 90.0
     ask(drafter, request)
     drafter.release(request)
     drafter.release(others)
-    drafter._reading = ReadingTime(0.5)
-    assert drafter.reading_s(others) == 90.0 - 0.5 * 96, "three blocks of the text were seen"
+    drafter._reading = PrefillTime(0.5)
+    assert drafter.prefill_s(others) == 90.0 - 0.5 * 96, "three blocks of the text were seen"
     drafter.release(others)
 
 
@@ -216,7 +216,7 @@ def test_nothing_is_guessed_behind_what_is_too_unlikely_to_be_worth_a_pass(runti
     """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
-    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, least_reach=0.2, chance_of=lambda _: 0.5)
+    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_reach=0.2, rate_of=lambda _: 0.5)
     (tree,) = drafter.propose([request], [budget])
     assert tree is not None
     assert drafter.runtime.num_passes == 3
@@ -364,7 +364,7 @@ def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime
 def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path, params: SamplingParams) -> None:
     """Sampled too: both draw with the same noise."""
     llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
-    llm.engine.speculator.policy = DraftLengthPolicy(5)
+    llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     for output in llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, temperature=params.temperature, top_p=params.top_p)):
         assert output.speculation.acceptance_rate == 1.0
@@ -377,7 +377,7 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path,
 
 def test_by_rejection_too_a_draft_model_with_the_targets_weights_is_right_and_a_seed_repeats_its_text(directory: Path) -> None:
     llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
-    llm.engine.speculator.policy = DraftLengthPolicy(5)
+    llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=4)
     plain = llm.generate(prompts, params)

@@ -112,8 +112,8 @@ def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
     target = load_target(write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=1), SpeculationConfig())
     directory = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=5), config={"medusa_num_heads": 2})
     drafter = open_medusa(HeadFiles.open(directory), target)
-    assert drafter.describe().startswith("medusa (5 heads")
-    assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.notices)
+    assert drafter.traits.description.startswith("medusa (5 heads")
+    assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.traits.notices)
 
 
 def test_a_chain_takes_each_heads_best_guess(table: NDArray[np.float32]) -> None:

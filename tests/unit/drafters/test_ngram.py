@@ -92,7 +92,7 @@ def test_each_request_is_guessed_from_its_own_text() -> None:
     assert tree is not None
     assert list(tree.token_ids) == [3, 1, 2, 3, 1]
     assert set(tree.sources[1:]) == {"ngram"}
-    assert "3 or more" in drafter.describe()
+    assert "3 or more" in drafter.traits.description
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
@@ -107,18 +107,18 @@ def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
     answers = list[bool]()
     for _ in range(120):
         (tree,) = drafter.propose([request], [DraftBudget(4, 3)])
-        assert drafter.can_guess(request) == (tree is not None)
+        assert drafter.has_candidates(request) == (tree is not None)
         request.token_ids.append(int(random.integers(0, 6)))
-        answers.append(drafter.can_guess(request))
+        answers.append(drafter.has_candidates(request))
         assert answers[-1] == bool(search(request.token_ids, 3, MIN_MATCH, MAX_MATCH))
     assert set(answers) == {True, False}
 
 
 def test_a_text_it_has_not_read_is_left_to_its_next_guess() -> None:
     drafter = NgramDrafter()
-    assert drafter.can_guess(make_request(range(8)))
+    assert drafter.has_candidates(make_request(range(8)))
     request = make_request([1, 2, 3])
     drafter.propose([request], [DraftBudget(4, 3)])
     request.token_ids.extend([0, 4] * 200)
-    assert drafter.can_guess(request)
-    assert drafter.reading_s(request) >= 0.0
+    assert drafter.has_candidates(request)
+    assert drafter.prefill_s(request) >= 0.0

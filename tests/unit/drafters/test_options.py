@@ -128,7 +128,7 @@ def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
         given = {} if tree is None else {"drafter_options": {"tree": tree}}
         llm = open_llm(target, ("ngram", heads), num_draft_tokens=4, tree_width=4, **given)
         assert shown in llm.banner
-        (medusa,) = [one for one in llm.engine.speculator.drafters.values() if isinstance(one, MedusaDrafter)]
+        (medusa,) = [one for one in llm.engine.speculator.drafters if isinstance(one, MedusaDrafter)]
         assert medusa.name == "medusa"
         said.append(llm.generate([prompt], params)[0].token_ids)
     assert said[0] == said[1] == said[2] == open_llm(target, "none").generate([prompt], params)[0].token_ids
@@ -142,7 +142,7 @@ def test_boundaries_named_by_hand_are_read_and_nothing_is_tried(target: Path, tm
         open_llm(target, head)
     for boundaries in ((0, 2, 3), "1,2,4"):
         llm = open_llm(target, ("ngram", head), drafter_options={"boundaries": boundaries})
-        (drafter,) = [one for one in llm.engine.speculator.drafters.values() if isinstance(one, PairDrafter)]
+        (drafter,) = [one for one in llm.engine.speculator.drafters if isinstance(one, PairDrafter)]
         assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.of({"boundaries": boundaries}).variant.boundaries
         assert "speculation: on" in llm.banner
     with pytest.raises(IncompatibleDrafterError, match="reads 3 of a target of 4 layers"):

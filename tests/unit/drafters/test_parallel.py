@@ -24,7 +24,7 @@ from paceline.drafters.pairs.parallel import ParallelDrafter
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.draw import draw
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 
@@ -47,7 +47,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_llm(target: Path, head: Path, *, row_budget: int | None = None, **options: object) -> LLM:
     given = {"backend": "native", "threads": 1, "max_context": 256, "cache_gb": 0.05, "num_draft_tokens": DEPTH, **options}
     llm = LLM(str(target), drafter=str(head), **given)  # type: ignore[arg-type]
-    llm.engine.speculator.policy = DraftLengthPolicy(DEPTH, row_budget=row_budget)
+    llm.engine.speculator.policy = FixedDraftLength(DEPTH, row_budget=row_budget)
     return llm
 
 
@@ -78,7 +78,7 @@ def test_a_proposal_is_one_pass_for_all_requests(width: int, target: Path, head:
     for outputs in (llm.generate(prompts(31, 40, 64), GREEDY), llm.generate(prompts(33), GREEDY)):
         assert all(output.speculation.accepted > 25 for output in outputs)
     assert max(depths) == DEPTH
-    assert "all positions in one pass" in drafter.describe()
+    assert "all positions in one pass" in drafter.traits.description
 
 
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.2}, {"temperature": 1.0, "top_k": 20, "seed": 5}, {"presence_penalty": 0.5}])

@@ -188,8 +188,8 @@ def test_each_request_follows_its_own_prediction() -> None:
     requests = [make_request([1, 2, 3], [1]), make_request([1, 5, 6], [1]), make_request([], [1])]
     trees = drafter.propose(requests, [DraftBudget(9, 4)] * 3)
     assert [None if tree is None else list(tree.token_ids) for tree in trees] == [[1, 2, 3], [1, 5, 6], None]
-    assert drafter.reads_predictions
-    assert "resemble" in drafter.describe()
+    assert drafter.traits.uses_predictions
+    assert "resemble" in drafter.traits.description
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])

@@ -15,7 +15,6 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.processors import LogitsProcessor
@@ -28,7 +27,6 @@ MAKE: dict[str, Callable[[], Drafter]] = {
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
     "prediction": PredictionDrafter,
-    "stack": lambda: StackDrafter([NgramDrafter(), SuffixDrafter()]),
 }
 
 
@@ -94,7 +92,7 @@ def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back
     options = {"threads": 2, "device": "cpu", "cache_gb": 0.02}
     prompts = [[5, 6, 7], [9, 8] * 30]
     plain = [output.token_ids for output in LLM(str(directory), drafter="none", **options).generate(prompts, GREEDY)]
-    llm = LLM(str(directory), drafter=StackDrafter([Refusing(), draft]), **options)
+    llm = LLM(str(directory), drafter=[Refusing(), draft], **options)
     for _ in range(3):
         requests = [make(llm, prompt, GREEDY) for prompt in prompts]
         for request in requests:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.suffix.automaton import MAX_FOLLOWERS, MAX_SIBLINGS, SEPARATOR, SuffixAutomaton
-from paceline.drafters.suffix.drafter import LEAST_PROB, MIN_MATCH, SuffixDrafter
-from paceline.drafters.suffix.store import SuffixStore
+from paceline.drafters.suffix.drafter import LEAST_PROB, MIN_MATCH, SuffixDrafter, SuffixStore
 from paceline.errors import ConfigError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -193,7 +192,7 @@ def test_nothing_is_shared_without_a_store_a_namespace_and_the_same_one() -> Non
     finish(shared, output, "a")
     assert guess(shared, [5, 11, 12], "a") == [(13,), (13, 14), (13, 14, 15), (13, 14, 15, 16)]
     assert guess(shared, [5, 77, 10], "a") == [], "prompts are not stored"
-    assert "namespace" in shared.describe()
+    assert "namespace" in shared.traits.description
 
 
 def test_a_guess_never_runs_from_one_stored_output_into_the_next() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from harness.checkpoints import write_checkpoint, write_tokenizer
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
-from harness.loaded_targets import load_target, make_drafter
+from harness.loaded_targets import load_target, make_drafter, make_drafters
 from harness.medusa_checkpoints import random_heads, write_heads
 from paceline import drafters
 from paceline.config import EngineConfig, SpeculationConfig
@@ -19,7 +19,6 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.stack import StackDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 
@@ -37,26 +36,27 @@ def test_names_become_drafters(directory: Path) -> None:
     assert isinstance(make_drafter("suffix", directory), SuffixDrafter)
     assert isinstance(make_drafter("prediction", directory), PredictionDrafter)
     assert isinstance(make_drafter(str(directory), directory), DraftModelDrafter)
-    stack = make_drafter(("ngram", str(directory)), directory)
-    assert isinstance(stack, StackDrafter)
-    assert stack.name == "ngram+draft_model"
+    both = make_drafters(("ngram", str(directory)), directory)
+    assert [drafter.name for drafter in both] == ["ngram", "draft_model"]
 
 
 def test_auto_is_the_targets_own_draft_model_or_ngram(directory: Path, tmp_path: Path) -> None:
     assert isinstance(make_drafter("auto", directory), NgramDrafter)
     own = Path(shutil.copytree(directory, tmp_path / "own"))
     shutil.copytree(directory, own / EMBEDDED)
-    for name in ("auto", "draft_model"):
-        assert isinstance(make_drafter(name, own), DraftModelDrafter)
+    assert isinstance(make_drafter("draft_model", own), DraftModelDrafter)
+    speculation = SpeculationConfig()
+    both = prepare(own, EngineConfig(offline=True), speculation).open(load_target(own, speculation))
+    assert [type(drafter) for drafter in both] == [NgramDrafter, DraftModelDrafter], "it copies where the text repeats itself"
 
 
 def test_a_draft_model_holds_as_many_rows_as_its_target(directory: Path) -> None:
     speculation = SpeculationConfig(drafter=str(directory))
     target = load_target(directory, speculation)
-    drafter = prepare(directory, EngineConfig(offline=True), speculation).open(target)
+    (drafter,) = prepare(directory, EngineConfig(offline=True), speculation).open(target)
     assert isinstance(drafter, DraftModelDrafter)
     assert drafter.cache.max_slots >= target.cache.max_slots
-    assert drafter.cache_bytes_per_token * target.cache.max_slots <= drafter.cache.num_bytes
+    assert drafter.traits.cache_bytes_per_token * target.cache.max_slots <= drafter.cache.num_bytes
 
 
 @pytest.mark.parametrize("wanted", ["nothing", "/no/such/directory", "two words", "ngram,none"])
@@ -93,9 +93,8 @@ def test_auto_adds_nothing_to_what_it_stands_for(directory: Path, tmp_path: Path
         assert isinstance(make_drafter(wanted, directory), NgramDrafter)
     own = Path(shutil.copytree(directory, tmp_path / "own"))
     shutil.copytree(directory, own / EMBEDDED)
-    stack = make_drafter(["auto", "ngram"], own)
-    assert stack is not None
-    assert stack.name == "draft_model+ngram"
+    both = make_drafters(["auto", "ngram"], own)
+    assert [drafter.name for drafter in both] == ["draft_model", "ngram"]
 
 
 def test_a_model_without_an_own_draft_model_says_so(directory: Path) -> None:
@@ -114,7 +113,9 @@ def test_a_draft_model_with_other_ids_works_through_the_pieces_both_have(directo
     (other / "tokenizer.json").write_text(text.replace("w9", "v9"), encoding="utf-8")
     drafter = make_drafter(str(other), directory)
     assert isinstance(drafter, DraftModelDrafter)
-    assert "overlapping vocabularies: ids are mapped through the pieces both have (92.8% of the target's pieces)" in drafter.describe()
+    assert (
+        "overlapping vocabularies: ids are mapped through the pieces both have (92.8% of the target's pieces)" in drafter.traits.description
+    )
 
 
 def test_a_draft_model_that_cannot_spell_the_targets_text_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_the_banner_says_where_a_shorter_context_ends_the_drafts(directory: Path
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=64)
     drafter = make_drafter(str(other), directory)
     assert drafter is not None
-    assert "no drafts behind its context of 64 tokens" in drafter.describe()
+    assert "no drafts behind its context of 64 tokens" in drafter.traits.description
 
 
 def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(directory: Path, tmp_path: Path) -> None:

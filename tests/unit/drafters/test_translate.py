@@ -14,7 +14,7 @@ from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.drafter import DraftBudget, Drafter
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits
 from paceline.speculation.request import Request
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -156,7 +156,7 @@ class ScriptedWriter:
     """Writes given texts, cut into given ids, and remembers what it was asked."""
 
     name = "draft_model"
-    cache_bytes_per_token = 0
+    traits = DrafterTraits("scripted")
 
     def __init__(self) -> None:
         self.answer: list[int] = []
@@ -168,9 +168,6 @@ class ScriptedWriter:
 
     def release(self, request: Request) -> None:
         self.answer = []
-
-    def describe(self) -> str:
-        return "scripted"
 
 
 @pytest.fixture
@@ -267,7 +264,7 @@ def test_a_disjoint_pair_drafts_and_gives_everything_back(mini_dir: Path, mini: 
     drafter = open_drafter(stories, mini_dir)
     assert isinstance(drafter, TextDrafter)
     assert isinstance(drafter.writer, DraftModelDrafter)
-    assert "disjoint vocabularies: text is passed and cut anew" in drafter.describe()
+    assert "disjoint vocabularies: text is passed and cut anew" in drafter.traits.description
     request = make_request([token_id for token_id, _ in mini.cut(b"Once upon a time, there was a little girl named")], len(mini.pieces))
     for word in (b" Lily", b".", b" She"):
         found = guess_any(drafter, request)

@@ -177,6 +177,7 @@ def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_cou
     assert min(num_adopted, num_refused) > num_schedules
 
 
+@pytest.mark.spread(0.3)
 @pytest.mark.parametrize("limits", [PassLimits(1, 6), PassLimits(3, 10), PassLimits(5, 40)], ids=str)
 def test_what_limits_allow_never_lacks_blocks_of_windows(limits: PassLimits, seed: int, large_counts: bool) -> None:
     """A cache of many blocks, of windows as few as were counted for so many sequences and rows."""

@@ -160,6 +160,7 @@ REASONING_PARSERS |= json_formats.REASONING_PARSERS
 REASONING |= json_formats.REASONING
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
 @pytest.mark.parametrize("has_tokens", [False, True])
 def test_a_required_call_is_written_as_the_model_writes_it(mini_dir: Path, name: str, has_tokens: bool) -> None:

@@ -11,8 +11,8 @@ from paceline.hub import cached_models, is_hub_id
 from paceline.proof.recommendation.assumptions import ACCEPTANCE, Acceptance
 from paceline.proof.recommendation.costs import DRAFT_LENGTHS, MachineCosts
 from paceline.proof.recommendation.forecast import DraftCost, forecast
-from paceline.proof.recommendation.names import names_of
 from paceline.proof.recommendation.published import OWN_MODULES, PUBLISHED, PublishedDrafter, has_own_module, plain_name, published_for
+from paceline.proof.recommendation.recommend import names_of
 from paceline.proof.recommendation.siblings import FAMILIES, Sibling, smaller_siblings
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

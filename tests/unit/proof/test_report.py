@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.proof.exactness.cases import Case, CaseRequest, Setting
+from paceline.proof.exactness.cases import SAMPLINGS, Case, CaseRequest, Setting, sampling
 from paceline.proof.exactness.findings import Finding, Kind, Status
 from paceline.proof.exactness.page import page
 from paceline.proof.exactness.prove import Proof
 from paceline.proof.exactness.provenance import _without_token
-from paceline.proof.exactness.samplings import SAMPLINGS, sampling
 from paceline.proof.exactness.tally import Tally
 from paceline.proof.exactness.witness import Witnessed, compare_rows
 

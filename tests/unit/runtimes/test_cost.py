@@ -7,7 +7,35 @@ import pytest
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
-from paceline.runtimes.pass_costs import PassTable
+from paceline.runtimes.cost import ForwardProfile
+
+STAIRS = ForwardProfile.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (8, 1.2), (9, 2.0), (12, 2.0857), (16, 2.2), (23, 2.4)])
+def test_profile_between_measured_counts_is_linear(rows: int, seconds: float) -> None:
+    assert STAIRS.at(rows) == pytest.approx(seconds, abs=1e-3)
+
+
+def test_profile_of_disturbed_pass_is_bounded_by_larger_passes() -> None:
+    profile = ForwardProfile.of({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
+    assert profile.seconds == {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.2}
+
+
+def test_profile_of_one_count_is_constant() -> None:
+    assert ForwardProfile.of({1: 1.0}).at(7) == 1.0
+
+
+def test_cache_read_time_is_per_sequence_and_per_row() -> None:
+    assert ForwardProfile.of({1: 1.0, 8: 1.2}, 0.001, 0.0001).cache_read_s(1000, 8) == pytest.approx(1.0 + 0.8)
+
+
+def test_profile_json_round_trip_and_invalid_json_is_none() -> None:
+    profile = ForwardProfile.of({1: 1.0, 8: 1.2}, 0.001, 0.0001)
+    assert ForwardProfile.from_json(profile.as_json()) == profile
+    for kept in (None, 3, {}, {"seconds": {"1": 1.0}}, {"seconds": {"1": "x"}, "sequence_s": 0, "row_s": 0}, {"seconds": [], "row_s": 0}):
+        assert ForwardProfile.from_json(kept) is None
+    assert ForwardProfile.from_json({"seconds": {"1": -1.0, "2": 1.0}, "sequence_s": 0, "row_s": 0}) is None
 
 
 class ClockedRuntime:
@@ -100,10 +128,10 @@ class Tables:
         self.kept[key] = value
 
 
-def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyPatch) -> PassTable:
+def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyPatch) -> ForwardProfile:
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
     runtime.capabilities, runtime.version = "int8", "1"  # type: ignore[attr-defined]
-    return cost.pass_table(runtime, make_cache(64), facts, max_context=512)  # type: ignore[arg-type]
+    return cost.profile_forward(runtime, make_cache(64), facts, max_context=512)  # type: ignore[arg-type]
 
 
 def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +150,7 @@ def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) 
     slower.row_s = 0.2
     assert table_of(slower, facts, monkeypatch).at(9) == pytest.approx(2.8)
     ((kept,),) = [tuple(facts.kept.values())]
-    assert PassTable.from_json(kept).at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
+    assert ForwardProfile.from_json(kept).at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("max_context", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])

@@ -45,6 +45,7 @@ def read(bench: Bench, rows: Sequence[FloatArray], sizes: Sequence[int], table: 
     return np.concatenate(found)
 
 
+@pytest.mark.spread(0.3)
 @BY_LEVEL
 @BY_TYPE
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 64), (6, 1, 24), (2, 2, 5), (7, 1, 80)])

@@ -181,7 +181,6 @@ def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: d
         processor.commit_all([4, 5, 1])
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
-        [together] = verify_module.walk_together([(tree, 0, request)], LogitsView(row[None], block_max_of(row[None])))
-        assert together is None
-        [token] = verify_module.verify(tree, row[None], request, together).token_ids
+        assert verify_module.path_request(tree, request, 0) is None
+        [token] = verify_module.verify(tree, row[None], request).token_ids
         assert token == draw(processor.process(row), index, 0, len(request.token_ids))

@@ -100,6 +100,7 @@ def rows_of(seed: int, count: int, num_experts: int = COUNT) -> tuple[FloatArray
     return random.normal(size=(count, WIDTH)).astype(np.float32), random.normal(0, 2, (count, num_experts)).astype(np.float32)
 
 
+@pytest.mark.spread(0.3)
 @BY_LEVEL
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -141,6 +142,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.spread(0.3)
 @BY_LEVEL
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_every_way_of_choosing_is_its_definition(name: str, level: str, seed: int) -> None:

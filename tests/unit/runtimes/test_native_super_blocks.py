@@ -70,6 +70,7 @@ def rows_of(random: np.random.Generator, num_rows: int, columns: int = COLUMNS) 
     return (random.normal(size=(num_rows, columns)) * np.exp(random.normal(size=(num_rows, columns)))).astype(np.float32)
 
 
+@pytest.mark.spread(0.3)
 @BY_LEVEL
 @BY_BLOCK
 @BY_TYPE

@@ -17,9 +17,9 @@ from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, Numerics, Wanted
-from paceline.runtimes.facts import FILE_NAME, MeasuredFacts
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.numerics import find_numerics
+from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache
 
 CONFIG = make_config(
     family="fake",
@@ -71,14 +71,14 @@ class FakeRuntime:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_row_depends_on_is_found(name: str) -> None:
     fault, expected = FAULTS[name]
-    assert find_numerics(FakeRuntime(fault), MeasuredFacts(None)) is expected
+    assert find_numerics(FakeRuntime(fault), ProfileCache(None)) is expected
 
 
 def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> None:
     def find(version: str, fault: str) -> tuple[Numerics, bool]:
         """What was found, and whether by a test."""
         runtime = FakeRuntime(FAULTS[fault][0], version=version)
-        return find_numerics(runtime, MeasuredFacts(tmp_path)), runtime.num_passes > 0
+        return find_numerics(runtime, ProfileCache(tmp_path)), runtime.num_passes > 0
 
     assert find("1", "nothing") == (Numerics.EXACT, True)
     assert find("1", "nothing") == (Numerics.EXACT, False)
@@ -90,7 +90,7 @@ def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> No
 def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, tmp_path: Path) -> None:
     def find() -> bool:
         runtime = FakeRuntime(FAULTS["nothing"][0])
-        assert find_numerics(runtime, MeasuredFacts(tmp_path)) is Numerics.EXACT
+        assert find_numerics(runtime, ProfileCache(tmp_path)) is Numerics.EXACT
         return runtime.num_passes > 0
 
     assert find()
@@ -102,7 +102,7 @@ def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, 
 
 def test_nan_is_an_error_and_no_answer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="NaN"):
-        find_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), MeasuredFacts(tmp_path))
+        find_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), ProfileCache(tmp_path))
     assert not (tmp_path / FILE_NAME).exists()
 
 
@@ -115,7 +115,7 @@ def test_nan_in_padding_columns_is_no_difference() -> None:
             output.logits[:, -3:] = np.nan
             return output
 
-    assert find_numerics(Padded(FAULTS["nothing"][0]), MeasuredFacts(None)) is Numerics.EXACT
+    assert find_numerics(Padded(FAULTS["nothing"][0]), ProfileCache(None)) is Numerics.EXACT
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")

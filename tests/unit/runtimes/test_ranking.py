@@ -80,6 +80,7 @@ def test_a_row_that_is_none_says_so(source: str, value: float, place: int) -> No
         assert np.isfinite(ranked(source, rows, Ranking(place, 4))[1].log_sum)
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("is_mapped", [False, True])

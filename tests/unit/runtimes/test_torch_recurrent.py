@@ -52,6 +52,7 @@ def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -
     return [*range(-1, num_known - 1), *guesses]
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.PATHS])
 @pytest.mark.parametrize("offset", range(4))
 def test_whatever_happens_to_passes_a_row_is_that_of_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:

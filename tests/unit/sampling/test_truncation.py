@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.sampling.truncation import truncate
+from paceline.sampling.processors import truncate
 
 ROWS = {
     "normal": lambda generator, size: generator.standard_normal(size) * 3.0,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from paceline.engine.text_stop import TextStop
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.commit import commit
 from paceline.speculation.request import FinishReason, Request, TokenOrigin
-from paceline.speculation.stop import TextStop
 
 PIECES = ("a", "b", "ab", "ba", "", "c", "aa", "~b")  # "~" holds a piece back until the next token
 EOS, STOP_TOKEN = 8, 9

@@ -296,6 +296,7 @@ def test_an_end_is_kept_as_a_guess_where_the_text_may_end_only() -> None:
 # Reasoning: the token that ends it at every place of a window.
 
 
+@pytest.mark.spread(0.5)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("spelling", ["as the tokenizer writes it", "letter by letter"])
 def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling: str) -> None:

@@ -1,21 +1,21 @@
 """A fixed draft length, and how rows are divided where a pass has too few."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from paceline.drafters.ngram import NgramDrafter
 from paceline.kv_cache.paged import CachedSequence
+from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.budgets import fit_rows, share_rows
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.propose import fit_rows
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
-
-
-class Nobody:
-    name = "nobody"
 
 
 def decoding(count: int) -> list[RequestRows]:
@@ -25,39 +25,40 @@ def decoding(count: int) -> list[RequestRows]:
         params = SamplingParams()
         request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
         rows = RequestRows.of(request, 1)
-        rows.given = rows.budget = DraftBudget(5, 4)
+        rows.limit = rows.budget = DraftBudget(5, 4)
         batch.append(rows)
     return batch
 
 
-ALIKE = {12: [4, 4, 4], 11: [4, 4, 3], 6: [2, 2, 2], 4: [2, 1, 1], 2: [1, 1, 0], 0: [0, 0, 0], -9: [0, 0, 0]}
+def kept_of(wanted: Sequence[int], available: int) -> list[int]:
+    """Draft tokens that are left of drafts of these lengths."""
+    batch = decoding(len(wanted))
+    for rows, count in zip(batch, wanted, strict=True):
+        rows.tree = DraftTree.chain(1, range(count), "any")
+    fit_rows(batch, available)
+    return [rows.num_draft_tokens for rows in batch]
 
 
-@pytest.mark.parametrize(("available", "shares"), ALIKE.items())
-def test_all_get_alike(available: int, shares: list[int]) -> None:
-    assert share_rows([4, 4, 4], available) == shares
+SHARES = {12: [4, 4, 4], 11: [4, 4, 3], 6: [2, 2, 2], 4: [2, 1, 1], 2: [1, 1, 0], 0: [0, 0, 0], -9: [0, 0, 0]}
 
 
-def test_what_one_cannot_use_the_others_get() -> None:
-    assert share_rows([1, 4, 0, 4], 7) == [1, 3, 0, 3]
-    assert share_rows([1, 4, 0, 4], 99) == [1, 4, 0, 4]
+@pytest.mark.parametrize(("available", "shares"), SHARES.items())
+def test_fit_rows_with_equal_drafts_shares_equally(available: int, shares: list[int]) -> None:
+    assert kept_of([4, 4, 4], available) == shares
 
 
-@pytest.mark.parametrize(("max_rows", "wanted"), [(None, [5, 5, 5]), (15, [5, 5, 5]), (9, [3, 3, 3]), (5, [2, 2, None]), (3, [None] * 3)])
-def test_budgets_fit_the_pass(max_rows: int | None, wanted: list[int | None]) -> None:
-    batch = decoding(3)
-    DraftLengthPolicy(4).plan(batch, [(rows, Nobody()) for rows in batch], max_rows)  # type: ignore[misc]
-    assert [rows.budget and rows.budget.row_budget for rows in batch] == wanted
-    assert all((rows.plain_reason is PlainReason.FULL_PASS) == (rows.budget is None) for rows in batch)
+def test_fit_rows_with_short_drafts_gives_the_rest_to_long_ones() -> None:
+    assert kept_of([1, 4, 0, 4], 7) == [1, 3, 0, 3]
+    assert kept_of([1, 4, 0, 4], 99) == [1, 4, 0, 4]
 
 
 @pytest.mark.parametrize(("row_budget", "rows"), [(None, 6), (12, 12)])
-def test_the_budget_is_a_chain_unless_said_otherwise(row_budget: int | None, rows: int) -> None:
-    policy = DraftLengthPolicy(5, row_budget=row_budget)
+def test_fixed_length_without_row_budget_drafts_a_chain(row_budget: int | None, rows: int) -> None:
+    policy = FixedDraftLength(5, row_budget=row_budget)
     assert (policy.row_budget, policy.num_draft_tokens) == (rows, 5)
 
 
-def test_guesses_beyond_the_rows_of_a_pass_are_cut_the_best_stay() -> None:
+def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> None:
     batch = decoding(3)
     for rows, count in zip(batch, (4, 1, 4), strict=True):
         rows.tree = DraftTree.chain(1, range(count), "any")
@@ -65,5 +66,18 @@ def test_guesses_beyond_the_rows_of_a_pass_are_cut_the_best_stay() -> None:
     assert [list(rows.tree.token_ids[1:]) for rows in batch if rows.tree] == [[0, 1, 2], [0], [0, 1]]
     assert [rows.request.stats.cut for rows in batch] == [1, 0, 2]
     fit_rows(batch, 1)
-    assert [rows.num_guesses for rows in batch] == [1, 0, 0]
-    assert [rows.plain_reason for rows in batch] == [None, PlainReason.FULL_PASS, PlainReason.FULL_PASS]
+    assert [rows.num_draft_tokens for rows in batch] == [1, 0, 0]
+    assert [rows.skip_reason for rows in batch] == [None, SkipReason.PASS_FULL, SkipReason.PASS_FULL]
+
+
+def test_steps_without_considered_requests_do_not_delay_drafting() -> None:
+    """On a small target deciding takes more than the share of a pass that pays for attempts in vain."""
+    policy = AdaptiveDraftLength(4, ForwardProfile.of({1: 1.0, 5: 1.2}))
+    batch, num_skipped = decoding(1), 0
+    for _ in range(400):
+        if policy.begin_step(batch) is not None:
+            num_skipped += 1
+        else:
+            assert policy.skip_reason(batch[0].request, NgramDrafter()) is None
+        policy.observe_step(batch, 1.0, 0.1, plan_s=0.1)
+    assert 0.8 * 400 < num_skipped < 400 - 20

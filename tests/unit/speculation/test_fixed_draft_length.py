@@ -8,7 +8,7 @@ import pytest
 from harness.fixed_draft_length import fixed_lengths
 from harness.recorded_traces import FOLDER, load_traces, write_traces
 from harness.replay import Costs, Trace, best_fixed, made_up, replay
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.tree import DraftTree
 
 COSTS = Costs(lambda rows: 0.03 * (1 + 0.4 * ((rows - 1) // 4)), (1e-3, 4e-3), (1e-4, 2e-5), 1e-4)
@@ -39,7 +39,7 @@ def test_fixed_lengths_of_recorded_texts_equal_the_replay(name: str, batch_size:
     own = traces[name][:3]
     found = fixed_lengths(own, COSTS, batch_size=batch_size, deepest=6)
     assert min(one.seconds for one in found) == pytest.approx(best_fixed(own, COSTS, batch_size=batch_size, deepest=6)[1])
-    assert found[3].mean_s == pytest.approx(replay(DraftLengthPolicy(3), own, COSTS, batch_size=batch_size).mean_s)
+    assert found[3].mean_s == pytest.approx(replay(FixedDraftLength(3), own, COSTS, batch_size=batch_size).mean_s)
 
 
 def test_fixed_lengths_of_drafts_with_branches_equal_the_replay() -> None:
@@ -48,7 +48,7 @@ def test_fixed_lengths_of_drafts_with_branches_equal_the_replay() -> None:
     seconds = [one.seconds for one in fixed_lengths(traces, COSTS, deepest=4)]
     assert min(seconds) == pytest.approx(best_fixed(traces, COSTS, deepest=4)[1])
     for length in range(1, 5):
-        assert seconds[length] == pytest.approx(replay(DraftLengthPolicy(length), traces, COSTS).seconds)
+        assert seconds[length] == pytest.approx(replay(FixedDraftLength(length), traces, COSTS).seconds)
 
 
 def test_recorded_traces_are_written_and_read_as_they_were(tmp_path: Path, traces: dict[str, list[Trace]]) -> None:

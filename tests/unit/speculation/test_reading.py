@@ -7,16 +7,16 @@ import pytest
 
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.pass_costs import PassTable
+from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.controller import PROBE_SHARE, DraftController
+from paceline.speculation.draft_length.policy import BUCKET_SHARE, AdaptiveDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.reading import NO_EXTRA_TOKENS, ReadingTime
+from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 NUM_DRAFT_TOKENS = 4
@@ -42,15 +42,15 @@ class Clock(Drafter):
         self.seconds, self.read_s, self.num_reads = 0.0, 0.0, 0
         self._num_read: dict[int, int] = {}
 
-    def reading_s(self, request: Request) -> float:
+    def prefill_s(self, request: Request) -> float:
         num_unread = len(request.token_ids) - self._num_read.get(id(request), 0)
-        return num_unread * self.token_s if num_unread > NO_EXTRA_TOKENS else 0.0
+        return num_unread * self.token_s if num_unread > FREE_PREFILL_TOKENS else 0.0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         for request in requests:
-            self.num_reads += self.reading_s(request) > 0
-            self.read_s += self.reading_s(request)
-            self.seconds += self.reading_s(request) + DRAFT_S
+            self.num_reads += self.prefill_s(request) > 0
+            self.read_s += self.prefill_s(request)
+            self.seconds += self.prefill_s(request) + DRAFT_S
             self._num_read[id(request)] = len(request.token_ids)
         return [
             DraftTree.chain(request.token_ids[-1], [2] * budget.max_depth, self.name)
@@ -84,12 +84,13 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
 
 def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Clock]:
     drafter = Clock(accepted, token_s)
-    policy = DraftController(NUM_DRAFT_TOKENS, PassTable.of({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)}))
+    policy = AdaptiveDraftLength(NUM_DRAFT_TOKENS, ForwardProfile.of({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)}))
     observe = policy.observe_draft
-    monkeypatch.setattr(policy, "observe_draft", lambda who, count, depth, *_: observe(who, count, depth, DRAFT_S, 0.0))  # by this clock
-    return Speculator(drafter, policy, vocab_size=4, layout=TreeLayout.MASK), drafter
+    monkeypatch.setattr(policy, "observe_draft", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S))  # by this clock
+    return Speculator([drafter], policy, vocab_size=4, layout=TreeLayout.MASK), drafter
 
 
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("num_tokens", [8, 30, 200])
 @pytest.mark.parametrize("token_s", [0.005, 0.05, 1.0])
 def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
@@ -103,7 +104,7 @@ def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
     seconds = sum(decode(speculator, drafter, num_tokens) for _ in range(num_requests))
     plain_s = num_requests * num_tokens * PLAIN_S
     assert seconds < 1.03 * plain_s
-    assert drafter.read_s - before_s < 2 * PROBE_SHARE * plain_s + 900 * token_s
+    assert drafter.read_s - before_s < 2 * BUCKET_SHARE * plain_s + 900 * token_s
 
 
 def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,28 +137,17 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
     rows = RequestRows.of(make_request(), 1)
     speculator.propose([rows])
-    assert (rows.plain_reason, drafter.num_reads) == (PlainReason.DID_NOT_PAY, 0)
+    assert (rows.skip_reason, drafter.num_reads) == (SkipReason.UNPROFITABLE, 0)
     assert speculator.num_failures == 0
 
 
-def test_copies_say_nothing_of_what_other_guesses_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    speculator, drafter = open_speculator(3, 0.0, monkeypatch)
-    depths: list[int] = []
-    monkeypatch.setattr(speculator.policy, "observe_draft", lambda who, count, depth, *_: depths.append(depth))
-    for timed in (3, None, 0, 2):
-        monkeypatch.setattr(drafter, "timed_depth", lambda deepest, timed=timed: timed)
-        rows = RequestRows.of(make_request(), 1)
-        speculator.propose([rows])
-    assert depths == [3, 0, 2]
-
-
 def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
-    reading = ReadingTime()
+    reading = PrefillTime()
     assert reading.of(1000) == 0.0
     random = np.random.default_rng(seed)
     for _ in range(40):
-        count = int(random.integers(NO_EXTRA_TOKENS + 1, 500))
+        count = int(random.integers(FREE_PREFILL_TOKENS + 1, 500))
         reading.observe(count, count * 0.003 * random.uniform(0.9, 1.1))
-        reading.observe(NO_EXTRA_TOKENS, 9.0)
+        reading.observe(FREE_PREFILL_TOKENS, 9.0)
     assert reading.of(200) == pytest.approx(0.6, rel=0.1)
-    assert reading.of(NO_EXTRA_TOKENS) == 0.0
+    assert reading.of(FREE_PREFILL_TOKENS) == 0.0

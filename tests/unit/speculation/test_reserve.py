@@ -11,10 +11,10 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
+from paceline.speculation.propose import reserve
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
-from paceline.speculation.reserve import reserve
-from paceline.speculation.stats import PlainReason
+from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree, Proposal
 
 BLOCK = 4
@@ -76,7 +76,7 @@ def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room
     assert cache.pool.num_free == num_free
     (plan,) = reserve([rows], cache)
     assert paths(rows.tree) == expected
-    assert rows.plain_reason is None, "a step with guesses is no plain one"
+    assert rows.skip_reason is None, "a step with guesses is no plain one"
     assert rows.request.stats.cut == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
@@ -88,7 +88,7 @@ def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
     cache = make_cache(1)
     rows = make_rows(cache, BLOCK, PARENTS)
     reserve([rows], cache)
-    assert (rows.plain_reason, paths(rows.tree), rows.request.stats.cut) == (PlainReason.NO_MEMORY, [], len(WHOLE))
+    assert (rows.skip_reason, paths(rows.tree), rows.request.stats.cut) == (SkipReason.NO_MEMORY, [], len(WHOLE))
 
 
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
@@ -105,7 +105,7 @@ def test_own_guesses_go_before_those_of_others_and_all_before_a_known_token() ->
     reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
     assert paths(first.tree) == [(50,), (51,), (50, 52), (50, 52, 54)], "one path less"
     assert paths(second.tree) == FIRST_PATH, "what the block of its root has room for"
-    assert first.plain_reason is second.plain_reason is None
+    assert first.skip_reason is second.skip_reason is None
     cache.check()
 
 
@@ -114,7 +114,7 @@ def test_no_more_is_taken_from_others_than_known_tokens_need_and_from_the_last_o
     batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0)), make_rows(cache, BLOCK + 1)]
     reserve(batch, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
     assert [len(paths(rows.tree)) for rows in batch] == [3, 1, 0]
-    assert [rows.plain_reason for rows in batch] == [None, None, None]
+    assert [rows.skip_reason for rows in batch] == [None, None, None]
     cache.check()
 
 

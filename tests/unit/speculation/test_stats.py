@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.speculation.stats import PlainReason, SpeculationStats
+from paceline.speculation.stats import SkipReason, SpeculationStats
 
 
 def _record(stats: SpeculationStats, generator: np.random.Generator) -> None:
@@ -12,7 +12,7 @@ def _record(stats: SpeculationStats, generator: np.random.Generator) -> None:
     depths = [depth for depth in depths if set(range(1, depth)) <= set(depths)]
     accepted = int(generator.integers(0, max(depths, default=0) + 1))
     was_cut = accepted > 0 and generator.random() < 0.2
-    plain = None if depths else list(PlainReason)[int(generator.integers(len(PlainReason)))]
+    plain = None if depths else list(SkipReason)[int(generator.integers(len(SkipReason)))]
     stats.record(depths, accepted, accepted if was_cut else accepted + 1, plain)
 
 
@@ -69,7 +69,7 @@ def test_adding_leaves_the_other_as_it_was():
 def test_plain_decoding_has_a_mean_acceptance_length_of_one():
     stats = SpeculationStats()
     for _ in range(5):
-        stats.record([], 0, 1, PlainReason.OFF)
+        stats.record([], 0, 1, SkipReason.OFF)
     assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.plain_steps) == (1.0, 0.0, 5)
     assert stats.acceptance_rate_by_position == []
 
@@ -88,11 +88,11 @@ def test_nothing_counted_divides_by_nothing():
 
 def test_the_json_form_names_the_reasons():
     stats = SpeculationStats()
-    stats.record([], 0, 1, PlainReason.PROMPT)
+    stats.record([], 0, 1, SkipReason.PROMPT)
     stats.record([1, 2, 3], 2, 3, None)
     stats.cut = 2
     record = json.loads(json.dumps(stats.as_dict()))
     assert (record["steps"], record["drafted"], record["accepted"], record["emitted"]) == (2, 3, 2, 4)
     assert record["mean_acceptance_length"] == 2.0
     assert record["acceptance_rate_by_position"] == [1.0, 1.0, 0.0]
-    assert record["plain"] == {PlainReason.PROMPT.value: 1}
+    assert record["plain"] == {SkipReason.PROMPT.value: 1}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import write_byte_fallback_tokenizer
-from paceline.speculation.stop import TextStop
+from paceline.engine.text_stop import TextStop
 from paceline.tokenizer.tokenizer import Tokenizer
 
 SPLIT = "\N{REPLACEMENT CHARACTER}"

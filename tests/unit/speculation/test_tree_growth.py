@@ -6,13 +6,13 @@ import pytest
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, grow_tree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 Path = tuple[int, ...]
 
 
 def expand_by(probs_behind: dict[Path, dict[int, float]], asked: list[Path] | None = None):  # type: ignore[no-untyped-def]
-    def expand(path: Path) -> list[Guess[Path]]:
+    def expand(path: Path) -> list[Candidate[Path]]:
         if asked is not None:
             asked.append(path)
         return [(token, prob, f"from {len(path)}", (*path, token)) for token, prob in probs_behind.get(path, {}).items()]

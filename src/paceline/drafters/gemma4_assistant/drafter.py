@@ -19,7 +19,7 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray, ForwardOutput, in_parts
 from paceline.sampling.draw import Distribution
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -50,6 +50,7 @@ class AssistantDrafter(Drafter):
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
         self._features = RequestState[_Feature]()
         self._guesses = Guesses(None, vocab_size, config.layers.vocab_size)
+        self.traits = DrafterTraits(self._describe())
         self._ranking = None if config.clusters is not None else self._guesses.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -69,7 +70,7 @@ class AssistantDrafter(Drafter):
             trees |= {id(draft.request): draft.finished(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         config = self._network.assistant.config
         parts = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
         if config.clusters is not None:

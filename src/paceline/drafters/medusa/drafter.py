@@ -27,10 +27,10 @@ from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.ranking import DRAW, Draws, Ranking
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, RequestState
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, grow_tree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 _FIRST_ACCURACY = 0.5  # of a first guess, before anything is measured
 _NEXT_ACCURACY = 0.1  # of the second guess; halved for each one after it
@@ -81,7 +81,7 @@ class MedusaDrafter(Drafter):
         if tree not in GROWN_TREES and tree not in STATIC_TREES:
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*GROWN_TREES, *STATIC_TREES))}")
         self._network, self._vocab_size, self._tree, self._note = network, vocab_size, tree, note
-        self.notices = network.heads.notices
+        self.traits = DrafterTraits(self._describe(), network.heads.notices)
         self._features = RequestState[_Feature]()
         # tokens of the request when it was asked, what was guessed at each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
@@ -111,7 +111,7 @@ class MedusaDrafter(Drafter):
             trees |= {id(one.request): self._guess(one, outputs, row) for row, one in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         heads = self._network.heads
         tree = f"trees by {self._tree}" if self._tree in GROWN_TREES else f"tree {self._tree}"
         return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree}{self._note})"
@@ -164,9 +164,9 @@ class MedusaDrafter(Drafter):
 
     def _grown(self, one: _Asked, guesses: Guesses) -> DraftTree | None:
         is_greedy = one.request.params.is_greedy
-        by_depth: list[list[Guess[int]]] = []
+        by_depth: list[list[Candidate[int]]] = []
 
-        def expand(depth: int) -> list[Guess[int]]:
+        def expand(depth: int) -> list[Candidate[int]]:
             if depth == len(by_depth):
                 candidates = guesses.at(depth)
                 probs = self._probs(depth, candidates.probs, is_greedy=is_greedy)

@@ -22,7 +22,7 @@ from paceline.drafters.pairs.target_text import TargetText
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
-from paceline.runtimes.facts import MeasuredFacts, fact_key
+from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
 LEAST_AGREEMENT = 0.1
 """Share of right first guesses: heads of another model stay below it, matching ones reach 50 to 80 %."""
@@ -64,10 +64,10 @@ class KnownCalibrations(Generic[ConfigT]):
     def __init__(
         self, directory: Path | None, candidates: Sequence[ConfigT], head_files: Sequence[Path], target_files: Sequence[Path]
     ) -> None:
-        self._facts, self._candidates = MeasuredFacts(directory), candidates
+        self._facts, self._candidates = ProfileCache(directory), candidates
         self._key = ""
         if directory is not None:
-            self._key = fact_key("calibration", _FORMAT, tuple(candidates), _digest(head_files), _digest(target_files))
+            self._key = profile_key("calibration", _FORMAT, tuple(candidates), _digest(head_files), _digest(target_files))
 
     def get(self) -> Calibration[ConfigT] | None:
         """The stored answer; None if there is none, or it is invalid."""

@@ -19,7 +19,7 @@ from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
 from paceline.kv_cache.paged import KVCache
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.ranking import Draws
-from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -51,13 +51,12 @@ class PairDrafter(Drafter):
         collected = config.boundaries if collected is None or not config.boundaries else collected
         self.name = config.kind.value
         self.needs = DrafterNeeds(hidden_states=not config.boundaries, layers=collected)
-        self.notices = (*head.notices, *notices)
         self.head = head
         self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)
-        self.cache_bytes_per_token = self.pairs.bytes_per_token
         self._guesses = Guesses(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
         head.rank(self._guesses.ranking(tree_width))
+        self.traits = DrafterTraits(self._describe(), notices=(*head.notices, *notices), cache_bytes_per_token=self.pairs.bytes_per_token)
         self._chosen = None if collected == config.boundaries else [collected.index(boundary) for boundary in config.boundaries]
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
@@ -93,7 +92,7 @@ class PairDrafter(Drafter):
     def release(self, request: Request) -> None:
         self.pairs.release(request)
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         config = self.head.config
         layers = config.layers
         parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]

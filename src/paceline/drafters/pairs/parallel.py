@@ -23,8 +23,8 @@ from paceline.speculation.tree import DraftTree
 class ParallelDrafter(PairDrafter):
     """Drafts with a head that takes masked pairs: one pass a proposal."""
 
-    def describe(self) -> str:
-        return super().describe().removesuffix(")") + ", all positions in one pass)"
+    def _describe(self) -> str:
+        return super()._describe().removesuffix(")") + ", all positions in one pass)"
 
     def _num_drafted(self, depth: int, width: int) -> int:
         return depth - 1

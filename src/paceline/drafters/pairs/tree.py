@@ -19,7 +19,7 @@ from paceline.sampling.residual import TokenProbs
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, grow_tree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 
 @dataclass(slots=True)
@@ -115,10 +115,10 @@ class GrowingDraft:
             self.token_ids += guessed.token_ids
             self.parents += [node] * count
             self.probs += guessed.probs
-            self.reached += [reached * self.budget.chance(prob) for prob in guessed.probs]
+            self.reached += [reached * self.budget.rate(prob) for prob in guessed.probs]
         self.level += 1
         last = len(self.token_ids)
-        if first == last or self.level >= self.depth or max(self.reached[first:]) < self.budget.least_reach:
+        if first == last or self.level >= self.depth or max(self.reached[first:]) < self.budget.min_reach:
             self.frontier = ()
         elif self.width == 1:
             self._features, self.frontier = features, (first,)
@@ -148,7 +148,7 @@ class GrowingDraft:
             if self.draft_probs:
                 return DraftTree.grow(root, self.token_ids[1:], self.parents[1:], source, self.draft_probs)
             return DraftTree.chain(root, self.token_ids[1:], source, [min(prob, 1.0) for prob in self.probs[1:]])
-        children: list[list[Guess[int]]] = [[] for _ in self.token_ids]
+        children: list[list[Candidate[int]]] = [[] for _ in self.token_ids]
         for node, (parent, token, prob) in enumerate(zip(self.parents, self.token_ids, self.probs, strict=True)):
             if node:
                 children[parent].append((token, prob, source, node))
@@ -188,6 +188,6 @@ def draws_of(drafts: Sequence[GrowingDraft]) -> Draws | None:
 
 def shape_of(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
     """Depth and width of a draft: a tree only where there are rows for branches beside the longest chain."""
-    depth = min(budget.max_depth, budget.row_budget - 1)
+    depth = budget.max_tokens
     has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN
     return depth, tree_width if has_room else 1

@@ -1,4 +1,4 @@
-"""Guess what followed the longest matching end of the text before, weighed by how often it did.
+"""Draft what followed the longest matching end of the text before, weighed by how often it did.
 
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv:2411.04975), section 4. Deviations: an online suffix automaton instead of
 suffix trees; a node's distribution is always that of the longest matching context, guessed tokens included, so that a guess goes on
@@ -6,19 +6,18 @@ where the matching passage ended; trees grow by probability per row of the targe
 is given and the request names a namespace.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
-from paceline.drafters.suffix.automaton import MAX_MATCH, Match, SuffixAutomaton
-from paceline.drafters.suffix.store import SuffixStore
+from paceline.drafters.suffix.automaton import MAX_MATCH, SEPARATOR, Match, SuffixAutomaton
 from paceline.errors import ConfigError
-from paceline.speculation.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.reading import MOST_CAUGHT_UP, ReadingTime
+from paceline.speculation.draft_length.acceptance import match_confidence
+from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
+from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
-from paceline.speculation.tree_growth import Guess, grow_tree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MIN_MATCH = 2
 LEAST_PROB = 0.2  # of a node's path; in the texts tried, less likely nodes added rows but hardly any tokens
@@ -51,6 +50,54 @@ class _Text:
     stored: list[_Reader] = field(default_factory=list)
 
 
+class SuffixStore:
+    """Finished outputs that later requests of the same namespace may be guessed from; bounded: the oldest go first.
+
+    Args:
+        max_tokens: of one namespace.
+        max_namespaces: the one not used for longest is dropped.
+
+    Raises:
+        ConfigError: a bound is below 1.
+    """
+
+    def __init__(self, max_tokens: int = 65_536, max_namespaces: int = 16, max_match: int = MAX_MATCH) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_namespaces", max_namespaces)):
+            if value < 1:
+                raise ConfigError(f"{name} of a suffix store is {value}: use a whole number from 1, or no store")
+        self._half, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
+        # Two automata each, the older one full: tokens cannot be removed from an automaton, so the older one is dropped as a whole.
+        self._texts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
+
+    def add(self, namespace: str, token_ids: Sequence[int]) -> None:
+        """Remember an output; of one that is too long, its end."""
+        kept = token_ids[-(self._half - 1) :] if self._half > 1 else []
+        automata = self._texts.setdefault(namespace, [])
+        self._texts.move_to_end(namespace)
+        if not automata or automata[-1].size + len(kept) + 1 > self._half:
+            automata.append(SuffixAutomaton(self._max_match))
+            del automata[:-2]
+        for token in (*kept, SEPARATOR):
+            automata[-1].append(token)
+        while len(self._texts) > self._max_namespaces:
+            self._texts.popitem(last=False)
+
+    def automata(self, namespace: str) -> Sequence[SuffixAutomaton]:
+        """The automata of a namespace, the older one first."""
+        return self._texts.get(namespace, ())
+
+    def num_tokens(self, namespace: str) -> int:
+        """Tokens kept, the separators between outputs included."""
+        return sum(automaton.size for automaton in self.automata(namespace))
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget one namespace, or all of them."""
+        if namespace is None:
+            self._texts.clear()
+        else:
+            self._texts.pop(namespace, None)
+
+
 class SuffixDrafter(Drafter):
     """Proposes trees of what followed before, in the request's own text; needs no model.
 
@@ -61,27 +108,24 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
-    stops_early = False
-    is_copier = True
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH, store: SuffixStore | None = None) -> None:
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"min_match is {min_match} and max_match {max_match}: use 1 <= min_match <= max_match")
         self._min_match, self._max_match, self._store = min_match, max_match, store
         self._texts = RequestState[_Text]()
-        self._reading = ReadingTime()
+        shared = "" if store is None else ", and in its namespace's finished outputs"
+        self.traits = DrafterTraits(
+            f"suffix (what followed the last {min_match} or more tokens before, by frequency{shared})", is_lookup=True
+        )
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
-    def reading_s(self, request: Request) -> float:
-        text = self._texts.get(request)
-        return self._reading.of(len(request.token_ids) - (0 if text is None else text.own.size))
-
-    def can_guess(self, request: Request) -> bool:
+    def has_candidates(self, request: Request) -> bool:
         text = self._texts.get(request)
         is_shared = self._store is not None and request.hints.namespace is not None
-        if text is None or is_shared or len(request.token_ids) - text.own.size > MOST_CAUGHT_UP:
+        if text is None or is_shared or len(request.token_ids) - text.own.size > MAX_CATCH_UP_TOKENS:
             return True
         for token in request.token_ids[text.own.size :]:
             text.own.append(token)
@@ -92,19 +136,13 @@ class SuffixDrafter(Drafter):
         if self._store is not None and request.hints.namespace is not None and is_whole:
             self._store.add(request.hints.namespace, request.output_token_ids)
 
-    def describe(self) -> str:
-        shared = "" if self._store is None else ", and in its namespace's finished outputs"
-        return f"suffix (what followed the last {self._min_match} or more tokens before, by frequency{shared})"
-
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(SuffixAutomaton(self._max_match))
         automaton = text.own
-        num_unread, start = len(request.token_ids) - automaton.size, perf_counter()
         for token in request.token_ids[automaton.size :]:
             automaton.append(token)
-        self._reading.observe(num_unread, perf_counter() - start)
         match = automaton.repeated
         for reader in self._stored(text, request):
             if reader.match[1] > match[1]:
@@ -123,12 +161,12 @@ class SuffixDrafter(Drafter):
         return text.stored
 
     def _grow(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:
-        wanted = min(budget.max_depth, budget.row_budget - 1)
+        wanted = budget.max_tokens
         certain = automaton.run(match, self._min_match, wanted)
         if len(certain) == wanted > 0:  # the usual case by far, and no tree is better
             return DraftTree.chain(root_token_id, certain, self.name, match_confidence(match[1], wanted))
 
-        def expand(context: Match) -> list[Guess[Match]]:
+        def expand(context: Match) -> list[Candidate[Match]]:
             return [(token, prob, self.name, then) for token, prob, then in automaton.followers(context, self._min_match)]
 
         return grow_tree(root_token_id, budget, match, expand, least_prob=LEAST_PROB)

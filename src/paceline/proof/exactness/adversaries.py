@@ -43,7 +43,7 @@ class WrongDrafter(Drafter):
         return [self._tree(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        rest = self._answers.rest(request)[: min(budget.max_depth, budget.row_budget - 1)]
+        rest = self._answers.rest(request)[: budget.max_tokens]
         if not rest or self._vocab_size < 2:
             return None
         tokens = [(token + 1) % self._vocab_size for token in rest]
@@ -72,7 +72,7 @@ class ErringDrafter(Drafter):
 
     def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         rest = self._answers.rest(request)
-        depth = min(budget.max_depth, budget.row_budget - 1)
+        depth = budget.max_tokens
         if depth < 1 or not rest:
             return None
         if budget.row_budget <= budget.max_depth + 1:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,6 @@ import numpy as np
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.proof.exactness.covering import Factors, covering_rows
 from paceline.proof.exactness.prompts import PromptSource
-from paceline.proof.exactness.samplings import SAMPLINGS, WITH_STOP, params_as_dict, sampling
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_small
 
@@ -25,6 +24,34 @@ EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked",
 """near hit: others ran before whose prompts differ in one token; next turn: the prompt is an earlier one with its answer."""
 TOGETHER = "together"
 """Name of all drafters at once."""
+
+SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
+    "T=0": {"logprobs": 2},
+    "T=0, penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logprobs": 0},
+    "T=0, no repeats": {"no_repeat_ngram_size": 3, "logprobs": 1},
+    "T=0, stop": {"logprobs": 0},
+    "T=0.7": {"temperature": 0.7, "logprobs": 1},
+    "T=0.7, top-k 20": {"temperature": 0.7, "top_k": 20, "logprobs": 0},
+    "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "logprobs": 0},
+    "T=1": {"temperature": 1.0, "logprobs": 1},
+    "T=1, min-p 0.05": {"temperature": 1.0, "min_p": 0.05, "logprobs": 0},
+    "T=1, top-k, top-p, penalties": {
+        "temperature": 1.0,
+        "top_k": 40,
+        "top_p": 0.95,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logprobs": 0,
+    },
+    "T=1, processed logprobs": {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.3, "logprobs": 2, "logprobs_mode": "processed"},
+    "T=1, stop, prompt logprobs": {"temperature": 1.0, "logprobs": 0, "prompt_logprobs": 1},
+}
+"""Ways of sampling, with restrictions, penalties, log-probabilities and ends; by name, what differs from the defaults."""
+
+WITH_STOP = frozenset(name for name in SAMPLINGS if "stop" in name)
+"""Those that end at a token of the text itself."""
+
+_NOT_DATA = ("processors", "grammar")
 
 _FILE_BYTES = 64 << 20
 _DIGITS = 6
@@ -123,6 +150,18 @@ class Case:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"this is no case of `paceline prove` ({error!r}): give a file that its --json wrote") from error
         return case
+
+
+def sampling(name: str, *, seed: int, max_tokens: int) -> SamplingParams:
+    """The parameters of a request. It goes on behind the model's own end, so that short answers do not leave little to compare."""
+    return SamplingParams(**SAMPLINGS[name], seed=seed, max_tokens=max_tokens, ignore_eos=True)
+
+
+def params_as_dict(params: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults, for JSON."""
+    plain = SamplingParams()
+    given = {one.name: getattr(params, one.name) for one in fields(params) if one.name not in _NOT_DATA}
+    return {name: value for name, value in given.items() if value != getattr(plain, name)}
 
 
 class CaseMaker:

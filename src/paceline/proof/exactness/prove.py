@@ -8,21 +8,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 from paceline.hub import resolve
+from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.case_run import CaseRunner
 from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest
 from paceline.proof.exactness.compare import Comparison
 from paceline.proof.exactness.findings import Finding, Kind, Status, finite
-from paceline.proof.exactness.noise_bound import FACTOR, ROWS, measure_difference
 from paceline.proof.exactness.prompts import PromptSource, SamplePrompts, read_prompts
 from paceline.proof.exactness.provenance import provenance
 from paceline.proof.exactness.references import References
+from paceline.proof.exactness.rows import largest_difference
 from paceline.proof.exactness.subject import Subject, open_subject
 from paceline.proof.exactness.tally import Tally
 from paceline.proof.exactness.witness import OurRows, Witnessed, ask_transformers, our_rows, why_not
+from paceline.runtimes.base import FloatArray, Network, assemble
 
 DEFAULT_TOKENS = 40_000
 QUICK_TOKENS = 10_000
@@ -36,6 +40,12 @@ _MOST_REQUESTS = 8
 _NUM_NOISE_TEXTS = 3
 _TREE_WIDTH = 3
 _FOUND = ("auto", "ngram", "suffix", "prediction")
+_NOISE_ROWS = 8
+"""Of the passes that those of one row are compared with, to see how far the logits of one and the same position are apart."""
+_NOISE_FACTOR = 4.0
+"""Of the largest difference that was measured: other shapes and other places may be worse than those tried."""
+_NOISE_PREFILLED = 24  # tokens in front of those that are compared
+_NOISE_LENGTH = 56  # tokens of a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,16 +252,16 @@ class Prover:
     def _measure_noise(self, subject: Subject) -> None:
         engine, texts = subject.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
         longest = sorted(dict.fromkeys(texts), key=len)[-_NUM_NOISE_TEXTS:]
-        difference = self.proof.largest_difference = measure_difference(engine.runtime, engine.cache, longest)
+        difference = self.proof.largest_difference = _measure_difference(engine.runtime, engine.cache, longest)
         if not subject.is_exact:
-            self.proof.noise_bound = FACTOR * difference
+            self.proof.noise_bound = _NOISE_FACTOR * difference
         elif difference > 0.0:
             self.proof.findings.append(
                 Finding(
                     kind=Kind.LOAD,
                     status=Status.BUG,
                     rows_differ_by=difference,
-                    details=f"numerics are said to be exact, but logits of passes of 1 and of {ROWS} rows differ",
+                    details=f"numerics are said to be exact, but logits of passes of 1 and of {_NOISE_ROWS} rows differ",
                 )
             )
             self.proof.tally.all.count(Status.BUG)
@@ -268,6 +278,41 @@ class Prover:
             self.proof.witnessed = Witnessed("not asked", reason)
             return []
         return our_rows(subject, [one.prompt_token_ids for one in self._some_requests()])
+
+
+def _measure_difference(network: Network, cache: KVCache, texts: Sequence[Sequence[int]]) -> float:
+    """Largest |difference| of logits between passes of 1 and of `_NOISE_ROWS` rows over the same texts; 0 where rows have the same bits.
+
+    Args:
+        cache: the network's; nothing else runs in it.
+        texts: token ids, none of them empty; short ones are repeated.
+    """
+    worst = 0.0
+    for given in texts:
+        text = ([*given] * -(-_NOISE_LENGTH // len(given)))[:_NOISE_LENGTH]
+        single, several = (_logits_of(network, cache, text, count) for count in (1, _NOISE_ROWS))
+        worst = max([worst, *(largest_difference(one, other) for one, other in zip(single, several, strict=True))])
+    return worst
+
+
+def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int) -> list[FloatArray]:
+    """The logits of the rows behind those that are prefilled, `count` a pass."""
+    sequence = cache.new_sequence()
+    rows: list[FloatArray] = []
+    try:
+        _forward(network, cache, sequence, text[:_NOISE_PREFILLED], is_known=True)
+        for first in range(_NOISE_PREFILLED, _NOISE_LENGTH, count):
+            rows.extend(_forward(network, cache, sequence, text[first : first + count], is_known=False))
+    finally:
+        cache.release(sequence)
+    return rows
+
+
+def _forward(network: Network, cache: KVCache, sequence: CachedSequence, tokens: Sequence[int], *, is_known: bool) -> FloatArray:
+    plan = cache.reserve(sequence, range(-1, len(tokens) - 1), len(tokens) if is_known else 1)
+    logits = np.array(network.forward(*assemble([plan], [tokens], [range(len(tokens))])).logits)
+    cache.keep_path(sequence, len(tokens) - 1)
+    return logits
 
 
 def _speculation(given: SpeculationConfig) -> SpeculationConfig:

@@ -7,8 +7,8 @@ from zlib import crc32
 import numpy as np
 
 from paceline.runtimes.base import FloatArray
-from paceline.sampling.path_sampler import SampledPath
 from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult
@@ -50,8 +50,8 @@ class WatchedSpeculator(Speculator):
 
     watches: dict[Request, RowWatch]
 
-    def verify(self, tree: DraftTree, logits: FloatArray, request: Request, walked: SampledPath | None = None) -> VerifyResult:
-        result = super().verify(tree, logits, request, walked)
+    def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
+        result, request, logits = super().verify(rows, tree), rows.request, rows.logits
         watch = self.watches.get(request)
         if watch is not None:
             first = request.num_output_tokens

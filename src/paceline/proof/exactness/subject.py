@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.stack import StackDrafter
 from paceline.engine.inputs import RequestOptions
 from paceline.engine.open import OpenedEngine, open_engine
 from paceline.engine.scheduler import Limits
@@ -18,7 +17,7 @@ from paceline.proof.exactness.adversaries import Answers, ErringDrafter, WrongDr
 from paceline.proof.exactness.cases import TOGETHER, Setting
 from paceline.proof.exactness.rows import RowWatch, WatchedSpeculator
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.draft_length import DraftLengthPolicy
+from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
 
@@ -59,16 +58,15 @@ class Subject:
     def __init__(self, opened: OpenedEngine) -> None:
         self.opened, engine = opened, opened.engine
         before = engine.speculator
-        found = before.drafter
-        members = [] if found is None else list(getattr(found, "members", (found,)))
+        members = list(before.drafters)
         _tell_apart(members)
         vocab_size = opened.maker.vocab_size
         self._answers = Answers()
         self._erring = ErringDrafter(self._answers, vocab_size)
         self._as_users_have_it = before.policy
-        stack = StackDrafter([*members, WrongDrafter(self._answers, vocab_size), self._erring])
-        self.drafter_names = [drafter.name for drafter in stack.members]
-        self._speculator = WatchedSpeculator(stack, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
+        members += [WrongDrafter(self._answers, vocab_size), self._erring]
+        self.drafter_names = [drafter.name for drafter in members]
+        self._speculator = WatchedSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
         self._speculator.watches = {}
         engine.speculator = self._speculator
         self.is_exact = opened.numerics == "exact"
@@ -154,8 +152,7 @@ class Subject:
         else:
             name = None if asked.drafter == TOGETHER else asked.drafter
             options["speculation"] = {"drafter": name, "max_draft_tokens": asked.max_draft_tokens, "trees": True}
-            drafter = self._speculator.drafter
-            if drafter is not None and drafter.reads_predictions:
+            if self._speculator.uses_predictions:
                 options["prediction"] = self._prediction(asked.expected)
         (request,) = self.opened.requests([list(asked.prompt_token_ids)], asked.params, options, is_streamed=False)
         return request
@@ -165,11 +162,11 @@ class Subject:
         vocab_size = self.opened.maker.vocab_size
         return [(token + (at % _EDIT_EVERY == _EDIT_EVERY - 2)) % vocab_size for at, token in enumerate(expected)]
 
-    def _policy(self, setting: Setting) -> DraftLengthPolicy:
+    def _policy(self, setting: Setting) -> FixedDraftLength:
         if setting.num_draft_tokens == "auto":
             return self._as_users_have_it
         count = int(setting.num_draft_tokens)
-        return DraftLengthPolicy(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
+        return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
     def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
         if setting.event == "chunked":

@@ -1,5 +1,9 @@
-"""What passes cost on this machine: the target's by measurement, a drafter's by its bytes."""
+"""What passes cost on this machine: the target's by measurement, a drafter's by its bytes.
 
+Its bytes are those of matrices, not of embeddings, of which it looks up one row, and of the experts that a row chooses.
+"""
+
+import re
 import statistics
 import time
 from collections.abc import Mapping
@@ -9,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, QuantOptions
+from paceline.models.config import ModelConfig
+from paceline.models.layers import ExpertMLP
+from paceline.models.quantize import schemes_for
+from paceline.models.weights import AnyTensor, Weights
+from paceline.proof.checkpoint_facts import CheckpointFacts
+from paceline.proof.head_pairing import HeadFacts
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -22,6 +32,9 @@ HOST_S = 1e-4
 
 _MEASURED_BYTES = 256 << 20  # far more than the processor's caches hold
 _REPEATS = 5
+_EXPERT = re.compile(r"layers\.(\d+)\.experts\.")
+_LOOKED_UP = ("embedding.weight", "embed_tokens.weight", "layer_embedding.weight")
+_VOCABULARY_MATRICES = ("lm_head.weight", "embedding.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +77,10 @@ def measure_costs(target_bytes: float, **arguments: Any) -> MachineCosts:
 def _pass_times(llm: "LLM") -> Mapping[int, float]:
     """Seconds of a pass by its rows, by the table that decides how much is drafted."""
     from paceline.config import cache_directory
-    from paceline.runtimes.cost import pass_table
-    from paceline.runtimes.facts import MeasuredFacts
+    from paceline.runtimes.cost import profile_forward
+    from paceline.runtimes.profile_cache import ProfileCache
 
-    table = pass_table(llm.runtime, llm.engine.cache, MeasuredFacts(cache_directory()), max_context=llm.max_context)
+    table = profile_forward(llm.runtime, llm.engine.cache, ProfileCache(cache_directory()), max_context=llm.max_context)
     return {count: table.at(count) for count in (1, *(length + 1 for length in DRAFT_LENGTHS))}
 
 
@@ -81,3 +94,45 @@ def _bytes_per_s(num_threads: int) -> float:
             list(pool.map(np.max, parts))
             times.append(time.perf_counter() - start)
     return _MEASURED_BYTES / statistics.median(times)
+
+
+def model_bytes(facts: CheckpointFacts, quant: QuantOptions | None) -> float:
+    """What a pass of one row of a language model reads."""
+    config, sizes = facts.config, _sizes(facts.weights, quant)
+    is_looked_up = {"layer_embedding.weight", *(() if config.tied_embeddings else ("embedding.weight",))}
+    return sum(size * _chosen(name, config) for name, size in sizes.items() if name not in is_looked_up)
+
+
+def head_bytes(head: HeadFacts, target: CheckpointFacts, quant: QuantOptions | None) -> float:
+    """What a guess of a head reads; where it has no vocabulary matrix of its own, with the target's."""
+    sizes = _sizes(Weights(head.weights), quant)
+    own = sum(size for name, size in sizes.items() if name not in _LOOKED_UP)
+    if any(name.endswith("lm_head.weight") for name in sizes):
+        return own
+    if sizes.keys() & {"embedding.weight"} and not head.cache_bytes_per_1k:  # an assistant's vocabulary matrix
+        return own + sizes["embedding.weight"]
+    return own + vocabulary_bytes(target, None)
+
+
+def vocabulary_bytes(facts: CheckpointFacts, quant: QuantOptions | None) -> int:
+    """Bytes of the matrix that makes logits."""
+    sizes = _sizes(facts.weights, quant)
+    return next(sizes[name] for name in _VOCABULARY_MATRICES if name in sizes)
+
+
+def parameter_bytes(parameters: float, quant: QuantOptions | None) -> float:
+    """What a guess of a published head reads, whose files are not here: two bytes a value, or what quantising leaves."""
+    return parameters * (2.0 if quant is None else quant.bits / 8 + 2 / quant.group)
+
+
+def _sizes(weights: Weights | Mapping[str, AnyTensor], quant: QuantOptions | None) -> dict[str, int]:
+    own = weights if isinstance(weights, Weights) else Weights(weights)
+    schemes = {} if quant is None else schemes_for(own, quant)
+    facts = {name: own.facts(name) for name in own}
+    return {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
+
+
+def _chosen(name: str, config: ModelConfig) -> float:
+    match = _EXPERT.match(name)
+    mlp = config.layers[int(match[1])].mlp if match is not None else None
+    return mlp.routing.num_chosen / mlp.routing.num_experts if isinstance(mlp, ExpertMLP) else 1.0

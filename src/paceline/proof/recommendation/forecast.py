@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.proof.recommendation.assumptions import Acceptance
-from paceline.speculation.acceptance import expected_accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,13 @@ def _best(chance: float, cost: DraftCost, pass_s: Mapping[int, float]) -> Expect
     for rows, verify_s in pass_s.items():
         if rows == 1:
             continue
-        tokens = 1.0 + expected_accepted(chance, rows - 1)
+        tokens = 1.0 + _expected_accepted(chance, rows - 1)
         speedup = tokens * pass_s[1] / (verify_s + cost.seconds(rows - 1))
         if speedup > best.speedup:
             best = Expectation(chance, rows - 1, tokens, speedup)
     return best
+
+
+def _expected_accepted(rate: float, depth: float) -> float:
+    """Tokens accepted of a chain, each with this rate once those before it are."""
+    return depth if rate == 1.0 else rate * (1.0 - rate**depth) / (1.0 - rate)

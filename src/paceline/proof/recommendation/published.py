@@ -90,7 +90,7 @@ def published_for(names: Iterable[str]) -> list[PublishedDrafter]:
     """The drafters made for a model that goes by any of these names, in the order of the table.
 
     Args:
-        names: as `names.names_of` gives them, without owners.
+        names: as `recommend.names_of` gives them, without owners.
     """
     wanted = set(names)
     return [drafter for drafter in PUBLISHED if any(plain_name(target) in wanted for target in drafter.targets)]

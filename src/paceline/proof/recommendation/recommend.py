@@ -1,5 +1,6 @@
 """Which drafter should guess for this model? Looks at files and a table, measures the target, and downloads nothing."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +11,27 @@ from paceline.drafters import HeadOptions
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import PacelineError
 from paceline.hub import cached_models, is_hub_id, resolve
+from paceline.models.checkpoint import is_gguf
+from paceline.models.gguf.file import open_gguf
 from paceline.models.quantize import matrix_bits
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.doctor import DoctorQuestion, DrafterDiagnosis, diagnose, draft_memory, examine_drafter
 from paceline.proof.recommendation.advice import Advice, Place, Recommendation, Rejection, best_first
 from paceline.proof.recommendation.assumptions import ACCEPTANCE, UNRELATED, Acceptance
-from paceline.proof.recommendation.costs import HOST_S, MachineCosts, measure_costs
+from paceline.proof.recommendation.costs import (
+    HOST_S,
+    MachineCosts,
+    head_bytes,
+    measure_costs,
+    model_bytes,
+    parameter_bytes,
+    vocabulary_bytes,
+)
 from paceline.proof.recommendation.forecast import DraftCost, Forecast, forecast
 from paceline.proof.recommendation.here import LocalDrafter, drafters_around, own_drafters, unreadable_places, why_no_network
-from paceline.proof.recommendation.names import names_of
 from paceline.proof.recommendation.published import PublishedDrafter, has_own_module, plain_name, published_for
-from paceline.proof.recommendation.read_bytes import head_bytes, model_bytes, parameter_bytes, vocabulary_bytes
 from paceline.proof.recommendation.siblings import MOST_OF_TARGET, Sibling, are_siblings, smaller_siblings
+from paceline.small_files import read_json
 from paceline.tokenizer.vocabulary import VocabularyMatch
 
 _WITHOUT_NETWORK = {
@@ -31,6 +41,10 @@ _WITHOUT_NETWORK = {
 }
 _IN_ONE_PASS = (HeadKind.MEDUSA.value, HeadKind.PEAGLE.value)
 _READS_VOCABULARY = (HeadKind.EAGLE, HeadKind.MTP)  # with the target's own vocabulary matrix
+_CACHED_AS = re.compile(r"models--(.+)")  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+_STORED_AS = re.compile(r"(?:-ud)?[-._](?:(?:i?q\d\w*)|f16|f32|bf16|fp16|fp8|mxfp4|int4|int8|awq|gptq|gguf|qat)$", re.IGNORECASE)
+_FILE_PART = re.compile(r"-\d{5}-of-\d{5}$")
+_MOST_MARKS = 4  # -GPTQ-Int4, -qat-q4_0-gguf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,3 +299,41 @@ def _losses(method: str) -> tuple[str, ...]:
     if method == HeadKind.LANGUAGE_MODEL.value:
         return ("it reads the prompt as well: the first guess comes later",)
     return ()
+
+
+def names_of(model: str, path: Path | None) -> tuple[str, ...]:
+    """Names a model goes by, as tables of drafters have them; the likeliest first.
+
+    They are without owners, in small letters, and without marks of how weights are stored.
+
+    Args:
+        model: as the user typed it.
+        path: of its files; None = they are not here.
+    """
+    found = [model] if path is None else [*_cached_id(path), path.stem if path.is_file() else path.name, *_told_by_files(path)]
+    plain = [_without_marks(plain_name(name)) for name in found if name]
+    return tuple(dict.fromkeys(name for name in plain if name))
+
+
+def _cached_id(path: Path) -> list[str]:
+    return [match[1].replace("--", "/") for part in path.parts if (match := _CACHED_AS.fullmatch(part))]
+
+
+def _told_by_files(path: Path) -> list[str]:
+    """What the files themselves say."""
+    try:
+        if is_gguf(path):
+            metadata = open_gguf(path).metadata
+            told = [metadata.get("general.name"), metadata.get("general.basename")]
+        else:
+            told = [(read_json(path / "config.json") or {}).get("_name_or_path")]
+    except PacelineError:  # reading the model will say so
+        return []
+    return [name.replace(" ", "-") for name in told if isinstance(name, str)]
+
+
+def _without_marks(name: str) -> str:
+    name = _FILE_PART.sub("", name)
+    for _ in range(_MOST_MARKS):
+        name = _STORED_AS.sub("", name)
+    return name

@@ -48,7 +48,7 @@ def smaller_siblings(names: Iterable[str]) -> list[Sibling]:
     """The smallest models of the target's family, at most two, smallest first; none that is not far smaller.
 
     Args:
-        names: the target's, as `names.names_of` gives them.
+        names: the target's, as `recommend.names_of` gives them.
     """
     wanted = set(names)
     for family in FAMILIES:
@@ -63,7 +63,7 @@ def are_siblings(names: Iterable[str], others: Iterable[str]) -> bool:
     """Whether names say that two models are of one family: both of the same one of `FAMILIES`, or equal but for a size.
 
     Args:
-        names, others: of each, as `names.names_of` gives them.
+        names, others: of each, as `recommend.names_of` gives them.
     """
     both = set(names), set(others)
     for family in FAMILIES:

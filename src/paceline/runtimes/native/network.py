@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +46,7 @@ from paceline.runtimes.native.mixture import NativeMixture, add_memories_of_scal
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
-from paceline.runtimes.native.records import GRID
-from paceline.runtimes.native.results import Place, Results
+from paceline.runtimes.native.records import GRID, Rows
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
@@ -56,6 +55,37 @@ from paceline.runtimes.rounding import layer_rows, scaled_rows, table_rows
 
 Inputs = Mapping[str, NDArray[Any]]
 Scalings = Mapping[int, FloatArray]
+_Place: TypeAlias = tuple[int, Rows, int]
+"""Of a result: buffer, rows and width."""
+
+
+class _Results(Mapping[str, FloatArray]):
+    """The results of a pass where it left them: views, made when they are asked for.
+
+    Args:
+        places: of all results of the network.
+        num_rows, num_wanted: of the pass.
+    """
+
+    __slots__ = ("_execution", "_num_rows", "_places")
+
+    def __init__(self, execution: Execution, places: Mapping[str, _Place], num_rows: int, num_wanted: int) -> None:
+        self._execution, self._places, self._num_rows = execution, places, (num_rows, num_wanted)
+
+    def address_of(self, name: str) -> int:
+        """Where a result's first row lies; 0 = there is no such result."""
+        place = self._places.get(name)
+        return 0 if place is None else self._execution.address(place[0])
+
+    def __getitem__(self, name: str) -> FloatArray:
+        buffer, rows, width = self._places[name]
+        return self._execution.rows(buffer, self._num_rows[rows], width)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class NativeNetwork(Network):
@@ -188,13 +218,13 @@ class NativeNetwork(Network):
         results = self._run(program, inputs, batch, wanted, scalings)
         return ForwardOutput(results, results.address_of)
 
-    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> Results:
+    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> _Results:
         num_rows, execution = len(batch.positions), program.execution
         execution.make_room(num_rows)
         for name, buffer in program.inputs.items():
             execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
         execution.run(batch, wanted, scalings)
-        return Results(execution, program.results, num_rows, len(wanted.rows))
+        return _Results(execution, program.results, num_rows, len(wanted.rows))
 
     def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
         """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
@@ -319,7 +349,7 @@ class _Program:
 
     execution: Execution
     inputs: Mapping[str, int]
-    results: Mapping[str, Place]
+    results: Mapping[str, _Place]
     sites: Sites
 
 

@@ -1,6 +1,7 @@
 """The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,17 @@ from torch.nn import functional as F
 
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
-from paceline.models.layers import Activation, AttentionConfig, ClampedSwiGLU, ExpertMLP, GatedDeltaConfig, Mamba2Config, Recurrent
+from paceline.models.layers import (
+    Activation,
+    AttentionConfig,
+    ClampedSwiGLU,
+    ExpertMLP,
+    GatedDeltaConfig,
+    Mamba2Config,
+    Recurrent,
+    Routing,
+    Scoring,
+)
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes.base import ForwardBatch, Wanted
@@ -21,7 +32,6 @@ from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.recurrent import RecurrentPass
-from paceline.runtimes.torch.routing import choose_experts
 from paceline.runtimes.torch.weights import TorchWeights
 
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -154,7 +164,7 @@ class TorchBlocks:
         routing = mlp.routing
         correction = self._weights.vector(f"{prefix}router.correction") if routing.is_corrected else None
         scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
-        choice = choose_experts(logits, routing, correction, scales)
+        choice = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
         for expert in torch.unique(choice.experts).tolist():
             own = f"{prefix}experts.{expert}."
@@ -191,6 +201,42 @@ class TorchBlocks:
         fused = self._weights.fused(names)
         outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
         return self._adapted.linear(x, names, outs, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which `experts` [T, chosen] int64 each row chooses, and their `weights` [T, chosen] float32."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+
+def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
+    """The choice of every row.
+
+    Args:
+        logits: [T, experts].
+        correction, scales: [experts] float32 where the routing has them.
+    """
+    scores = logits.float().softmax(dim=-1) if routing.scoring is Scoring.SOFTMAX else logits.float().sigmoid()
+    compared = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        compared = _without_other_groups(compared, routing)
+    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # the first of equal ones
+    weights = scores.gather(1, experts)
+    if routing.is_normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.least)
+    weights = weights * routing.factor
+    return _Choice(experts, weights if scales is None else weights * scales[experts])
+
+
+def _without_other_groups(compared: torch.Tensor, routing: Routing) -> torch.Tensor:
+    groups = compared.reshape(len(compared), routing.num_groups, -1)
+    sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
+    is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
+    left: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
+    return left
 
 
 def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:

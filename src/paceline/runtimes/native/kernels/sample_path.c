@@ -1,5 +1,5 @@
 /* Samples the target's tokens along the draft trees of requests whose rows only temperature, top-k, top-p and min-p change. The definition is
- * sampling/truncation.py and sampling/draw.py. Sums and exponentials here differ from theirs in the last places, so a row in which something
+ * sampling/processors.py and sampling/draw.py. Sums and exponentials here differ from theirs in the last places, so a row in which something
  * is too near to a limit is undecided, and its path is left to the definition. */
 #include "block_max.h"
 #include "native.h"

@@ -31,7 +31,7 @@ export function withEvent(answer, event, nowMs) {
   return next;
 }
 
-// Steps with the tokens they emitted: {start, tokens, drafts, plain}. A draft is {token, parent, source, isAccepted}, node i + 1 of
+// Steps with the tokens they emitted: {start, tokens, drafts, skipReason}. A draft is {token, parent, source, isAccepted}, node i + 1 of
 // its tree, whose node 0 is the token in front of the step.
 function stepsOf({ token_ids, texts, origins, trees }) {
   let place = 0;
@@ -47,7 +47,7 @@ function stepsOf({ token_ids, texts, origins, trees }) {
       source: tree.sources[index],
       isAccepted: tree.accepted_nodes.includes(index + 1),
     }));
-    return { start: tree.start, tokens, drafts, plain: tree.plain };
+    return { start: tree.start, tokens, drafts, skipReason: tree.skip_reason };
   });
 }
 

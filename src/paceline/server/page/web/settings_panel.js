@@ -61,10 +61,9 @@ function KeyField({ apiKey, changeKey, checkKey }) {
 // What guesses where a request names nobody: the only drafter, or the one that is made of all others ("a+b").
 function asLoaded(model) {
   if (!model) return "as loaded";
-  const whole = [...model.drafters].sort((left, right) => right.length - left.length)[0];
-  return whole ?? "none is loaded";
+  return model.drafters.join("+") || "none is loaded";
 }
 
 function single(model) {
-  return model && model.drafters.length > 1 ? model.drafters.filter((name) => !name.includes("+")) : [];
+  return model && model.drafters.length > 1 ? model.drafters : [];
 }

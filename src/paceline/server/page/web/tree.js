@@ -3,6 +3,18 @@ import { Component, createRef, html } from "./html.js";
 import { spelled } from "./answer.js";
 
 const MARKS = { accepted: "✓", rejected: "✕", bonus: "★", plain: "", root: "" };
+const SKIP_REASONS = {
+  off: "speculation is off",
+  prompt: "the prompt's last pass",
+  resumed: "the last pass over tokens whose cache rows had been evicted",
+  no_match: "no drafter had a draft",
+  unprofitable: "drafting was not expected to pay",
+  no_room: "the end of the context or of max_tokens",
+  pass_full: "the pass was full of other rows",
+  no_memory: "no cache block was free for draft tokens",
+  drafter_failed: "the drafter failed",
+  unusable: "no drafted token was usable",
+};
 const SPOKEN = { accepted: "accepted", rejected: "not accepted", bonus: "bonus", plain: "plain", root: "the token in front" };
 
 export class Tree extends Component {
@@ -61,7 +73,7 @@ function childrenOf(step, parent) {
 }
 
 function summary(step) {
-  if (step.plain) return `No guesses: ${step.plain}.`;
+  if (step.skipReason) return `No draft: ${SKIP_REASONS[step.skipReason] ?? step.skipReason}.`;
   const accepted = step.drafts.filter((draft) => draft.isAccepted).length;
   const sources = [...new Set(step.drafts.map((draft) => draft.source))].join(", ");
   return `${step.drafts.length} guessed by ${sources}, ${accepted} accepted; one pass of the model gave ${step.tokens.length} tokens.`;

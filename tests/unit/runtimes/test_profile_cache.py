@@ -5,32 +5,32 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runtimes.facts import FILE_NAME, MeasuredFacts, fact_key
+from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache, profile_key
 
 GARBAGE = ["", "{", "[]", "null", "7", '"text"', "\x00\x01", "[" * 100_000, '{"a": 1} trailing']
 
 
 def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
-    facts = MeasuredFacts(tmp_path / "new" / "folder")
+    facts = ProfileCache(tmp_path / "new" / "folder")
     assert facts.get("a") is None
     facts.put("a", "one")
     facts.put("b", {"two": 2})
     facts.put("a", "three")
-    again = MeasuredFacts(tmp_path / "new" / "folder")
+    again = ProfileCache(tmp_path / "new" / "folder")
     assert (again.get("a"), again.get("b"), again.get("c")) == ("three", {"two": 2}, None)
 
 
 @pytest.mark.parametrize("content", [*[text.encode() for text in GARBAGE], b"\xff\xfe"], ids=range(len(GARBAGE) + 1))
 def test_garbage_holds_no_facts_and_is_written_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
-    facts = MeasuredFacts(tmp_path)
+    facts = ProfileCache(tmp_path)
     assert facts.get("a") is None
     facts.put("a", 1)
     assert facts.get("a") == 1
 
 
 def test_a_writer_that_was_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = MeasuredFacts(tmp_path)
+    facts = ProfileCache(tmp_path)
     facts.put("a", 1)
 
     def killed(*args: object) -> None:
@@ -47,24 +47,28 @@ def test_a_writer_that_was_killed_leaves_the_old_file(tmp_path: Path, monkeypatc
 
 def test_a_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    facts = MeasuredFacts(tmp_path / "file")
+    facts = ProfileCache(tmp_path / "file")
     facts.put("a", 1)
     assert facts.get("a") is None
     (tmp_path / FILE_NAME).mkdir()
-    facts = MeasuredFacts(tmp_path)
+    facts = ProfileCache(tmp_path)
     facts.put("a", 1)
     assert facts.get("a") is None
 
 
 def test_nowhere_keeps_nothing() -> None:
-    facts = MeasuredFacts(None)
+    facts = ProfileCache(None)
     facts.put("a", 1)
     assert facts.get("a") is None
 
 
 def test_a_key_depends_on_every_part_and_on_nothing_else() -> None:
-    key = fact_key("numerics", "graph", 2, (1, 2))
-    assert key == fact_key("numerics", "graph", 2, (1, 2))
-    others = [fact_key("cost", "graph", 2, (1, 2)), fact_key("numerics", "graph", 3, (1, 2)), fact_key("numerics", "graph", 2, (1, 3))]
-    assert len({key, *others, fact_key("numerics", "graph2", 2, (1, 2)), fact_key("numerics", "graph", 2)}) == 6
+    key = profile_key("numerics", "graph", 2, (1, 2))
+    assert key == profile_key("numerics", "graph", 2, (1, 2))
+    others = [
+        profile_key("cost", "graph", 2, (1, 2)),
+        profile_key("numerics", "graph", 3, (1, 2)),
+        profile_key("numerics", "graph", 2, (1, 3)),
+    ]
+    assert len({key, *others, profile_key("numerics", "graph2", 2, (1, 2)), profile_key("numerics", "graph", 2)}) == 6
     assert key.startswith("numerics:")

@@ -12,7 +12,7 @@ from paceline.runtimes.processor import processor_name
 FILE_NAME = "measured.json"
 
 
-class MeasuredFacts:
+class ProfileCache:
     """A mapping from what was measured to the answer.
 
     Args:
@@ -50,7 +50,7 @@ class MeasuredFacts:
         return facts if isinstance(facts, dict) else {}
 
 
-def fact_key(kind: str, *parts: object) -> str:
+def profile_key(kind: str, *parts: object) -> str:
     """A key that names what was measured and, by a digest, everything the answer depends on: `parts` and this processor."""
     digest = hashlib.sha256("\n".join(map(repr, (*parts, processor_name()))).encode()).hexdigest()[:24]
     return f"{kind}:{digest}"

@@ -1,0 +1,187 @@
+"""Cost model: the seconds of a step by the number of draft tokens that it verifies.
+
+    step_s(k) = speed * forward(n) + speed_of_drafts * (forward(n + k) - forward(n)) + host(sequences, k)
+
+`forward` is the profile measured at load (`ForwardProfile`). The two factors and the host's share are fitted while steps run, so a machine
+that slows down, or a profile that is off, is followed within some tens of steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
+from paceline.speculation.request_rows import RequestRows
+
+MEMORY = 0.96  # weight of all earlier samples after each new one
+STALL_MEMORY = 0.1  # the same if those samples were stalls
+MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of what was expected: a stall of the machine says little
+STALL = 3.0  # a sample this many times faster than expected means that earlier ones were stalls: nothing runs faster by chance
+MIN_INFORMATION = 1e-6  # of y * y over x * x: below it the samples that tell a from b are too old
+MIN_STEP_S = 1e-7  # noise may lead to a fit in which a plain step takes no time
+PRIOR_SAMPLES = 0.5  # samples that the profile counts for
+HOST_DRAFTS = 4.0  # draft tokens in each of these samples, for the host's time
+FIRST_PROPOSALS = 8  # proposals of a drafter whose times are not used yet: the first ones also prepare memory and kernels
+
+
+class LinearCost:
+    """seconds = a * x + b * y with a, b >= 0, fitted by least squares with exponential forgetting.
+
+    Args:
+        ratio, ridge: expected b / a, and the weight of the penalty (b - ratio * a) ** 2: what is not measured any more returns to it.
+    """
+
+    __slots__ = ("_ratio", "_ridge", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
+
+    def __init__(self, *, ratio: float = 0.0, ridge: float = 0.0) -> None:
+        self._ratio, self._ridge = ratio, ridge
+        self.a = self.b = self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
+        self.is_known = False
+
+    def at(self, x: float, y: float) -> float:
+        """Seconds expected for (x, y); 0 before the first sample."""
+        return self.a * x + self.b * y
+
+    def observe(self, x: float, y: float, seconds: float) -> None:
+        """Add a sample."""
+        keep = MEMORY
+        if self.is_known:
+            expected = self.at(x, y)
+            seconds = min(seconds, MAX_SLOWDOWN * expected + 1e-5)
+            if STALL * seconds < expected:
+                keep = STALL_MEMORY
+        self.is_known = True
+        self._xx, self._xy, self._yy = keep * self._xx + x * x, keep * self._xy + x * y, keep * self._yy + y * y
+        self._xs, self._ys = keep * self._xs + x * seconds, keep * self._ys + y * seconds
+        self._fit()
+
+    def _fit(self) -> None:
+        xx, xy = self._xx + self._ridge * self._ratio**2, self._xy - self._ridge * self._ratio
+        yy = self._yy + self._ridge
+        determinant = xx * yy - xy * xy
+        if determinant > 1e-3 * xx * yy and yy > MIN_INFORMATION * xx:
+            self.a = (yy * self._xs - xy * self._ys) / determinant
+            self.b = (xx * self._ys - xy * self._xs) / determinant
+            if self.a < 0.0:
+                self.a, self.b = 0.0, self._ys / self._yy
+            elif self.b < 0.0:
+                self.a, self.b = self._xs / self._xx, 0.0
+        elif (expected := self.a * self._xx + self.b * self._xy) > 0.0:  # always the same work: both parts change in proportion
+            self.a, self.b = self.a * self._xs / expected, self.b * self._xs / expected
+        else:
+            self.a, self.b = (0.0, self._ys / self._yy) if self._yy > 0.0 else (self._xs / max(1e-30, self._xx), 0.0)
+
+
+class AdapterUse(IntEnum):
+    """How a forward pass applies adapters, which changes its time."""
+
+    NONE = auto()
+    SOME_ROWS = auto()
+    SCALING_PASS = auto()  # X-LoRA: each row runs twice
+
+
+@dataclass(slots=True)
+class BatchShape:
+    """The work of a forward pass without draft tokens.
+
+    Attributes:
+        num_rows: rows that are no draft tokens.
+        is_decoding: every sequence brings exactly one of them.
+        cached_len: cached rows of all sequences, each one's beyond `PROFILED_CONTEXT_LEN`.
+    """
+
+    num_rows: int
+    num_sequences: int
+    is_decoding: bool
+    cached_len: float
+    adapters: AdapterUse
+
+    @classmethod
+    def of(cls, batch: Sequence[RequestRows]) -> "BatchShape":
+        """The shape of a batch."""
+        num_rows, cached_len, is_decoding, adapters = 0, 0.0, True, AdapterUse.NONE
+        for rows in batch:
+            request = rows.request
+            num_rows += rows.num_known
+            is_decoding = is_decoding and rows.num_known == 1 and rows.tree is not None
+            cached_len += max(0, request.sequence.committed_len - PROFILED_CONTEXT_LEN)
+            if request.adapter_number > 0:
+                adapters = max(adapters, AdapterUse.SCALING_PASS if request.takes_scaling_passes else AdapterUse.SOME_ROWS)
+        return cls(num_rows, len(batch), is_decoding, cached_len, adapters)
+
+
+class CostModel:
+    """Expected seconds of steps and of drafting, fitted while they run."""
+
+    def __init__(self, profile: ForwardProfile) -> None:
+        self.profile = profile
+        self.host = LinearCost(ridge=PRIOR_SAMPLES * HOST_DRAFTS**2)
+        self._speed: dict[AdapterUse, LinearCost] = {}
+        self._drafting: dict[tuple[str, int], LinearCost] = {}  # by drafter and power of 2 of the requests
+        self._num_proposals: dict[str, int] = {}  # by drafter
+        self._seconds: list[float] = []  # of the profile, by rows
+
+    def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
+        """[max_drafts + 1] seconds of a step with 0, 1, … draft tokens, without drafting them."""
+        base_s, speed = self._profiled(shape, 0), self._speed_of(shape.adapters)
+        host_s, draft_row_s = self.host.at(shape.num_sequences, 0.0), self.host.b
+        fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
+        row_s = draft_row_s + speed.b * self.profile.row_s * shape.cached_len / max(1, shape.num_sequences)
+        first = self._seconds[shape.num_rows]
+        rows = self._rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        return [fixed_s + speed.b * (seconds - first) + row_s * count for count, seconds in enumerate(rows)]
+
+    def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
+        """Seconds that a drafter takes for drafts of this depth for so many requests at once; 0 while that is unknown."""
+        return self._draft_cost(drafter, num_requests).at(1.0, depth)
+
+    def draft_token_s(self, drafter: str) -> float:
+        """Seconds of one more draft token of one request."""
+        return self._draft_cost(drafter, 1).b
+
+    def observe_draft(self, drafter: str, num_requests: int, depth: int, seconds: float) -> None:
+        """Add the time of a proposal; a drafter's first one is left out."""
+        count = self._num_proposals[drafter] = self._num_proposals.get(drafter, 0) + 1
+        if count > 1:
+            self._drafting.setdefault((drafter, num_requests.bit_length()), LinearCost()).observe(1.0, depth, seconds)
+
+    def is_draft_cost_known(self, drafter: str) -> bool:
+        """Whether a drafter proposed often enough to trust the times."""
+        return self._num_proposals.get(drafter, 0) >= FIRST_PROPOSALS
+
+    def observe_step(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
+        """Add the times of a step: of its forward pass, and of the rest without drafting."""
+        base_s = self._profiled(shape, 0)
+        self._speed_of(shape.adapters).observe(base_s, self._profiled(shape, num_drafts) - base_s, forward_s)
+        self.host.observe(shape.num_sequences, num_drafts, host_s)
+
+    def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
+        """The cost for about so many requests, or what is known for another number."""
+        if not self.is_draft_cost_known(drafter):
+            return LinearCost()
+        size = num_requests.bit_length()
+        sizes = [own_size for name, own_size in self._drafting if name == drafter]
+        return self._drafting[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
+
+    def _speed_of(self, adapters: AdapterUse) -> LinearCost:
+        """The machine's speed relative to the profile; of a kind not seen before, that of passes without adapters."""
+        speed = self._speed.get(adapters)
+        if speed is None:
+            plain = self._speed.get(AdapterUse.NONE)
+            a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
+            factor = 2.0 if adapters is AdapterUse.SCALING_PASS else 1.0
+            first, more = self.profile.at(1), max(1e-6, self.profile.at(5) - self.profile.at(1))
+            speed = self._speed[adapters] = LinearCost(ratio=1.0, ridge=PRIOR_SAMPLES * more**2)
+            speed.observe(first, more, factor * (a * first + b * more))
+        return speed
+
+    def _profiled(self, shape: BatchShape, num_drafts: int) -> float:
+        """Seconds by the profile alone."""
+        num_rows = shape.num_rows + num_drafts
+        return self._rows(num_rows)[num_rows] + self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
+
+    def _rows(self, num_rows: int) -> list[float]:
+        """[at least num_rows + 1] seconds by rows."""
+        while len(self._seconds) <= num_rows:
+            self._seconds.append(self.profile.at(len(self._seconds)) if self._seconds else 0.0)
+        return self._seconds

@@ -1,0 +1,56 @@
+"""Why a text was drafted as it was: what steps were expected to bring, what they brought, and the costs that decided."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
+from paceline.speculation.stats import SkipReason
+from paceline.speculation.step_record import StepRecord
+
+_SHOWN_ROWS = (1, 2, 3, 5, 9, 17)
+_SHOWN_DEPTHS = 8
+
+
+def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
+    """Lines on steps by their number of draft tokens: what was expected of them and what they brought; plain steps by reason."""
+    lines = ["draft tokens  steps  expected tokens  emitted tokens  expected speedup"]
+    by_count: dict[int, list[StepRecord]] = defaultdict(list)
+    for step in steps:
+        by_count[len(step.draft_token_ids)].append(step)
+    for count, own in sorted(by_count.items()):
+        if count:
+            expected = _mean(step.expected_tokens for step in own)
+            emitted = sum(len(step.token_ids) for step in own) / len(own)
+            lines.append(f"{count:12}  {len(own):5}  {expected:>15}  {emitted:14.2f}  {_mean(step.expected_speedup for step in own):>16}")
+    reasons = Counter(step.skip_reason for step in steps if step.skip_reason is not None)
+    for reason, number in reasons.most_common():
+        best = ""
+        if reason is SkipReason.UNPROFITABLE:
+            expected = _mean(step.expected_speedup for step in steps if step.skip_reason is reason)
+            best = f" (expected speedup of the best draft: {expected})"
+        lines.append(f"{'plain':>12}  {number:5}  {reason.description}{best}")
+    return lines
+
+
+def explain_policy(policy: FixedDraftLength) -> list[str]:
+    """Lines on what decides: the costs of passes, drafting and other work, and acceptance rates."""
+    if not isinstance(policy, AdaptiveDraftLength):
+        return [f"always {policy.num_draft_tokens} draft tokens, whether or not they pay"]
+    profile, host = policy.cost.profile, policy.cost.host
+    shown = ", ".join(
+        f"{count} row{'s' * (count > 1)} {1e3 * profile.at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
+    )
+    lines = [f"profiled at load: a pass of {shown}"]
+    lines.append(f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.at(1, 0):.2f} ms a step")
+    for (name, is_greedy), rates in sorted(policy.rates.items()):
+        if rates.num_observed:
+            one_s, four_s = (1e3 * policy.cost.draft_s(name, 1, count) for count in (1, 4))
+            by_depth = " ".join(f"{rate:.2f}" for rate in rates.by_depth(min(_SHOWN_DEPTHS, policy.num_draft_tokens)))
+            kind = "temperature 0" if is_greedy else "temperatures above 0"
+            lines.append(f"{name}: 1 token {one_s:.2f} ms, 4 tokens {four_s:.2f} ms; acceptance rate by depth at {kind}: {by_depth}")
+    return lines
+
+
+def _mean(numbers: Iterable[float | None]) -> str:
+    known = [number for number in numbers if number is not None]
+    return f"{sum(known) / len(known):.2f}" if known else "-"

@@ -1,0 +1,26 @@
+"""Requests without a model, and the rows that they bring to a forward pass."""
+
+from paceline.kv_cache.paged import CachedSequence
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
+
+VOCAB_SIZE = 100
+
+
+def make_request(token_ids: list[int], *, num_output: int = 1, max_len: int = 4096, temperature: float = 0.0) -> Request:
+    """A request whose last `num_output` tokens are output, all but the last token cached."""
+    params = SamplingParams(temperature=temperature)
+    num_prompt = len(token_ids) - num_output
+    processor = LogitsProcessor(params, VOCAB_SIZE, token_ids[:num_prompt])
+    request = Request(token_ids, num_prompt, params, processor, CachedSequence(), seed=0, sample_index=0, max_len=max_len)
+    request.sequence.committed_len = len(token_ids) - 1
+    return request
+
+
+def make_rows(*, num_cached: int = 10, num_known: int = 1, length: int | None = None) -> RequestRows:
+    """The rows of a request with `num_cached` cached tokens."""
+    request = make_request([1] * (num_cached + num_known if length is None else length))
+    request.sequence.committed_len = num_cached
+    return RequestRows.of(request, num_known)
