@@ -57,7 +57,7 @@ def test_linear_cost_of_the_same_work_scales_both_coefficients() -> None:
 @pytest.mark.parametrize("before", [0.0, 0.1, 5.0])
 def test_linear_cost_without_recent_y_returns_to_the_prior_ratio(before: float) -> None:
     """Else b of a busy time would last for as long as nothing with y runs, which is because of b."""
-    cost = LinearCost(ratio=0.1, ridge=1.0)
+    cost = LinearCost(ratio=0.1, usual_y=4.0)
     for x, y in [(1.0, 0.0), (1.0, 4.0)] * 20:
         cost.observe(x, y, x + before * y)
     for _ in range(300):

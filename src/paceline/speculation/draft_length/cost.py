@@ -19,8 +19,8 @@ MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of what was expec
 STALL = 3.0  # a sample this many times faster than expected means that earlier ones were stalls: nothing runs faster by chance
 MIN_INFORMATION = 1e-6  # of y * y over x * x: below it the samples that tell a from b are too old
 MIN_STEP_S = 1e-7  # noise may lead to a fit in which a plain step takes no time
-PRIOR_SAMPLES = 0.5  # samples that the profile counts for
-HOST_DRAFTS = 4.0  # draft tokens in each of these samples, for the host's time
+PRIOR_SAMPLES = 0.25  # samples that the profile counts for
+HOST_DRAFTS = 4.0  # usual draft tokens of a step, for the host's time
 FIRST_PROPOSALS = 8  # proposals of a drafter whose times are not used yet: the first ones also prepare memory and kernels
 
 
@@ -28,13 +28,15 @@ class LinearCost:
     """seconds = a * x + b * y with a, b >= 0, fitted by least squares with exponential forgetting.
 
     Args:
-        ratio, ridge: expected b / a, and the weight of the penalty (b - ratio * a) ** 2: what is not measured any more returns to it.
+        ratio: expected b / a. A penalty on (b - ratio * a) ** 2, worth `PRIOR_SAMPLES` samples at `usual_y`, returns b to it when samples
+            with y become old.
+        usual_y: samples with a greater y weigh less, so that none dominates b; 0 = no penalty, and equal weights.
     """
 
-    __slots__ = ("_ratio", "_ridge", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
+    __slots__ = ("_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
 
-    def __init__(self, *, ratio: float = 0.0, ridge: float = 0.0) -> None:
-        self._ratio, self._ridge = ratio, ridge
+    def __init__(self, *, ratio: float = 0.0, usual_y: float = 0.0) -> None:
+        self._ratio, self._usual_y, self._ridge = ratio, usual_y, PRIOR_SAMPLES * usual_y**2
         self.a = self.b = self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
         self.is_known = False
 
@@ -51,6 +53,9 @@ class LinearCost:
             if STALL * seconds < expected:
                 keep = STALL_MEMORY
         self.is_known = True
+        if 0.0 < self._usual_y < y:
+            weight = self._usual_y / y
+            x, y, seconds = weight * x, weight * y, weight * seconds
         self._xx, self._xy, self._yy = keep * self._xx + x * x, keep * self._xy + x * y, keep * self._yy + y * y
         self._xs, self._ys = keep * self._xs + x * seconds, keep * self._ys + y * seconds
         self._fit()
@@ -115,7 +120,7 @@ class CostModel:
 
     def __init__(self, profile: ForwardProfile) -> None:
         self.profile = profile
-        self.host = LinearCost(ridge=PRIOR_SAMPLES * HOST_DRAFTS**2)
+        self.host = LinearCost(usual_y=HOST_DRAFTS)
         self._speed: dict[AdapterUse, LinearCost] = {}
         self._drafting: dict[tuple[str, int], LinearCost] = {}  # by drafter and power of 2 of the requests
         self._num_proposals: dict[str, int] = {}  # by drafter
@@ -171,7 +176,7 @@ class CostModel:
             a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
             factor = 2.0 if adapters is AdapterUse.SCALING_PASS else 1.0
             first, more = self.profile.at(1), max(1e-6, self.profile.at(5) - self.profile.at(1))
-            speed = self._speed[adapters] = LinearCost(ratio=1.0, ridge=PRIOR_SAMPLES * more**2)
+            speed = self._speed[adapters] = LinearCost(ratio=1.0, usual_y=more)
             speed.observe(first, more, factor * (a * first + b * more))
         return speed
 
