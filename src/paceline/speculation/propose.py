@@ -175,8 +175,12 @@ class Proposer:
 
 
 def _is_open(rows: RequestRows, drafter: Drafter) -> bool:
-    """Whether a drafter may draft for a request: it may name one of several."""
-    return rows.limit is not None and rows.request.speculation.drafter in (None, drafter.name)
+    """Whether a drafter may draft for a request, which may name one of several.
+
+    A drawn draft is final: to replace it because of what was drawn would change the distribution that rejection keeps.
+    """
+    is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
+    return rows.limit is not None and rows.request.speculation.drafter in (None, drafter.name) and not is_drawn
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:

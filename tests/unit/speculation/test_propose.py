@@ -9,6 +9,7 @@ import pytest
 from harness.decoding_rows import VOCAB_SIZE, make_request
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
+from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.propose import MAX_FAILURE_BACKOFF
@@ -291,6 +292,28 @@ def test_policy_that_raises_leaves_drafts_or_plain_steps(call: str, monkeypatch:
     rows.tree.check()
     assert (rows.num_draft_tokens == 0) == (rows.skip_reason is not None)
     assert speculator.num_failures == 1
+
+
+def drawn(*tokens: int) -> Answer:
+    """A chain whose tokens were drawn, each from two ids."""
+
+    def answer(request: Request) -> DraftTree:
+        probs = {node: TokenProbs(np.full(2, 0.5), np.array([token, token + 1])) for node, token in enumerate(tokens)}
+        return DraftTree.grow(request.token_ids[-1], tokens, range(len(tokens)), "drawing", probs)
+
+    return answer
+
+
+@pytest.mark.parametrize("policy", [FixedDraftLength(4), adaptive()], ids=["fixed", "adaptive"])
+def test_drawn_draft_is_kept_whatever_was_drawn_and_other_drafters_have(policy: FixedDraftLength) -> None:
+    """To choose by the tokens or the length of what was drawn would change the distribution that rejection keeps."""
+    lookup = Scripted("lookup", chain(*RIGHT, source="lookup", prob=0.99), is_lookup=True)
+    drawing, last = Scripted("drawing", drawn(9)), Scripted("last", chain(*RIGHT, source="last", prob=0.99))
+    speculator = speculator_of([lookup, drawing, last], policy)
+    policy.plan = lambda batch, drafter, max_rows: None  # type: ignore[method-assign]  # all are called that may be
+    (rows,) = propose(speculator, make_request([1, 2, 3]))
+    assert (source_of(rows), rows.num_draft_tokens) == ("drawing", 1)
+    assert (lookup.num_calls, last.num_calls) == (1, 0)
 
 
 # Several drafters as one

@@ -63,8 +63,11 @@ class FixedDraftLength:
         """
 
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
-        """Return whether a draft is better than the one that a request has already."""
-        return tree.num_draft_tokens > rows.num_draft_tokens
+        """Return whether a draft is better than the one that a request has already.
+
+        A drawn draft always is: to choose by what was drawn would change the distribution that rejection keeps.
+        """
+        return bool(tree.draft_probs) or tree.num_draft_tokens > rows.num_draft_tokens
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         """Remove draft tokens that are not worth their rows."""
@@ -101,6 +104,11 @@ class Choice(NamedTuple):
     log_speedup: float
     expected_tokens: float
     seconds: float
+
+    @property
+    def speedup(self) -> float | None:
+        """The speedup as a factor; None where no draft token is possible."""
+        return None if self.log_speedup == -math.inf else math.exp(self.log_speedup)
 
 
 def best_choice(
@@ -211,7 +219,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if most < 1:
                 rows.skip(SkipReason.PASS_FULL)
                 continue
-            rows.expected_speedup = math.exp(choice.log_speedup)
+            rows.expected_speedup = choice.speedup
             if is_better and index in undrafted and choice.counts[index] and self._repays_prefill(rows.request, drafter, choice, times):
                 self._history(rows.request, drafter.name).backoff_level = 0
                 rows.budget = self._depth_budget(rows, drafter, choice.counts[index], choice, times, len(batch))
@@ -222,7 +230,9 @@ class AdaptiveDraftLength(FixedDraftLength):
                 rows.skip(SkipReason.UNPROFITABLE)
 
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
-        return rows.num_draft_tokens == 0 or sum(self._reach(replace(rows, tree=tree))) > sum(self._reach(rows))
+        if rows.num_draft_tokens == 0 or tree.draft_probs:
+            return True
+        return sum(self._reach(replace(rows, tree=tree))) > sum(self._reach(rows))
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         weighed = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
@@ -240,7 +250,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         times = self.cost.step_times(self._shape, num_fixed + most)[num_fixed:]
         choice = best_choice(gains, times, sum(rows.tree is not None for rows in batch))
         for rows, order, own, count in zip(weighed, orders, gains, choice.counts, strict=True):
-            rows.expected_speedup = math.exp(choice.log_speedup)
+            rows.expected_speedup = choice.speedup
             if count == 0:
                 self._hold_back(rows)
             elif rows.tree is not None:
@@ -425,6 +435,6 @@ def drafter_of(tree: DraftTree) -> str | None:
 def _can_prune(rows: RequestRows) -> bool:
     """Whether single draft tokens may be removed. Not drawn ones, whose distribution would change, nor where a branch has its own rows."""
     tree = rows.tree
-    if tree is None or rows.limit is None or tree.num_draft_tokens == 0 or tree.draft_probs:
+    if tree is None or rows.limit is None or tree.num_draft_tokens == 0:
         return False
     return rows.limit.layout is TreeLayout.MASK or is_chain(tree.parents)
