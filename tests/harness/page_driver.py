@@ -24,7 +24,7 @@ def scripted_stream(steps: Sequence[Step], *, first_id: int = 100, finish_reason
             "parents": list(range(len(guessed))),
             "sources": ["scripted"] * len(guessed),
             "accepted_nodes": list(range(1, num_accepted + 1)),
-            "plain": None if guessed else "the drafter had no guess",
+            "skip_reason": None if guessed else "no_match",
         }
         own = "bonus" if guessed else "plain"
         origins = ["accepted"] * num_accepted + [own] * (len(emitted) - num_accepted)

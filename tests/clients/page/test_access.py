@@ -95,7 +95,7 @@ def test_the_page_has_the_parts_that_screen_readers_jump_to(page: Any) -> None:
     assert levels == ["H1", "H2", "H2"]
     assert page.locator("[aria-live], [role=status], [role=alert], [role=log]").count() == 1, "one line is read out, not every token"
     assert page.get_by_role("status").inner_text() == "The answer is there: 10 tokens."
-    legend = page.get_by_label("Who guessed a token")
+    legend = page.get_by_label("Where tokens came from")
     assert legend.locator("li").all_text_contents() == ["accepted", "bonus", "plain"]
 
 

@@ -42,13 +42,13 @@ def test_a_step_is_one_group_and_opens_its_tree(page: Any) -> None:
     wait(page)
     steps = page.locator(".strip .step")
     assert steps.all_text_contents() == ["Hel", "lo world", "!"]
-    step = page.get_by_role("button", name="Step 2: “lo world”, 2 of 3 guesses accepted")
+    step = page.get_by_role("button", name="Step 2: “lo world”, 2 of 3 draft tokens accepted")
     step.click()
     assert step.get_attribute("aria-expanded") == "true"
     tree = page.get_by_role("region", name="Draft tree of step 2")
     assert classes_of(tree.locator(".node")) == ["node root", "node accepted", "node accepted", "node bonus", "node rejected"]
     assert tree.locator(".node .text").all_text_contents() == ["Hel", "lo", " wor", "ld", "k"]
-    assert "3 guessed by scripted, 2 accepted; one pass of the model gave 3 tokens" in tree.inner_text()
+    assert "3 drafted by scripted, 2 accepted; one pass of the model gave 3 tokens" in tree.inner_text()
     steps.nth(2).click()
     tree = page.get_by_role("region", name="Draft tree of step 3")
     assert classes_of(tree.locator(".node")) == ["node root", "node bonus", "node rejected", "node rejected"]

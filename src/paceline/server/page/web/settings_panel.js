@@ -58,7 +58,7 @@ function KeyField({ apiKey, changeKey, checkKey }) {
   </div>`;
 }
 
-// What guesses where a request names nobody: the only drafter, or the one that is made of all others ("a+b").
+// The drafters of a request that selects none: all that are loaded.
 function asLoaded(model) {
   if (!model) return "as loaded";
   return model.drafters.join("+") || "none is loaded";

@@ -64,10 +64,10 @@ class Step extends Component {
   }
 }
 
-// What a screen reader says of a step: its text, and what became of its guesses.
+// The text of a step for screen readers, with the outcome of its draft.
 function described(step, index) {
   const text = step.tokens.map((token) => token.text).join("");
   const accepted = step.tokens.filter((token) => token.origin === "accepted").length;
-  const guesses = step.drafts.length ? `${accepted} of ${step.drafts.length} guesses accepted` : "no guesses";
-  return `Step ${index + 1}: “${text}”, ${guesses}`;
+  const outcome = step.drafts.length ? `${accepted} of ${step.drafts.length} draft tokens accepted` : "no draft";
+  return `Step ${index + 1}: “${text}”, ${outcome}`;
 }

@@ -1,11 +1,11 @@
-// How tokens look: a colour and an underline for who guessed them, so that the colour is not needed.
+// How tokens look: a colour and an underline for where they came from, so that the colour is not needed.
 import { html } from "./html.js";
 import { spelled } from "./answer.js";
 
 const ORIGINS = {
-  accepted: "accepted: guessed by the drafter, and what the model says",
-  bonus: "bonus: the model's own token of a step with guesses",
-  plain: "plain: the model's own token of a step without guesses",
+  accepted: "accepted: drafted, and what the model itself chose",
+  bonus: "bonus: the model's own token of a step with a draft",
+  plain: "plain: the model's own token of a step without a draft",
 };
 
 export function Token({ token }) {
@@ -13,7 +13,7 @@ export function Token({ token }) {
 }
 
 export function Legend() {
-  return html`<ul class="legend" aria-label="Who guessed a token">
+  return html`<ul class="legend" aria-label="Where tokens came from">
     ${Object.entries(ORIGINS).map(
       ([name, meaning]) => html`<li key=${name} title=${meaning}><span class="token ${name}">${name}</span></li>`,
     )}

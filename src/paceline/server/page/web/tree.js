@@ -1,4 +1,4 @@
-// The draft tree of one step: what was guessed, what of it the model says too, and the model's own token behind that.
+// The draft tree of one step: its tokens, which of them were accepted, and the model's own token after those.
 import { Component, createRef, html } from "./html.js";
 import { spelled } from "./answer.js";
 
@@ -47,7 +47,7 @@ export class Tree extends Component {
 }
 
 function Node({ node: { token, kind, source, children } }) {
-  const title = [SPOKEN[kind], source && `guessed by ${source}`, token.id !== undefined && `id ${token.id}`].filter(Boolean).join(", ");
+  const title = [SPOKEN[kind], source && `drafted by ${source}`, token.id !== undefined && `id ${token.id}`].filter(Boolean).join(", ");
   return html`<li class=${kind}>
     <span class="node ${kind}" title=${title}>
       <span class="text">${spelled(token.text)}</span>
@@ -58,7 +58,7 @@ function Node({ node: { token, kind, source, children } }) {
   </li>`;
 }
 
-// The guesses behind a node, the accepted one first; the model's own token stands behind the last accepted one.
+// The children of a node, the accepted one first; the model's own token follows the last accepted one.
 function childrenOf(step, parent) {
   const isKept = parent === 0 || step.drafts[parent - 1].isAccepted;
   const children = step.drafts.flatMap((draft, index) => {
@@ -76,5 +76,5 @@ function summary(step) {
   if (step.skipReason) return `No draft: ${SKIP_REASONS[step.skipReason] ?? step.skipReason}.`;
   const accepted = step.drafts.filter((draft) => draft.isAccepted).length;
   const sources = [...new Set(step.drafts.map((draft) => draft.source))].join(", ");
-  return `${step.drafts.length} guessed by ${sources}, ${accepted} accepted; one pass of the model gave ${step.tokens.length} tokens.`;
+  return `${step.drafts.length} drafted by ${sources}, ${accepted} accepted; one pass of the model gave ${step.tokens.length} tokens.`;
 }

@@ -11,7 +11,7 @@ const EXAMPLES = [
 export function Welcome({ ask, isBusy }) {
   return html`<section class="welcome" aria-label="What this page shows">
     <p class="lead">Faster, without changing a token.</p>
-    <p>A drafter guesses ahead, the model checks the guesses in one pass. Each token of an answer shows who guessed it:</p>
+    <p>A drafter drafts tokens ahead, and the model verifies them in one pass. Each token of an answer shows where it came from:</p>
     <${LongLegend} />
     <ul class="examples" aria-label="Examples">
       ${EXAMPLES.map(
