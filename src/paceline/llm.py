@@ -55,7 +55,7 @@ class LLM:
         cache_gb: memory for keys and values at most, taken as it is used.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
-        drafter: "auto" (what comes with the model, else ngram), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
+        drafter: "auto" (ngram, and what comes with the model), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
