@@ -435,6 +435,6 @@ def drafter_of(tree: DraftTree) -> str | None:
 def _can_prune(rows: RequestRows) -> bool:
     """Whether single draft tokens may be removed. Not drawn ones, whose distribution would change, nor where a branch has its own rows."""
     tree = rows.tree
-    if tree is None or rows.limit is None or tree.num_draft_tokens == 0:
+    if tree is None or rows.limit is None or tree.num_draft_tokens == 0 or tree.draft_probs:
         return False
     return rows.limit.layout is TreeLayout.MASK or is_chain(tree.parents)
