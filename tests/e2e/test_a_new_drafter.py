@@ -3,12 +3,16 @@
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, SamplingParams, drafters
+from paceline.drafters.ngram import NgramDrafter
+from paceline.errors import ConfigError
 from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.drafter import Drafter, DrafterTraits
 from paceline.speculation.request import TokenOrigin
 
 TOY = '''
@@ -83,3 +87,63 @@ def test_it_works_together_with_others(directory: Path, toy: ModuleType) -> None
     (output,) = llm.generate([[5, 6, 7]], PARAMS)
     assert output.token_ids == plain[0].token_ids
     assert output.drafter == "suffix+echo+ngram"
+
+
+class Late(Drafter):
+    """Its properties can be read at load, and raise once it has drafted."""
+
+    is_broken = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self._read("late")
+
+    @property
+    def traits(self) -> DrafterTraits:  # type: ignore[override]
+        return self._read(DrafterTraits())
+
+    def _read(self, value: Any) -> Any:
+        if self.is_broken:
+            raise ValueError("too late")
+        return value
+
+    def propose(self, requests: Any, budgets: Any) -> Any:
+        self.is_broken = True
+        return [None] * len(requests)
+
+
+def test_properties_that_raise_after_load_fail_no_request() -> None:
+    params = SamplingParams(max_tokens=12)
+    plain = LLM("mini", drafter="none", threads=1).generate("The old man", params)[0].token_ids
+    llm = LLM("mini", drafter=[Late(), NgramDrafter()], threads=1)
+    for options in ({}, {}, {"enabled": False}, {"drafter": "late"}):
+        assert llm.generate("The old man", params, speculation=options)[0].token_ids == plain
+    assert llm.drafter_name == "late+ngram"
+
+
+def named(name: object = "own", **members: Any) -> Any:
+    def propose(self: Any, requests: Any, budgets: Any) -> Any:
+        return [None] * len(requests)
+
+    return type("Own", (Drafter,), {"name": name, "propose": propose, **members})()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "text"),
+    [
+        (named(""), "the drafter Own is called ''"),
+        (named(["a"]), r"the drafter Own is called \['a'\]"),
+        (named("none"), "that is none of none, auto, grammar"),
+        (named("a+b"), "without '\\+'"),
+        (named("a\nb"), "use a printable text"),
+        (named(property(lambda self: 1 / 0)), r"cannot be read \(ZeroDivisionError"),
+        (named(needs="x"), "needs of the drafter 'own' is 'x': use DrafterNeeds"),
+        (named(traits=7), "traits of the drafter 'own' is 7: use DrafterTraits"),
+        (named(traits=DrafterTraits(notices="abc")), "a list of texts"),
+        ([named(), named()], "two drafters are called 'own'"),
+        ([named(), "ngram"], "drafter holds Own and 'ngram'"),
+    ],
+)
+def test_unusable_drafter_object_is_one_error_at_load(drafter: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM("mini", drafter=drafter, threads=1)

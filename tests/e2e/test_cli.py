@@ -321,7 +321,7 @@ def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.M
     names = {name for panel in PANELS for name in panel.options if flag_of(name) in words}
     assert len(names) == (13 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
     assert {METAVARS[name] for name in names if name in METAVARS} <= words
-    begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "Who guesses:") if word in line]
+    begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "The drafter:") if word in line]
     assert len(begins) == 3
     assert max(begins) <= 50, "room for what an option does"
 

@@ -190,7 +190,7 @@ class Engine:
             raise CapacityError(self._too_long(request))
         self.adapters.check_known(request.adapter)
         wanted = request.speculation.drafter
-        names = [drafter.name for drafter in self.speculator.drafters]
+        names = self.speculator.drafter_names
         if wanted is not None and wanted not in names:
             loaded = ", ".join(sorted(names)) or "none"
             raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")

@@ -30,7 +30,7 @@ from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
 from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
-from paceline.speculation.drafter import Drafter
+from paceline.speculation.drafter import Drafter, check_drafter
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.speculator import Speculator
@@ -61,7 +61,7 @@ class OpenedEngine:
 
     @property
     def drafter_name(self) -> str:
-        return "+".join(drafter.name for drafter in self.engine.speculator.drafters) or "none"
+        return "+".join(self.engine.speculator.drafter_names) or "none"
 
     @property
     def banner(self) -> str:
@@ -124,11 +124,9 @@ def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, Spec
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
     drafter = options.get("drafter", "auto")
-    listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
-    made = [one for one in listed if isinstance(one, Drafter)]
-    if made and (len(made) < len(listed) or len({one.name for one in made}) < len(made)):
-        raise ConfigError(f"drafter is {drafter!r}: give names, or drafter objects whose names differ, not both in one list")
-    check_options(drafter, options.get("drafter_options"), options.get("draft_adapter"))
+    made = made_drafters(drafter)
+    if made:
+        check_options(made, options.get("drafter_options"), options.get("draft_adapter"))
     names = tuple(one.name for one in made) if made else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
     given["drafter_options"] = options.get("drafter_options") or {}
@@ -152,15 +150,33 @@ def _as_text(path: Any) -> Any:
     return os.fsdecode(path) if isinstance(path, os.PathLike) else path
 
 
-def check_options(drafter: object, drafter_options: object, draft_adapter: object) -> None:
-    """That options are not for a drafter that is made already.
+def made_drafters(drafter: object) -> list[Drafter]:
+    """Return the drafter objects that a caller gave, checked; none if names were given.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: one is not usable, two have one name, or names and objects are mixed.
     """
-    if isinstance(drafter, Drafter) and drafter_options:
+    listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
+    made = [one for one in listed if isinstance(one, Drafter)]
+    for one in listed if made else ():
+        if not isinstance(one, Drafter):
+            raise ConfigError(f"drafter holds {type(made[0]).__name__} and {one!r}: give names only, or Drafter objects only")
+    for index, one in enumerate(made):
+        check_drafter(one)
+        if one.name in [other.name for other in made[:index]]:
+            raise ConfigError(f"two drafters are called {one.name!r}: give them different names, because requests select one by its name")
+    return made
+
+
+def check_options(made: Sequence[Drafter], drafter_options: object, draft_adapter: object) -> None:
+    """Check that no options came with drafter objects.
+
+    Raises:
+        ConfigError: some did.
+    """
+    if drafter_options:
         raise ConfigError(f"drafter_options {drafter_options!r} came with a drafter that is made already: give them to it when you make it")
-    if isinstance(drafter, Drafter) and draft_adapter is not None:
+    if draft_adapter is not None:
         raise ConfigError(f"draft_adapter {draft_adapter!r} came with a drafter that is made already: make it of a model with it merged")
 
 

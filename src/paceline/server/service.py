@@ -65,7 +65,7 @@ class Service:
     @property
     def drafters(self) -> Collection[str]:
         """Names of the drafters that a request may name."""
-        return [drafter.name for drafter in self.engine.opened.engine.speculator.drafters]
+        return self.engine.opened.engine.speculator.drafter_names
 
     @property
     def reads_predictions(self) -> bool:

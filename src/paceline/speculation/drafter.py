@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.request import Request
@@ -108,6 +109,33 @@ class CommittedRows:
             return self
         indices = [collected.index(layer) for layer in wanted]
         return replace(self, collected_hidden_states=self.collected_hidden_states[indices] if indices else None)
+
+
+RESERVED_NAMES = ("none", "auto", "grammar")
+
+
+def check_drafter(drafter: "Drafter") -> None:
+    """Check the name, needs and traits of a drafter object.
+
+    Raises:
+        ConfigError: one is missing, has another type, or cannot be read.
+    """
+    kind = type(drafter).__name__
+    try:
+        given: tuple[Any, Any, Any] = drafter.name, drafter.needs, drafter.traits
+    except Exception as error:
+        text = f"name, needs and traits of the drafter {kind} cannot be read ({type(error).__name__}: {error}): set them"
+        raise ConfigError(text) from error
+    name, needs, traits = given
+    if not isinstance(name, str) or not name or not name.isprintable() or "+" in name or name in RESERVED_NAMES:
+        reserved = ", ".join(RESERVED_NAMES)
+        raise ConfigError(f"the drafter {kind} is called {name!r}: use a printable text without '+' that is none of {reserved}")
+    if not isinstance(needs, DrafterNeeds):
+        raise ConfigError(f"needs of the drafter {name!r} is {needs!r}: use DrafterNeeds")
+    is_usable = isinstance(traits, DrafterTraits) and not isinstance(traits.notices, str)
+    texts: list[Any] = [traits.description, *traits.notices] if is_usable else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"traits of the drafter {name!r} is {traits!r}: use DrafterTraits with a text and a list of texts")
 
 
 class RequestState(Generic[StateT]):

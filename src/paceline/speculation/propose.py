@@ -56,7 +56,8 @@ class Proposer:
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        self.drafters = sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)
+        # names are read once: a property of a drafter may raise later
+        self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0  # of the step: drafting, and all other work of this class
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
         self._failures: dict[str, tuple[int, int]] = {}  # by drafter: failures in a row, calls to leave out
@@ -80,8 +81,8 @@ class Proposer:
                 with self._guard:
                     rows.tree = forced_draft(rows.request, rows.limit) or rows.tree
         if reason is None:
-            for drafter in self.drafters:
-                self._draft_with(drafter, batch, policy, max_rows)
+            for name, drafter in self._drafters:
+                self._draft_with(name, drafter, batch, policy, max_rows)
         for rows in batch:
             if rows.limit is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
@@ -103,37 +104,41 @@ class Proposer:
         num_tokens = len(request.token_ids)
         if rows.num_known != 1 or num_tokens == request.num_prompt_tokens:
             return (SkipReason.RESUMED if request.num_preemptions and request.num_output_tokens else SkipReason.PROMPT), None
-        if request.speculation.is_off or not self.drafters:
+        if request.speculation.is_off or not self._drafters:
             return SkipReason.OFF, None
         if request.max_len - num_tokens < 2:  # the bonus token takes one
             return SkipReason.NO_ROOM, None
         row_budget, depth = request.limit_draft(policy.row_budget, policy.num_draft_tokens)
         return None, DraftBudget(row_budget, depth, self._layout, samples_drafts and not request.params.is_greedy)
 
-    def _draft_with(self, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None) -> None:
+    def _draft_with(
+        self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
+    ) -> None:
         """Let one drafter draft for all requests for which that is expected to pay."""
-        failures, num_left_out = self._failures.get(drafter.name, (0, 0))
+        failures, num_left_out = self._failures.get(name, (0, 0))
         if num_left_out > 0:
-            self._failures[drafter.name] = failures, num_left_out - 1
-            self._skip_all(batch, drafter)
+            self._failures[name] = failures, num_left_out - 1
+            self._skip_all(batch, name)
             return
         try:
-            if self._try_drafting(drafter, batch, policy, max_rows):
-                self._failures.pop(drafter.name, None)
+            if self._try_drafting(name, drafter, batch, policy, max_rows):
+                self._failures.pop(name, None)
         except BaseException as error:
             if not self._guard.handle(error):
                 raise
-            self._failures[drafter.name] = failures + 1, min(MAX_FAILURE_BACKOFF, 2 ** min(failures, 10) - 1)
-            self._skip_all(batch, drafter)
+            self._failures[name] = failures + 1, min(MAX_FAILURE_BACKOFF, 2 ** min(failures, 10) - 1)
+            self._skip_all(batch, name)
         for rows in batch:
             rows.budget = None
 
-    def _try_drafting(self, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None) -> bool:
+    def _try_drafting(
+        self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
+    ) -> bool:
         """Plan and propose; return whether the drafter was called."""
         is_any = False
         for rows in batch:
             rows.budget = None
-            if not _is_open(rows, drafter):
+            if not _is_open(rows, name):
                 continue
             reason = policy.skip_reason(rows.request, drafter)
             if reason is None and not drafter.has_candidates(rows.request):
@@ -168,19 +173,19 @@ class Proposer:
             policy.observe_draft(drafter, len(asked), depth, seconds)
         return True
 
-    def _skip_all(self, batch: Sequence[RequestRows], drafter: Drafter) -> None:
+    def _skip_all(self, batch: Sequence[RequestRows], name: str) -> None:
         for rows in batch:
-            if _is_open(rows, drafter):
+            if _is_open(rows, name):
                 rows.skip(SkipReason.DRAFTER_FAILED)
 
 
-def _is_open(rows: RequestRows, drafter: Drafter) -> bool:
+def _is_open(rows: RequestRows, name: str) -> bool:
     """Whether a drafter may draft for a request, which may name one of several.
 
     A drawn draft is final: to replace it because of what was drawn would change the distribution that rejection keeps.
     """
     is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.limit is not None and rows.request.speculation.drafter in (None, drafter.name) and not is_drawn
+    return rows.limit is not None and rows.request.speculation.drafter in (None, name) and not is_drawn
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:

@@ -25,6 +25,10 @@ class Speculator:
         vocab_size: ids the tokenizer knows; rows of the model beyond them are padding, never emitted, and never drafted.
         layout: how trees are laid out in the cache, which decides the rows they take.
         acceptance: which draft tokens are accepted.
+
+    Attributes:
+        drafter_names: of the drafters, in order.
+        uses_predictions: whether a drafter drafts from what a request predicts.
     """
 
     def __init__(
@@ -38,16 +42,13 @@ class Speculator:
     ) -> None:
         self.acceptance, self.vocab_size = acceptance, vocab_size
         self.drafters, self.policy = tuple(drafters), policy
+        self.drafter_names = tuple(drafter.name for drafter in drafters)
+        self.uses_predictions = any(drafter.traits.uses_predictions for drafter in drafters)
         self._guard = ErrorGuard()
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
         self._needs = DrafterNeeds.of(drafters)
         self._forward_s = 0.0  # of the last pass
-
-    @property
-    def uses_predictions(self) -> bool:
-        """Whether a drafter drafts from what a request predicts."""
-        return any(drafter.traits.uses_predictions for drafter in self.drafters)
 
     @property
     def num_failures(self) -> int:
