@@ -38,14 +38,14 @@ Path: TypeAlias = Sequence[int]
 
 
 class DraftRow(NamedTuple):
-    """The draft model's row behind a path: its logits [V], and what the pass found in them, where that is enough."""
+    """The draft model's logits [V] after a path, and their ranking by the pass where no sampling parameter needs more."""
 
     logits: FloatArray
     ranked: RankedRow | None = None
 
 
 Drafting: TypeAlias = Generator[Path, DraftRow | None, ResultT]
-"""How the model is asked for a draft, token by token. Yields the path whose row it needs next: () for the root, then each time the previous
+"""Generator of a draft, token by token. Yields the path after which it needs logits: () for the root, then each time the previous
 path plus one token. Is sent that row, or None if there is none, and returns what was drafted."""
 
 

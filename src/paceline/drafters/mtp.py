@@ -81,7 +81,7 @@ _PARTS = {
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
 _GATE = "self_attn.attention_gate"
-"""What gates are called that were taken out of the matrix of their queries, behind the layer's prefix."""
+"""Name of a gate's tensor, after the layer's prefix, once it is split from the matrix of its queries."""
 
 
 def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:

@@ -113,7 +113,7 @@ class AssistantDrafter(Drafter):
     def _guess(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> Guessed:
         request, path, wants_draws = draft.request, draft.path(node), draft.budget.wants_draws
         if self._network.assistant.config.clusters is None:
-            return self._guesses.behind(request, path, output.logits[row], draft.width, wants_draws=wants_draws)
+            return self._guesses.next_token(request, path, output.logits[row], draft.width, wants_draws=wants_draws)
         ids, scores = self._network.candidates(output, row, self._vocab_size)
         if not len(ids) or not np.isfinite(scores).all():
             return NOTHING

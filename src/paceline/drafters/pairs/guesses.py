@@ -60,7 +60,7 @@ class Guesses:
         return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
     def of_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> Guessed:
-        """As `behind`, for a request whose rows only the temperature changes."""
+        """As `next_token`, for a request whose rows only the temperature changes."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return NOTHING
@@ -73,7 +73,7 @@ class Guesses:
         return _shared_out(first, prob_of, width, is_greedy=is_greedy)
 
     def of_truncated(self, request: Request, path: Sequence[int], row: RankedRow, width: int) -> Guessed | None:
-        """As `behind`, for a request with top-k, top-p or min-p; None where the top tokens do not determine what these leave.
+        """As `next_token`, for a request with top-k, top-p or min-p; None where the top tokens do not determine what these leave.
 
         Args:
             row: drawn from with the noise of this place, and of `truncated_ranking`.
@@ -92,7 +92,7 @@ class Guesses:
             return Guessed((drawn,), (min(1.0, prob_of[drawn]),))
         return _shared_out(drawn, prob_of, width, is_greedy=False)
 
-    def behind(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
+    def next_token(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
         """What may follow the request's tokens and `path`.
 
         At temperature 0 the most probable tokens; otherwise first the token that the target would draw if its row were this one
@@ -108,7 +108,7 @@ class Guesses:
             return NOTHING
 
     def of_target_row(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
-        """As `behind`, of a row [V] over the target's ids.
+        """As `next_token`, of a row [V] over the target's ids.
 
         Raises:
             PacelineError: as `LogitsProcessor.edit`.
@@ -121,7 +121,7 @@ class Guesses:
         return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
 
     def of_candidates(self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, wants_draws: bool) -> Guessed:
-        """As `behind`, where all other ids are impossible and only the temperature changes rows."""
+        """As `next_token`, where all other ids are impossible and only the temperature changes rows."""
         if wants_draws and width == 1 and not candidates.greedy:
             return _drawn(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))

@@ -51,7 +51,7 @@ class ParallelDrafter(PairDrafter):
                     guesses = [self._guesses.of_ranked(ranked[row], draft.width, is_greedy=is_greedy)] * len(nodes)
                 else:
                     guesses = [
-                        self._guesses.behind(
+                        self._guesses.next_token(
                             draft.request, draft.path(node), outputs.logits[row], draft.width, wants_draws=draft.budget.wants_draws
                         )
                         for node in nodes

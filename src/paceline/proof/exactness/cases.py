@@ -153,7 +153,7 @@ class Case:
 
 
 def sampling(name: str, *, seed: int, max_tokens: int) -> SamplingParams:
-    """The parameters of a request. It goes on behind the model's own end, so that short answers do not leave little to compare."""
+    """The parameters of a request. End tokens are ignored, so that short answers leave enough tokens to compare."""
     return SamplingParams(**SAMPLINGS[name], seed=seed, max_tokens=max_tokens, ignore_eos=True)
 
 

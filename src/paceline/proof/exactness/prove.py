@@ -44,7 +44,7 @@ _NOISE_ROWS = 8
 """Of the passes that those of one row are compared with, to see how far the logits of one and the same position are apart."""
 _NOISE_FACTOR = 4.0
 """Of the largest difference that was measured: other shapes and other places may be worse than those tried."""
-_NOISE_PREFILLED = 24  # tokens in front of those that are compared
+_NOISE_PREFILLED = 24  # tokens before those that are compared
 _NOISE_LENGTH = 56  # tokens of a text
 
 
@@ -296,7 +296,7 @@ def _measure_difference(network: Network, cache: KVCache, texts: Sequence[Sequen
 
 
 def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int) -> list[FloatArray]:
-    """The logits of the rows behind those that are prefilled, `count` a pass."""
+    """The logits of the rows after the prefilled ones, `count` a pass."""
     sequence = cache.new_sequence()
     rows: list[FloatArray] = []
     try:

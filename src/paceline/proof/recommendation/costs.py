@@ -1,6 +1,6 @@
 """What passes cost on this machine: the target's by measurement, a drafter's by its bytes.
 
-Its bytes are those of matrices, not of embeddings, of which it looks up one row, and of the experts that a row chooses.
+Bytes of embeddings are not counted, because a pass reads one row of them; of experts, those that a row chooses are.
 """
 
 import re

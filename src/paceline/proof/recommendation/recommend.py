@@ -324,12 +324,12 @@ def _told_by_files(path: Path) -> list[str]:
     try:
         if is_gguf(path):
             metadata = open_gguf(path).metadata
-            told = [metadata.get("general.name"), metadata.get("general.basename")]
+            names = [metadata.get("general.name"), metadata.get("general.basename")]
         else:
-            told = [(read_json(path / "config.json") or {}).get("_name_or_path")]
+            names = [(read_json(path / "config.json") or {}).get("_name_or_path")]
     except PacelineError:  # reading the model will say so
         return []
-    return [name.replace(" ", "-") for name in told if isinstance(name, str)]
+    return [name.replace(" ", "-") for name in names if isinstance(name, str)]
 
 
 def _without_marks(name: str) -> str:
