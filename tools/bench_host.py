@@ -155,7 +155,7 @@ def time_steps(llm: LLM, case: Case, kernels: TimedCall) -> list[tuple[float, fl
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:
     """Tokens emitted and drafted so far."""
-    return sum(request.num_output_tokens for request in requests), sum(request.stats.drafted for request in requests)
+    return sum(request.num_output_tokens for request in requests), sum(request.stats.num_draft_tokens for request in requests)
 
 
 def bench_host(options: argparse.Namespace) -> list[dict[str, Any]]:

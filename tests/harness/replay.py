@@ -98,10 +98,10 @@ class Outcome:
 
     seconds: float = 0.0
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     plain: dict[SkipReason, int] = field(default_factory=dict)
-    emitted: int = 0
+    num_emitted_tokens: int = 0
     lasted_s: list[float] = field(default_factory=list)
 
     @property
@@ -195,7 +195,7 @@ def _guess(
     reason = policy.begin_step(batch)
     num_considered = 0
     for rows, (request, _) in zip(batch, running, strict=True):
-        depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
+        depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
         rows.limit = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
@@ -236,7 +236,7 @@ def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
         reached.append(reached[parent] * budget.rate(tree.probs[node]))
         if parent in kept and reached[parent] >= budget.min_reach:
             kept.append(node)
-    return tree.part(kept)
+    return tree.subtree(kept)
 
 
 def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace: Trace, outcome: Outcome) -> None:
@@ -250,9 +250,9 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
         node = child
     request.token_ids += said[: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
-    outcome.emitted += len(accepted) + 1
-    outcome.drafted += rows.num_draft_tokens
-    outcome.accepted += len(accepted)
+    outcome.num_emitted_tokens += len(accepted) + 1
+    outcome.num_draft_tokens += rows.num_draft_tokens
+    outcome.num_accepted_tokens += len(accepted)
     if rows.skip_reason is not None:
         outcome.plain[rows.skip_reason] = outcome.plain.get(rows.skip_reason, 0) + 1
     if request.num_output_tokens == len(trace.token_ids):

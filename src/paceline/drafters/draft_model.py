@@ -24,8 +24,7 @@ from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
-from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
+from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, growing_tree
@@ -209,7 +208,7 @@ class DraftModelDrafter(Drafter):
         """The request's state, created if new. With translated ids the prefix cache is not counted on."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _State(self.cache.new_sequence(request.prefix_salt))
+            state = self._states[request] = _State(self.cache.new_sequence(request.sequence.salt))
             if self._translation is None:
                 state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
         return state

@@ -213,7 +213,7 @@ def test_batch_shape_counts_rows_and_cached_rows_beyond_the_profiled_ones() -> N
 
 
 def test_batch_shape_with_a_prompt_chunk_is_not_decoding() -> None:
-    shape = BatchShape.of([make_rows(num_cached=100), make_rows(num_cached=0, num_known=32, length=200)])
+    shape = BatchShape.of([make_rows(num_cached=100), make_rows(num_cached=0, num_new_tokens=32, length=200)])
     assert (shape.num_rows, shape.is_decoding) == (33, False)
 
 

@@ -12,8 +12,8 @@ from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
-from paceline.speculation.propose import MAX_FAILURE_BACKOFF
-from paceline.speculation.request import Request, RequestSpeculation
+from paceline.speculation.propose import MAX_FAILURE_BACKOFF_STEPS
+from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SkipReason
@@ -90,7 +90,7 @@ def step(speculator: Speculator, request: Request, said: Sequence[int] = RIGHT, 
     request.token_ids += [*said, 1][: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
     if rows.num_draft_tokens:
-        speculator.learn(request, tree, accepted)
+        speculator.observe_draft(request, tree, accepted)
     speculator.policy.observe_step([rows], forward_s, 0.0)
     return rows
 
@@ -166,7 +166,7 @@ def test_better_draft_is_kept_by_measured_acceptance_in_any_order(monkeypatch: p
 def test_request_that_names_a_drafter_gets_drafts_of_that_one_alone() -> None:
     first, second = Scripted("first", chain(*RIGHT, source="first")), Scripted("second", chain(5, source="second"))
     named, free = make_request([1, 2]), make_request([3, 4])
-    named.speculation = RequestSpeculation(drafter="second")
+    named.drafter = "second"
     batch = propose(speculator_of([first, second]), named, free)
     assert [source_of(rows) for rows in batch] == ["second", "first"]
     assert first.asked == [[free]]
@@ -196,7 +196,7 @@ def test_drafts_are_trimmed_to_budget_and_vocabulary_and_the_rest_counted() -> N
     (rows,) = propose(speculator_of([drafter]), make_request([1, 2]))
     assert rows.tree is not None
     assert list(rows.tree.token_ids[1:]) == [5, 6]
-    assert rows.request.stats.cut == 2
+    assert rows.request.stats.num_dropped_tokens == 2
     drafter.answer = chain(VOCAB_SIZE, source="only")
     (rows,) = propose(speculator_of([drafter]), make_request([1, 2]))
     assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.UNUSABLE)
@@ -205,10 +205,9 @@ def test_drafts_are_trimmed_to_budget_and_vocabulary_and_the_rest_counted() -> N
 def test_requests_that_may_not_draft_get_their_reason() -> None:
     drafter = Scripted("only", chain(*RIGHT, source="only"))
     off, ending, at_prompt, resumed = (make_request([1, 2, 3]) for _ in range(4))
-    off.speculation = RequestSpeculation(enabled=False)
+    off.num_speculative_tokens = 0
     ending.max_len = 4
     at_prompt.num_prompt_tokens = 3
-    resumed.num_preemptions = 1
     batch = [RequestRows.of(request, 1) for request in (off, ending, at_prompt)]
     resumed.sequence.committed_len = 0
     batch.append(RequestRows.of(resumed, 3))
@@ -248,9 +247,9 @@ def test_failing_drafter_alone_makes_plain_steps_with_growing_backoff() -> None:
         (rows,) = propose(speculator, make_request([1, 2]))
         assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.DRAFTER_FAILED)
     assert speculator.num_failures == drafter.num_calls
-    assert num_steps / MAX_FAILURE_BACKOFF < drafter.num_calls < 16
+    assert num_steps / MAX_FAILURE_BACKOFF_STEPS < drafter.num_calls < 16
     drafter.answer = chain(5, source="broken")
-    assert any(source_of(propose(speculator, make_request([1, 2]))[0]) for _ in range(MAX_FAILURE_BACKOFF + 1)), "it is tried again"
+    assert any(source_of(propose(speculator, make_request([1, 2]))[0]) for _ in range(MAX_FAILURE_BACKOFF_STEPS + 1)), "it is tried again"
     assert source_of(propose(speculator, make_request([1, 2]))[0]) == "broken", "and then in every step"
 
 

@@ -11,8 +11,7 @@ from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length.policy import BUCKET_SHARE, AdaptiveDraftLength
-from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
+from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, PrefillTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
@@ -75,7 +74,7 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
         request.token_ids.extend([2] * kept + [3])
         request.sequence.committed_len = len(request.token_ids) - 1
         if drafted:
-            speculator.learn(request, rows.tree, range(1, kept + 1))
+            speculator.observe_draft(request, rows.tree, range(1, kept + 1))
         speculator.policy.observe_step([rows], pass_s, 0.0)
     request.finish_reason = FinishReason.STOP
     speculator.release(request)

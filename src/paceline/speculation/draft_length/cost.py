@@ -107,8 +107,8 @@ class BatchShape:
         num_rows, cached_len, is_decoding, adapters = 0, 0.0, True, AdapterUse.NONE
         for rows in batch:
             request = rows.request
-            num_rows += rows.num_known
-            is_decoding = is_decoding and rows.num_known == 1 and rows.tree is not None
+            num_rows += rows.num_new_tokens
+            is_decoding = is_decoding and rows.num_new_tokens == 1 and rows.tree is not None
             cached_len += max(0, request.sequence.committed_len - PROFILED_CONTEXT_LEN)
             if request.adapter_number > 0:
                 adapters = max(adapters, AdapterUse.SCALING_PASS if request.takes_scaling_passes else AdapterUse.SOME_ROWS)

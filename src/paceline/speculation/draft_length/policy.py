@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.runtimes.cost import ForwardProfile
-from paceline.speculation.constrained import SOURCE as FORCED
+from paceline.speculation.constrained import FORCED
 from paceline.speculation.draft_length.acceptance import FORCED_RATE, SIBLING_FACTOR, AcceptanceRates, DraftHistory, UnsentDraft
 from paceline.speculation.draft_length.cost import BatchShape, CostModel
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -38,13 +38,13 @@ class FixedDraftLength:
     """Drafts the same number of tokens in every step, whether or not that pays; also the interface of policies.
 
     Args:
-        num_draft_tokens: depth of a draft.
+        num_speculative_tokens: depth of a draft.
         row_budget: rows of the target's pass a tree may cost, root included; None = those of a chain.
     """
 
-    def __init__(self, num_draft_tokens: int, *, row_budget: int | None = None) -> None:
-        self.num_draft_tokens = num_draft_tokens
-        self.row_budget = row_budget if row_budget is not None else num_draft_tokens + 1
+    def __init__(self, num_speculative_tokens: int, *, row_budget: int | None = None) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.row_budget = row_budget if row_budget is not None else num_speculative_tokens + 1
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         """Start a step; return the reason if no request is to draft in it."""
@@ -88,7 +88,7 @@ class FixedDraftLength:
 
     def describe(self) -> str:
         """One line for the banner."""
-        return f"{self.num_draft_tokens} draft tokens a step"
+        return f"{self.num_speculative_tokens} draft tokens a step"
 
 
 class Choice(NamedTuple):
@@ -159,12 +159,12 @@ class AdaptiveDraftLength(FixedDraftLength):
     """Chooses the draft length of every step from measured costs and acceptance.
 
     Args:
-        num_draft_tokens, row_budget: limits, as for `FixedDraftLength`.
+        num_speculative_tokens, row_budget: limits, as for `FixedDraftLength`.
         profile: the target's forward times.
     """
 
-    def __init__(self, num_draft_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
-        super().__init__(num_draft_tokens, row_budget=row_budget)
+    def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
+        super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
         self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # by drafter, and whether requests are greedy
         self._step = 0
@@ -254,7 +254,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if count == 0:
                 self._hold_back(rows)
             elif rows.tree is not None:
-                rows.tree, rows.expected_tokens = rows.tree.part(sorted(order[: count + 1])), 1.0 + sum(own[:count])
+                rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(own[:count])
 
     def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
@@ -293,9 +293,11 @@ class AdaptiveDraftLength(FixedDraftLength):
             self._mean_output_len = 0.75 * self._mean_output_len + 0.25 * length if self._mean_output_len else length
 
     def describe(self) -> str:
-        rows = 1 + min(4, self.num_draft_tokens)
+        rows = 1 + min(4, self.num_speculative_tokens)
         slowdown = self.cost.profile.at(rows) / self.cost.profile.at(1)
-        return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
+        return (
+            f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
+        )
 
     def _cold_budget(self, request: Request, drafter: Drafter, budget: DraftBudget) -> DraftBudget:
         """The budget, kept short while little is known of a drafter."""
