@@ -349,7 +349,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_stride, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
-    passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
+    passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, with_logits=False)
     translation, by_text = None, None
     if not has_all_ids:
         ours, theirs = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)

@@ -81,11 +81,11 @@ def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.Monkey
     assert runtime.num_passes == 7, "they are nobody's"
 
 
-@pytest.mark.parametrize("wants_logits", [True, False])
-def test_logits_are_of_all_rows_or_of_none(wants_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_logits_are_of_all_rows_or_of_none(with_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockedRuntime()
-    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, wants_logits=wants_logits)
-    assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(wants_logits)}
+    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, with_logits=with_logits)
+    assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(with_logits)}
 
 
 def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) 
 def test_a_short_context_makes_a_short_table(max_context: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
-    table = cost.measure_passes(runtime, cache, max_context=max_context)  # type: ignore[arg-type]
+    table = cost.measure_profile(runtime, cache, max_context=max_context)  # type: ignore[arg-type]
     assert table.at(1) == pytest.approx(1.1)
     assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_context, cache.max_slots)
     cache.check()

@@ -10,7 +10,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length.policy import BUCKET_SHARE, AdaptiveDraftLength
+from paceline.speculation.draft_length.policy import OVERHEAD_SHARE, AdaptiveDraftLength
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, PrefillTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
@@ -103,7 +103,7 @@ def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
     seconds = sum(decode(speculator, drafter, num_tokens) for _ in range(num_requests))
     plain_s = num_requests * num_tokens * PLAIN_S
     assert seconds < 1.03 * plain_s
-    assert drafter.read_s - before_s < 2 * BUCKET_SHARE * plain_s + 900 * token_s
+    assert drafter.read_s - before_s < 2 * OVERHEAD_SHARE * plain_s + 900 * token_s
 
 
 def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Why a text was drafted as it was: what steps were expected to bring, what they brought, and the costs that decided."""
+"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates behind the draft lengths."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ _SHOWN_DEPTHS = 8
 
 
 def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
-    """Lines on steps by their number of draft tokens: what was expected of them and what they brought; plain steps by reason."""
+    """Return lines on steps by their number of draft tokens, with expected and emitted tokens, and on plain steps by reason."""
     lines = ["draft tokens  steps  expected tokens  emitted tokens  expected speedup"]
     by_count: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
@@ -32,7 +32,7 @@ def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
 
 
 def explain_policy(policy: FixedDraftLength) -> list[str]:
-    """Lines on what decides: the costs of passes, drafting and other work, and acceptance rates."""
+    """Return lines on the costs of passes, drafting and other work, and on acceptance rates."""
     if not isinstance(policy, AdaptiveDraftLength):
         return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
     profile, host = policy.cost.profile, policy.cost.host
