@@ -1,7 +1,7 @@
 """Host time of a step, by batch size: its wall time less the kernels' run, and a flame graph of where it goes.
 
     python tools/bench_host.py --batches 1 16
-    python tools/bench_host.py --flame docs/dev/engine-step.svg --sampler PATH/py-spy --batches 16 --sampled
+    python tools/bench_host.py --flame step.svg --sampler PATH/py-spy --batches 16 --sampled
 
 The model's pass is short but its vocabulary is not. Cases take turns in one process; medians over all steps are reported.
 """

@@ -330,7 +330,7 @@ class LLM:
         """
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
-        needs = DrafterNeeds.of(drafters)
+        needs = DrafterNeeds.union(drafters)
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
         without = replace(self._opened.config, quant=quant, adapters={})

@@ -23,4 +23,4 @@ def make_rows(*, num_cached: int = 10, num_new_tokens: int = 1, length: int | No
     """The rows of a request with `num_cached` cached tokens."""
     request = make_request([1] * (num_cached + num_new_tokens if length is None else length))
     request.sequence.committed_len = num_cached
-    return RequestRows.of(request, num_new_tokens)
+    return RequestRows.without_draft(request, num_new_tokens)

@@ -40,7 +40,7 @@ class Costs:
     asking_s: float = 0.0
 
     def table(self) -> ForwardProfile:
-        return ForwardProfile.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
+        return ForwardProfile.from_samples({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def replay(
             began[id(running[-1][0])] = outcome.seconds
             if takes_scaling_passes:
                 running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
-        batch = [RequestRows.of(request, 1) for request, _ in running]
+        batch = [RequestRows.without_draft(request, 1) for request, _ in running]
         draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.select(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
@@ -149,7 +149,7 @@ def replay(
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
             _commit(policy, rows, request, trace, outcome)
-        policy.observe_step(batch, pass_s * noise(), host_s * other_noise(), draft_s * other_noise(), plan_s * other_noise())
+        policy.observe_step_time(batch, pass_s * noise(), host_s * other_noise(), draft_s * other_noise(), plan_s * other_noise())
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
@@ -222,7 +222,7 @@ def _guess(
         deepest = max(deepest, tree.tree_depth)
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
     if deepest:
-        policy.observe_draft(player, len(asked), deepest, seconds * noise())
+        policy.observe_draft_time(player, len(asked), deepest, seconds * noise())
     return seconds, plan_s
 
 
@@ -258,7 +258,7 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
     if request.num_output_tokens == len(trace.token_ids):
         request.finish_reason = FinishReason.LENGTH
     if tree is not None and rows.num_draft_tokens:
-        policy.observe(request, tree, accepted)
+        policy.observe_verified(request, tree, accepted)
 
 
 def made_up(length: int, chance: Callable[[int], float], random: Any, *, confident: Callable[[float], float] | None = None) -> Trace:

@@ -162,7 +162,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
         ConfigError: an option or an adapter was given that none of the drafters reads.
     """
     if made:
-        return PreparedDrafters((), DrafterNeeds.of(made).layers, made)
+        return PreparedDrafters((), DrafterNeeds.union(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.of(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]

@@ -179,7 +179,7 @@ class DraftModelDrafter(Drafter):
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def prefill_s(self, request: Request) -> float:
-        return self._reading.of(len(request.token_ids) - self._state_of(request).num_read)
+        return self._reading.expected_s(len(request.token_ids) - self._state_of(request).num_read)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)

@@ -145,7 +145,7 @@ class RequestMaker:
             raise RequestError(f"namespace is {namespace!r}: give a string, or None", parameter="namespace")
         if not isinstance(salt, str | bytes | None):
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
-        speculation = SpeculationOptions.of(options.get("speculation"))
+        speculation = SpeculationOptions.parse(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
         shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")

@@ -46,7 +46,7 @@ class SpeculationOptions:
             raise RequestError(f"{name} is {most!r}: {text}", parameter=name)
 
     @classmethod
-    def of(cls, given: "SpeculationOptions | Mapping[str, object] | None") -> "SpeculationOptions":
+    def parse(cls, given: "SpeculationOptions | Mapping[str, object] | None") -> "SpeculationOptions":
         """Return the options of a mapping, or those given.
 
         Raises:

@@ -43,7 +43,7 @@ class ForwardProfile:
     row_s: float = 0.0
 
     @classmethod
-    def of(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
+    def from_samples(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
         """Return a profile of measured seconds. A sample above one of more rows was disturbed, and is reduced to it."""
         seconds: dict[int, float] = {}
         least = float("inf")
@@ -51,7 +51,7 @@ class ForwardProfile:
             least = seconds[rows] = min(least, measured[rows])
         return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
 
-    def at(self, num_rows: int) -> float:
+    def seconds_at(self, num_rows: int) -> float:
         """Return the seconds of so many rows, interpolated linearly between the counts that were timed, and extrapolated beyond them."""
         known = self.seconds.get(num_rows)
         if known is not None:
@@ -82,7 +82,7 @@ class ForwardProfile:
         """Return the profile of a JSON form; None if it is not valid."""
         try:
             seconds = {int(rows): float(value) for rows, value in stored["seconds"].items()}
-            profile = cls.of(seconds, float(stored["sequence_s"]), float(stored["row_s"]))
+            profile = cls.from_samples(seconds, float(stored["sequence_s"]), float(stored["row_s"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
         is_usable = len(seconds) > 1 and all(rows > 0 and 0.0 < value < 1e4 for rows, value in seconds.items())
@@ -101,7 +101,7 @@ def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *,
     stored = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if stored is not None:
         measured = time_passes(runtime, cache, CHECKED_COUNTS, max_context=max_context, repeats=1)
-        if all(abs(seconds / stored.at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
+        if all(abs(seconds / stored.seconds_at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
             return stored
     profile = measure_profile(runtime, cache, max_context=max_context)
     if runtime.version:
@@ -132,12 +132,12 @@ def measure_profile(runtime: Network, cache: KVCache, *, max_context: int, secon
                     fastest[count] = min(sequence.time(count), fastest.get(count, math.inf))
         sequence_s = row_s = 0.0
         if sequence.extend_cache(FAR_LEN, room - max(CHECKED_COUNTS)):
-            near = ForwardProfile.of(fastest)
+            near = ForwardProfile.from_samples(fastest)
             far = {count: min(sequence.time(count) for _ in range(2)) for count in (1, 8)}
-            added = {count: max(0.0, far_s - near.at(count)) / FAR_LEN for count, far_s in far.items()}
+            added = {count: max(0.0, far_s - near.seconds_at(count)) / FAR_LEN for count, far_s in far.items()}
             row_s = max(0.0, added[8] - added[1]) / 7
             sequence_s = max(0.0, added[1] - row_s)
-    return ForwardProfile.of(fastest, sequence_s, row_s)
+    return ForwardProfile.from_samples(fastest, sequence_s, row_s)
 
 
 def time_passes(

@@ -16,7 +16,7 @@ from paceline.speculation.tree import DraftTree
 
 FORCED = "grammar"  # source of forced tokens
 MAX_FORCED_TOKENS = 16  # in one draft, however short the drafts of drafters are
-ANY_ID = 2**31  # the grammar allows valid ids only
+ANY_ID = 2**31  # as vocabulary size in `trim`: no limit, because the grammar allows valid ids only
 
 
 def constrain_draft(rows: RequestRows) -> None:

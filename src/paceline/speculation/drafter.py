@@ -66,7 +66,7 @@ class DrafterNeeds:
     layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
+    def union(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
         """Return what several drafters need together."""
         layers = {layer for drafter in drafters for layer in drafter.needs.layers}
         return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
@@ -132,7 +132,7 @@ class PrefillTime:
             token_s = seconds / num_tokens
             self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
 
-    def of(self, num_tokens: int) -> float:
+    def expected_s(self, num_tokens: int) -> float:
         """Return the expected seconds for so many tokens."""
         return self.token_s * num_tokens if num_tokens > FREE_PREFILL_TOKENS else 0.0
 

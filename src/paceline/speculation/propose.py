@@ -84,7 +84,7 @@ class Proposer:
                 constrain_draft(rows)
         if reason is None:
             for name, drafter in self._drafters:
-                self._call_guarded(name, drafter, batch, policy, max_rows)
+                self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
         for rows in batch:
             if rows.limit is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
@@ -113,7 +113,7 @@ class Proposer:
         row_budget, max_depth = request.limit_draft(policy.row_budget, policy.num_speculative_tokens)
         return None, DraftBudget(row_budget, max_depth, self._layout, is_rejection and not request.params.is_greedy)
 
-    def _call_guarded(
+    def _call_drafter_guarded(
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> None:
         """Call a drafter. After failures in a row it is not called for 0, 1, 3, 7, … steps."""
@@ -123,7 +123,7 @@ class Proposer:
             self._failures[name] = failures, num_left_out - 1
         else:
             try:
-                if self._call(name, drafter, batch, policy, max_rows):
+                if self._call_drafter(name, drafter, batch, policy, max_rows):
                     self._failures.pop(name, None)
             except BaseException as error:
                 if not self._guard.handle(error):
@@ -135,7 +135,9 @@ class Proposer:
             if is_failed and _may_draft(rows, name):
                 rows.skip(SkipReason.DRAFTER_FAILED)
 
-    def _call(self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None) -> bool:
+    def _call_drafter(
+        self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
+    ) -> bool:
         """Draft for all requests for which that is expected to pay; return whether the drafter was called."""
         for rows in batch:
             rows.budget = None
@@ -169,7 +171,7 @@ class Proposer:
         seconds = perf_counter() - start_s
         self.draft_s += seconds
         if not has_prefill:  # its time is no measure of later drafts
-            policy.observe_draft(drafter, len(called), depth, seconds)
+            policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 
 

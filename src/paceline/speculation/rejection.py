@@ -123,7 +123,7 @@ class RejectionSampler:
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # its token becomes the bonus token; the next step reads this row first, and reports the error
+            self._accepted.pop()  # the last token becomes the bonus token; the next step reads this row first, and reports the error
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:

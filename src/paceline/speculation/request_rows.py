@@ -62,7 +62,7 @@ class RequestRows:
     is_observed: bool = False
 
     @classmethod
-    def of(cls, request: Request, num_new_tokens: int) -> "RequestRows":
+    def without_draft(cls, request: Request, num_new_tokens: int) -> "RequestRows":
         """Return the rows of the next tokens of a request, without a draft."""
         tree = DraftTree.root_only(request.token_ids[-1]) if num_new_tokens == request.num_uncached else None
         return cls(request, num_new_tokens, tree, start=request.sequence.committed_len, kept_nodes=range(num_new_tokens))
@@ -113,7 +113,7 @@ class RequestRows:
             self.first_row += self.root
         self.logits = logits[self.first_row : output.end_logits_row]
 
-    def keep(self, accepted_nodes: Sequence[int]) -> None:
+    def keep_accepted(self, accepted_nodes: Sequence[int]) -> None:
         """Add accepted nodes of the tree to those whose cache rows are kept."""
         if self.tree is not None and accepted_nodes:
             if isinstance(self.tree.parents, range):  # a chain

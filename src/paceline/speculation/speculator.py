@@ -47,7 +47,7 @@ class Speculator:
         self._guard = ErrorGuard()
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
-        self._needs = DrafterNeeds.of(drafters)
+        self._needs = DrafterNeeds.union(drafters)
         self._forward_s = 0.0  # of the last pass
 
     @property
@@ -86,10 +86,10 @@ class Speculator:
         self._forward_s = perf_counter() - start_s
         return output
 
-    def observe_draft(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Give the policy the outcome of a draft."""
         with self._guard:
-            self.policy.observe(request, tree, accepted_nodes)
+            self.policy.observe_verified(request, tree, accepted_nodes)
 
     def observe(self, batch: Sequence[RequestRows], seconds: float) -> None:
         """Give the policy the times of a step, and the drafters the rows that were kept.
@@ -102,7 +102,7 @@ class Speculator:
         draft_s, plan_s = self._proposer.draft_s, self._proposer.plan_s
         host_s = max(0.0, seconds - self._forward_s - draft_s - plan_s)
         with self._guard:
-            self.policy.observe_step(batch, self._forward_s, host_s, draft_s, plan_s)
+            self.policy.observe_step_time(batch, self._forward_s, host_s, draft_s, plan_s)
         if self._observers:
             self.observe_rows([self._committed(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 

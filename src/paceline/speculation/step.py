@@ -54,7 +54,7 @@ def step(
         Exception: the target's pass failed; nothing was committed.
     """
     start_s = perf_counter()
-    batch = [RequestRows.of(request, count) for request, count in zip(requests, num_new_tokens, strict=True)]
+    batch = [RequestRows.without_draft(request, count) for request, count in zip(requests, num_new_tokens, strict=True)]
     speculator.propose(batch, max_rows)
     _forward(batch, target, cache, speculator)
     for rows in batch:
@@ -113,8 +113,8 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
         expected = rows.expected_tokens, rows.expected_speedup
         request.steps.append(StepRecord(start, emitted, *draft, tuple(accepted), rows.skip_reason, *expected))
     if tree.num_draft_tokens > 0:
-        speculator.observe_draft(request, tree, nodes)
-    rows.keep(accepted)
+        speculator.observe_verified(request, tree, nodes)
+    rows.keep_accepted(accepted)
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:

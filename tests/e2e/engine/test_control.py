@@ -317,7 +317,7 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "name"), WRONG, ids=str)
 def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        SpeculationOptions.of(wrong)  # type: ignore[arg-type]
+        SpeculationOptions.parse(wrong)  # type: ignore[arg-type]
     assert caught.value.parameter == name
 
 

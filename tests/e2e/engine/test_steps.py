@@ -155,4 +155,4 @@ def test_a_record_is_json() -> None:
 
 def test_trees_are_asked_for_with_true_or_false() -> None:
     with pytest.raises(RequestError, match="trees is 1: use true or false"):
-        SpeculationOptions.of({"trees": 1})
+        SpeculationOptions.parse({"trees": 1})

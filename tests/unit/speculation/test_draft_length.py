@@ -24,7 +24,7 @@ def decoding(count: int) -> list[RequestRows]:
     for _ in range(count):
         params = SamplingParams()
         request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
-        rows = RequestRows.of(request, 1)
+        rows = RequestRows.without_draft(request, 1)
         rows.limit = rows.budget = DraftBudget(5, 4)
         batch.append(rows)
     return batch
@@ -72,12 +72,12 @@ def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> No
 
 def test_steps_without_considered_requests_do_not_delay_drafting() -> None:
     """On a small target deciding takes more than the share of a pass that pays for attempts in vain."""
-    policy = AdaptiveDraftLength(4, ForwardProfile.of({1: 1.0, 5: 1.2}))
+    policy = AdaptiveDraftLength(4, ForwardProfile.from_samples({1: 1.0, 5: 1.2}))
     batch, num_skipped = decoding(1), 0
     for _ in range(400):
         if policy.begin_step(batch) is not None:
             num_skipped += 1
         else:
             assert policy.skip_reason(batch[0].request, NgramDrafter()) is None
-        policy.observe_step(batch, 1.0, 0.1, plan_s=0.1)
+        policy.observe_step_time(batch, 1.0, 0.1, plan_s=0.1)
     assert 0.8 * 400 < num_skipped < 400 - 20

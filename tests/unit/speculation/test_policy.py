@@ -141,7 +141,7 @@ def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
 def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: float) -> None:
     """More rows take half as much longer, or twice, as was measured at load."""
     costs = MACHINES["dear rows"]
-    wrong = ForwardProfile.of({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
+    wrong = ForwardProfile.from_samples({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
     for chance in (0.2, 0.7):
         traces = texts(lambda _, chance=chance: chance, np.random.default_rng(3), 12, "nothing")  # type: ignore[misc]
         seconds = replay(controller(costs, table=wrong), traces, costs).seconds

@@ -58,7 +58,7 @@ def fail(request: Request) -> DraftTree:
 
 
 def adaptive(row_s: float = 0.05) -> AdaptiveDraftLength:
-    return AdaptiveDraftLength(8, ForwardProfile.of({rows: 1.0 + row_s * (rows - 1) for rows in (1, 2, 3, 5, 9, 17, 33)}))
+    return AdaptiveDraftLength(8, ForwardProfile.from_samples({rows: 1.0 + row_s * (rows - 1) for rows in (1, 2, 3, 5, 9, 17, 33)}))
 
 
 def speculator_of(drafters: Sequence[Drafter], policy: FixedDraftLength | None = None) -> Speculator:
@@ -66,7 +66,7 @@ def speculator_of(drafters: Sequence[Drafter], policy: FixedDraftLength | None =
 
 
 def propose(speculator: Speculator, *requests: Request, max_rows: int | None = None) -> list[RequestRows]:
-    batch = [RequestRows.of(request, 1) for request in requests]
+    batch = [RequestRows.without_draft(request, 1) for request in requests]
     speculator.propose(batch, max_rows)
     return batch
 
@@ -90,16 +90,16 @@ def step(speculator: Speculator, request: Request, said: Sequence[int] = RIGHT, 
     request.token_ids += [*said, 1][: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
     if rows.num_draft_tokens:
-        speculator.observe_draft(request, tree, accepted)
-    speculator.policy.observe_step([rows], forward_s, 0.0)
+        speculator.observe_verified(request, tree, accepted)
+    speculator.policy.observe_step_time([rows], forward_s, 0.0)
     return rows
 
 
 def take(speculator: Speculator, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Report these seconds a proposal instead of the measured ones."""
-    observe = speculator.policy.observe_draft
+    observe = speculator.policy.observe_draft_time
     monkeypatch.setattr(
-        speculator.policy, "observe_draft", lambda drafter, count, depth, _: observe(drafter, count, depth, seconds[drafter.name])
+        speculator.policy, "observe_draft_time", lambda drafter, count, depth, _: observe(drafter, count, depth, seconds[drafter.name])
     )
 
 
@@ -208,9 +208,9 @@ def test_requests_that_may_not_draft_get_their_reason() -> None:
     off.num_speculative_tokens = 0
     ending.max_len = 4
     at_prompt.num_prompt_tokens = 3
-    batch = [RequestRows.of(request, 1) for request in (off, ending, at_prompt)]
+    batch = [RequestRows.without_draft(request, 1) for request in (off, ending, at_prompt)]
     resumed.sequence.committed_len = 0
-    batch.append(RequestRows.of(resumed, 3))
+    batch.append(RequestRows.without_draft(resumed, 3))
     speculator_of([drafter]).propose(batch)
     assert [rows.skip_reason for rows in batch] == [SkipReason.OFF, SkipReason.NO_ROOM, SkipReason.PROMPT, SkipReason.RESUMED]
     assert drafter.num_calls == 0
@@ -337,8 +337,8 @@ def test_needs_of_several_drafters_are_their_union() -> None:
         Scripted("a", fail, needs=DrafterNeeds(layers=(4, 1))),
         Scripted("b", fail, needs=DrafterNeeds(hidden_states=True, layers=(1, 2))),
     ]
-    assert DrafterNeeds.of(drafters) == DrafterNeeds(hidden_states=True, layers=(1, 2, 4))
-    assert DrafterNeeds.of([]) == DrafterNeeds()
+    assert DrafterNeeds.union(drafters) == DrafterNeeds(hidden_states=True, layers=(1, 2, 4))
+    assert DrafterNeeds.union([]) == DrafterNeeds()
 
 
 @pytest.mark.parametrize("call", ["observe", "release"])

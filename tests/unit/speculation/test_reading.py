@@ -64,7 +64,7 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
     """Simulated seconds of one request behind a long prompt that says so many tokens."""
     request, seconds = make_request(max_tokens=max_tokens), 0.0
     while request.num_output_tokens < num_tokens:
-        rows, before = RequestRows.of(request, 1), drafter.seconds
+        rows, before = RequestRows.without_draft(request, 1), drafter.seconds
         speculator.propose([rows])
         assert rows.tree is not None
         drafted = rows.tree.num_draft_tokens
@@ -74,8 +74,8 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
         request.token_ids.extend([2] * kept + [3])
         request.sequence.committed_len = len(request.token_ids) - 1
         if drafted:
-            speculator.observe_draft(request, rows.tree, range(1, kept + 1))
-        speculator.policy.observe_step([rows], pass_s, 0.0)
+            speculator.observe_verified(request, rows.tree, range(1, kept + 1))
+        speculator.policy.observe_step_time([rows], pass_s, 0.0)
     request.finish_reason = FinishReason.STOP
     speculator.release(request)
     return seconds
@@ -83,9 +83,13 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
 
 def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Clock]:
     drafter = Clock(accepted, token_s)
-    policy = AdaptiveDraftLength(NUM_DRAFT_TOKENS, ForwardProfile.of({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)}))
-    observe = policy.observe_draft
-    monkeypatch.setattr(policy, "observe_draft", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S))  # by this clock
+    policy = AdaptiveDraftLength(
+        NUM_DRAFT_TOKENS, ForwardProfile.from_samples({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)})
+    )
+    observe = policy.observe_draft_time
+    monkeypatch.setattr(
+        policy, "observe_draft_time", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S)
+    )  # by this clock
     return Speculator([drafter], policy, vocab_size=4, layout=TreeLayout.MASK), drafter
 
 
@@ -134,7 +138,7 @@ def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
-    rows = RequestRows.of(make_request(), 1)
+    rows = RequestRows.without_draft(make_request(), 1)
     speculator.propose([rows])
     assert (rows.skip_reason, drafter.num_reads) == (SkipReason.UNPROFITABLE, 0)
     assert speculator.num_failures == 0
@@ -142,11 +146,11 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
 
 def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
     reading = PrefillTime()
-    assert reading.of(1000) == 0.0
+    assert reading.expected_s(1000) == 0.0
     random = np.random.default_rng(seed)
     for _ in range(40):
         count = int(random.integers(FREE_PREFILL_TOKENS + 1, 500))
         reading.observe(count, count * 0.003 * random.uniform(0.9, 1.1))
         reading.observe(FREE_PREFILL_TOKENS, 9.0)
-    assert reading.of(200) == pytest.approx(0.6, rel=0.1)
-    assert reading.of(FREE_PREFILL_TOKENS) == 0.0
+    assert reading.expected_s(200) == pytest.approx(0.6, rel=0.1)
+    assert reading.expected_s(FREE_PREFILL_TOKENS) == 0.0

@@ -32,7 +32,7 @@ def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: 
     if length > 1:
         cache.reserve(request.sequence, range(-1, length - 2))
         cache.keep_path(request.sequence, length - 2)
-    rows = RequestRows.of(request, request.num_uncached)
+    rows = RequestRows.without_draft(request, request.num_uncached)
     if parents:
         rows.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
     return rows

@@ -13,10 +13,10 @@ from enum import IntEnum, auto
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
-MEMORY = 0.96  # weight of all earlier samples after each new one
-STALL_MEMORY = 0.1  # the same if the earlier samples were stalls of the machine
+MEMORY = 0.96  # factor on the weight of the earlier samples with each new one
+STALL_MEMORY = 0.1  # this factor if the earlier samples turn out to be stalls of the machine
 MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected time, because a longer one is probably a stall
-STALL = 3.0  # a sample this many times faster than expected proves that the earlier ones were stalls: nothing runs faster by chance
+STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
 MIN_INFORMATION = 1e-6  # of y * y relative to x * x: below it, the samples that tell a from b are too old
 MIN_STEP_S = 1e-7  # noise can lead to a fit in which a plain step takes no time
 PRIOR_SAMPLES = 0.25  # samples that the profile counts for
@@ -40,7 +40,7 @@ class LinearCost:
         self.a = self.b = self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
         self.is_known = False
 
-    def at(self, x: float, y: float) -> float:
+    def seconds_at(self, x: float, y: float) -> float:
         """Return the expected seconds for (x, y); 0 before the first sample."""
         return self.a * x + self.b * y
 
@@ -48,7 +48,7 @@ class LinearCost:
         """Add a sample."""
         keep = MEMORY
         if self.is_known:
-            expected = self.at(x, y)
+            expected = self.seconds_at(x, y)
             seconds = min(seconds, MAX_SLOWDOWN * expected + 1e-5)
             if STALL * seconds < expected:
                 keep = STALL_MEMORY
@@ -102,7 +102,7 @@ class BatchShape:
     adapters: AdapterUse
 
     @classmethod
-    def of(cls, batch: Sequence[RequestRows]) -> "BatchShape":
+    def from_batch(cls, batch: Sequence[RequestRows]) -> "BatchShape":
         """Return the shape of a batch."""
         num_rows, cached_len, is_decoding, adapters = 0, 0.0, True, AdapterUse.NONE
         for rows in batch:
@@ -129,7 +129,7 @@ class CostModel:
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, the time of drafters aside."""
         base_s, speed = self._profiled(shape, 0), self._speed_of(shape.adapters)
-        host_s, draft_row_s = self.host.at(shape.num_sequences, 0.0), self.host.b
+        host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
         fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
         row_s = draft_row_s + speed.b * self.profile.row_s * shape.cached_len / max(1, shape.num_sequences)
         first = self._seconds[shape.num_rows]
@@ -138,13 +138,13 @@ class CostModel:
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
         """Return the seconds that a drafter takes for drafts of this depth for so many requests at once; 0 while they are unknown."""
-        return self._draft_cost(drafter, num_requests).at(1.0, depth)
+        return self._draft_cost(drafter, num_requests).seconds_at(1.0, depth)
 
     def draft_token_s(self, drafter: str) -> float:
         """Return the seconds of one more draft token for one request."""
         return self._draft_cost(drafter, 1).b
 
-    def observe_draft(self, drafter: str, num_requests: int, depth: int, seconds: float) -> None:
+    def observe_draft_time(self, drafter: str, num_requests: int, depth: int, seconds: float) -> None:
         """Add the time of a `propose` call; the first one of a drafter is left out."""
         count = self._num_proposals[drafter] = self._num_proposals.get(drafter, 0) + 1
         if count > 1:
@@ -154,7 +154,7 @@ class CostModel:
         """Return whether a drafter was timed often enough to use its times."""
         return self._num_proposals.get(drafter, 0) >= FIRST_PROPOSALS
 
-    def observe_step(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
+    def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
         """Add the times of a step: of its forward pass, and of everything but drafting."""
         base_s = self._profiled(shape, 0)
         self._speed_of(shape.adapters).observe(base_s, self._profiled(shape, num_drafts) - base_s, forward_s)
@@ -175,7 +175,7 @@ class CostModel:
             plain = self._speed.get(AdapterUse.NONE)
             a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
             factor = 2.0 if adapters is AdapterUse.SCALING_PASS else 1.0
-            first, more = self.profile.at(1), max(1e-6, self.profile.at(5) - self.profile.at(1))
+            first, more = self.profile.seconds_at(1), max(1e-6, self.profile.seconds_at(5) - self.profile.seconds_at(1))
             speed = self._speed[adapters] = LinearCost(ratio=1.0, usual_y=more)
             speed.observe(first, more, factor * (a * first + b * more))
         return speed
@@ -188,5 +188,5 @@ class CostModel:
     def _rows(self, num_rows: int) -> list[float]:
         """Return [at least num_rows + 1] seconds of the profile, by rows."""
         while len(self._seconds) <= num_rows:
-            self._seconds.append(self.profile.at(len(self._seconds)) if self._seconds else 0.0)
+            self._seconds.append(self.profile.seconds_at(len(self._seconds)) if self._seconds else 0.0)
         return self._seconds

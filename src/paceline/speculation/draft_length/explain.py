@@ -37,10 +37,12 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
         return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
     profile, host = policy.cost.profile, policy.cost.host
     shown = ", ".join(
-        f"{count} row{'s' * (count > 1)} {1e3 * profile.at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
+        f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
     )
     lines = [f"profiled at load: a pass of {shown}"]
-    lines.append(f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.at(1, 0):.2f} ms a step")
+    lines.append(
+        f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.seconds_at(1, 0):.2f} ms a step"
+    )
     for (name, is_greedy), rates in sorted(policy.rates.items()):
         if rates.num_observed:
             one_s, four_s = (1e3 * policy.cost.draft_s(name, 1, count) for count in (1, 4))

@@ -73,13 +73,13 @@ class FixedDraftLength:
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         """Drop draft tokens that are not expected to pay for their rows."""
 
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Learn from a verified tree."""
 
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
         """Learn the time of a `propose` call for so many requests and drafts of this depth."""
 
-    def observe_step(
+    def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
         """Learn the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
@@ -170,16 +170,16 @@ class AdaptiveDraftLength(FixedDraftLength):
         self.cost = CostModel(profile)
         self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # by drafter, and whether requests are greedy
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.at(1)  # while it is negative, no request drafts
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no request drafts
         self._saving_s = 0.0  # what the budget must hold before the next probe
         self._shape: BatchShape | None = None  # of the step
         self._probed: Request | None = None  # in this step
-        self._is_chargeable = False  # whether a request might draft in this step; other steps cost nothing, so that the budget refills
+        self._is_chargeable = False  # whether decisions of this step are charged: not if no request might draft, so that the budget refills
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         self._step += 1
-        self._shape, self._probed, self._is_chargeable = BatchShape.of(batch), None, False
+        self._shape, self._probed, self._is_chargeable = BatchShape.from_batch(batch), None, False
         return SkipReason.UNPROFITABLE if self._overhead_budget_s < 0.0 and self._shape.is_decoding else None
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
@@ -195,8 +195,8 @@ class AdaptiveDraftLength(FixedDraftLength):
                 rows.budget = _short_chain(rows.budget, COLD_TOKENS)
         if drafter.traits.is_lookup:  # takes next to no time: its drafts are judged by `select`
             return
-        shape = self._shape or BatchShape.of(batch)
-        present = [sorted(self._reach(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
+        shape = self._shape or BatchShape.from_batch(batch)
+        present = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
         planned, undrafted = self._planned_gains(batch, drafter, present)
         most = max(PROBE_TOKENS, sum(map(len, planned)))
         most = max(0, most if max_rows is None else min(most, max_rows - shape.num_rows))
@@ -225,14 +225,14 @@ class AdaptiveDraftLength(FixedDraftLength):
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
         if rows.num_draft_tokens == 0 or tree.draft_probs:
             return True
-        return sum(self._reach(rows.request, tree)) > sum(self._reach(rows.request, rows.tree))
+        return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         prunable = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
         if not prunable or self._shape is None:
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
-        reached = [self._reach(rows.request, rows.tree) for rows in prunable]
+        reached = [self._path_probs(rows.request, rows.tree) for rows in prunable]
         orders = [sorted([node for node, prob in enumerate(own) if prob >= MIN_REACH], key=lambda node: -own[node]) for own in reached]
         gains = [[own[node] for node in order[1:]] for own, order in zip(reached, orders, strict=True)]
         most = sum(map(len, gains))
@@ -249,7 +249,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif rows.tree is not None:
                 rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(own[:count])
 
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
             return
         rates, history = self._model(request, name)
@@ -264,10 +264,10 @@ class AdaptiveDraftLength(FixedDraftLength):
                     history.observe(by_depth[depth - 1] if prob is None else rates.by_prob(prob), accepted=child == accepted_child)
                 rates.observe(depth, prob, is_first=rank == 0, accepted=child == accepted_child)
 
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        self.cost.observe_draft(drafter.name, num_requests, depth, seconds)
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
+        self.cost.observe_draft_time(drafter.name, num_requests, depth, seconds)
 
-    def observe_step(
+    def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
         num_drafts = sum(rows.num_draft_tokens for rows in batch)
@@ -278,7 +278,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
         most_s = max(self._saving_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
         self._overhead_budget_s = min(self._overhead_budget_s + OVERHEAD_SHARE * plain_s, most_s)
-        self.cost.observe_step(self._shape, num_drafts, forward_s, host_s)
+        self.cost.observe_step_time(self._shape, num_drafts, forward_s, host_s)
 
     def release(self, request: Request) -> None:
         request.draft_histories.clear()
@@ -288,7 +288,7 @@ class AdaptiveDraftLength(FixedDraftLength):
 
     def describe(self) -> str:
         rows = 1 + min(4, self.num_speculative_tokens)
-        slowdown = self.cost.profile.at(rows) / self.cost.profile.at(1)
+        slowdown = self.cost.profile.seconds_at(rows) / self.cost.profile.seconds_at(1)
         return (
             f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
         )
@@ -365,7 +365,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._saving_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        self._model(rows.request, drafter.name)[1].num_observed = 0.0  # the probe moves the request's bias as far as a first token
+        self._model(rows.request, drafter.name)[1].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
         rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
         return True
 
@@ -395,14 +395,14 @@ class AdaptiveDraftLength(FixedDraftLength):
         if len(accepted) == len(text) < tree.tree_depth:  # right so far
             return False
         history.unsent = None
-        self.observe(request, tree, accepted)
+        self.observe_verified(request, tree, accepted)
         if accepted:
             history.backoff_level = 0
         else:
             self._back_off(history, MAX_LOOKUP_BACKOFF_LEVEL if drafter.traits.is_lookup else MAX_BACKOFF_LEVEL)
         return len(accepted) > 0
 
-    def _reach(self, request: Request, tree: DraftTree | None) -> list[float]:
+    def _path_probs(self, request: Request, tree: DraftTree | None) -> list[float]:
         """Return [N] probabilities that each node and all before it are accepted, 1 for the root."""
         if tree is None or tree.num_draft_tokens == 0:
             return [1.0]
