@@ -156,7 +156,7 @@ class DraftModelDrafter(Drafter):
             depth = min(budget.max_depth, budget.row_budget - 1, self.max_context - len(context))
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
-                is_drawn = budget.wants_draws and not request.params.is_greedy
+                is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.reads_ranks = self._translation is None and request.processor.leaves_rows and not is_drawn
                 draft.truncates = request.processor.truncates
             drafts.append(draft)
@@ -256,7 +256,7 @@ class DraftModelDrafter(Drafter):
             draft.pending, draft.result = [], end.value
 
     def _drafting(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        if budget.wants_draws and not request.params.is_greedy:
+        if budget.needs_draft_probs and not request.params.is_greedy:
             return self._drawn(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
             return self._picked(request, budget)
@@ -326,7 +326,7 @@ class DraftModelDrafter(Drafter):
             if guessed is not None:
                 return guessed
         try:
-            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, wants_draws=False)
+            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, needs_draft_probs=False)
         except RequestError:  # no token is allowed
             return NOTHING
 

@@ -29,7 +29,7 @@ class DraftBudget:
         row_budget: most rows of the target's pass that the tree takes, root included.
         max_depth: most tokens on a path, root excluded.
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
-        wants_draws: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
+        needs_draft_probs: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
             (`paceline.sampling.residual.draw_distinct`), not the target's, and with the distributions in `DraftTree.draft_probs`.
         min_reach: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length must
             not depend on the tokens drawn.
@@ -39,7 +39,7 @@ class DraftBudget:
     row_budget: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
-    wants_draws: bool = False
+    needs_draft_probs: bool = False
     min_reach: float = 0.0
     rate_of: Callable[[float], float] | None = None
 

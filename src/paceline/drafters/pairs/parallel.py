@@ -56,7 +56,7 @@ class ParallelDrafter(PairDrafter):
                             draft.path(node),
                             outputs.logits[row],
                             draft.width,
-                            wants_draws=draft.budget.wants_draws,
+                            needs_draft_probs=draft.budget.needs_draft_probs,
                         )
                         for node in nodes
                     ]

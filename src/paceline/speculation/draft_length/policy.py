@@ -331,7 +331,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         """
         rates, history = self._model(request, drafter.name)
         token_s = self.cost.draft_token_s(drafter.name)
-        stops_early = rates.has_probs and not budget.wants_draws and token_s > CHEAP_SHARE * times[0]
+        stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > CHEAP_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and num_requests == 1):
             width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
