@@ -94,7 +94,7 @@ class DraftHistory:
     unsent: tuple[int, DraftTree] | None = None
 
     def rate(self, rate: float, optimism: float = 0.0) -> float:
-        """Return the request's acceptance rate, given the rate over all requests."""
+        """Return the request's acceptance rate, given the rate over all requests. `optimism`: log-odds that are added to the bias."""
         rate = clip(rate)
         odds = rate / (1.0 - rate) * math.exp(self.bias + optimism)
         return clip(odds / (1.0 + odds))

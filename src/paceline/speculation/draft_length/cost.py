@@ -19,8 +19,8 @@ MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected t
 STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
 MIN_INFORMATION = 1e-6  # of y * y relative to x * x: below it, the samples that tell a from b are too old
 MIN_STEP_S = 1e-7  # noise can lead to a fit in which a plain step takes no time
-PRIOR_SAMPLES = 0.25  # samples that the profile counts for
-HOST_DRAFTS = 4.0  # draft tokens of a typical step, for the host's time
+PRIOR_SAMPLES = 0.25  # weight of the profile in a fit, in samples
+HOST_DRAFTS = 4.0  # usual draft tokens of a step: `usual_y` of the fit of the host's time
 FIRST_PROPOSALS = 8  # proposals of a drafter before its times are used: the first ones also prepare memory and kernels
 
 

@@ -93,7 +93,7 @@ class FixedDraftLength:
 
 
 class Choice(NamedTuple):
-    """How many draft tokens of each request to send.
+    """Numbers of draft tokens to send.
 
     Attributes:
         counts: by request; all 0 if the expected speedup is below `MIN_GAIN`.
