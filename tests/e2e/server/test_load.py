@@ -19,7 +19,7 @@ from paceline import LLM, AsyncEngine
 from paceline.server.app import create_app
 
 MAX_GROWTH_BYTES = 40_000_000
-SMALL_CACHE = ("--cache-gb", "0.03")  # its memory is the system's until it is first written
+SMALL_CACHE = ("--kv-cache-gb", "0.03")  # its memory is the system's until it is first written
 
 
 def resident_bytes() -> int:
