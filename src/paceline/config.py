@@ -186,7 +186,7 @@ class EngineConfig:
         max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
         prefill_chunk_size: prompt rows of a pass, of all requests together; decoding requests come first.
         enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        checkpoint_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
+        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
             the last 32 rows it filled.
         adapters: directories of LoRA adapters by the names that requests have for them.
         merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.
@@ -210,7 +210,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     prefill_chunk_size: int = 256
     enable_prefix_caching: bool = True
-    checkpoint_interval: int = 512
+    state_interval: int = 512
     adapters: Mapping[str, str] = field(default_factory=dict)
     merge_adapter: str | None = None
     revision: str | None = None
@@ -228,9 +228,9 @@ class EngineConfig:
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
         _check_int("prefill_chunk_size", self.prefill_chunk_size, 1, MAX_NUM_BATCHED_TOKENS)
-        _check_int("checkpoint_interval", self.checkpoint_interval, 32, 2**20)
-        if self.checkpoint_interval % 32:
-            raise ConfigError(f"checkpoint_interval is {self.checkpoint_interval}: use a multiple of 32, such as 512")
+        _check_int("state_interval", self.state_interval, 32, 2**20)
+        if self.state_interval % 32:
+            raise ConfigError(f"state_interval is {self.state_interval}: use a multiple of 32, such as 512")
         for name in ("revision", "hf_token"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is of type {type(getattr(self, name)).__name__}: use a text, or None")

@@ -69,7 +69,7 @@ class LLM:
         max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
         prefill_chunk_size: prompt rows of a pass, of all requests together; fewer make the gaps between tokens of other requests shorter.
         enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        checkpoint_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
+        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
             the last 32 rows it filled.
         adapters: directories of LoRA adapters by name; requests ask for one by `adapter=name`.
         merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. That is another
@@ -108,7 +108,7 @@ class LLM:
         max_num_batched_tokens: int = 512,
         prefill_chunk_size: int = 256,
         enable_prefix_caching: bool = True,
-        checkpoint_interval: int = 512,
+        state_interval: int = 512,
         adapters: Mapping[str, str | Path] | None = None,
         merge_adapter: str | Path | None = None,
         revision: str | None = None,

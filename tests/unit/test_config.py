@@ -49,7 +49,7 @@ def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -
     assert ": use " in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("revision", 5), ("token", b"hf_x"), ("offline", "x"), ("enable_prefix_caching", None)])
+@pytest.mark.parametrize(("name", "value"), [("revision", 5), ("hf_token", b"hf_x"), ("offline", "x"), ("enable_prefix_caching", None)])
 def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is .*: use ") as caught:
         EngineConfig(**{name: value})
@@ -129,7 +129,7 @@ def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: 
 
 
 def test_no_record_shows_the_token() -> None:
-    engine, nothing = EngineConfig(token="hf_secret"), cast(Any, None)
+    engine, nothing = EngineConfig(hf_token="hf_secret"), cast(Any, None)
     target = LoadedTarget(
         directory=Path("model"), runtime=nothing, cache=nothing, tokenizer=nothing, vocab_size=8, max_model_len=8, engine=engine,
         speculation=SpeculationConfig(),

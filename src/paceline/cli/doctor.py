@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_directories, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, KVCacheDtypeName, named_directories, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
@@ -36,9 +36,7 @@ def doctor(
     draft_quantization: DraftQuant = "auto",
     draft_adapter: Annotated[str | None, typer.Option("--draft-adapter", help=SPECULATION.options["draft_adapter"])] = None,
     drafter_options: DrafterOptions = None,
-    kv_cache_dtype: Annotated[
-        str, typer.Option("--kv-cache-dtype", help=MEMORY.options["kv_cache_dtype"], metavar=METAVARS["kv_cache_dtype"])
-    ] = "auto",
+    kv_cache_dtype: KVCacheDtypeName = "auto",
     adapter: Adapters = None,
     merge_adapter: Annotated[str | None, typer.Option("--merge-adapter", help=MODEL.options["merge_adapter"])] = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", help=MEMORY.options["max_model_len"])] = None,
@@ -57,8 +55,7 @@ def doctor(
         names = tuple(drafter or ("auto",))
         engine = EngineConfig(
             model=model, gguf_file=gguf_file, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len, device=device, threads=threads,
-            merge_adapter=merge_adapter, offline=True,
+            max_model_len=max_model_len, device=device, threads=threads, merge_adapter=merge_adapter, offline=True,
         )  # fmt: skip
         speculation = SpeculationConfig(
             drafter=names[0] if len(names) == 1 else names, draft_quantization=draft_quantization, draft_adapter=draft_adapter,

@@ -61,7 +61,7 @@ MEMORY = Panel(
         "kv_cache_dtype": "Type of keys and values: f32, bf16, f16, int8; auto = as computed (quantised GGUF: f16). It changes tokens.",
         "kv_cache_gb": "Memory for keys and values at most, in gigabytes. Default: 4 full contexts, at most a quarter of the memory.",
         "enable_prefix_caching": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
-        "checkpoint_interval": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
+        "state_interval": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
     },
 )
 SAMPLING = Panel(
@@ -151,8 +151,8 @@ OUTPUT = "Output"
 PANELS = (MODEL, ADAPTERS, MEMORY, SAMPLING, SPECULATION)
 SERVING = (SERVER, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
 BATCHING = (REQUESTS, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
-FLAGS = {"adapters": "--adapter"}
-"""Of fields that hold what is given several times, one at a time."""
+FLAGS = {"enable_prefix_caching": "--prefix-caching", "adapters": "--adapter"}
+"""Options whose flag is not spelled like the field: repeatable ones in the singular, and shorter forms."""
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -177,6 +177,7 @@ METAVARS = {
 DraftQuant = Annotated[
     str, typer.Option("--draft-quantization", help=SPECULATION.options["draft_quantization"], metavar=METAVARS["draft_quantization"])
 ]
+KVCacheDtypeName = Annotated[str, typer.Option("--kv-cache-dtype", help=MEMORY.options["kv_cache_dtype"], metavar="<str>")]
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 
@@ -308,7 +309,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint, parser = str, _count_or_word
     flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
     if default is True:  # it needs a --no form
-        flag += f"/--no-{name.replace('_', '-')}"
+        flag += flag.replace("--", "/--no-")
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
 

@@ -347,7 +347,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     runtime = load_runtime(directory, options).runtime
     num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
     kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
-    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.checkpoint_interval, max_kept=kept_states))
+    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_interval, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_model_len=max_model_len, repeats=1, wants_logits=False)
     translation, by_text = None, None

@@ -149,7 +149,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     layout = StateLayout.of(model.recurrents)
     of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if of_state == 0:
-        return StateLimits(stride=config.checkpoint_interval, max_kept=0), config.max_num_seqs, 0
+        return StateLimits(stride=config.state_interval, max_kept=0), config.max_num_seqs, 0
     least = of_state + of_text  # and one that a prompt's chunk is bringing forward
     if least > num_bytes:
         raise CapacityError(
@@ -159,7 +159,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
     running = of_state + count * of_text
     kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.enable_prefix_caching else 0
-    return StateLimits(stride=config.checkpoint_interval, max_kept=kept), count, running + kept * of_state
+    return StateLimits(stride=config.state_interval, max_kept=kept), count, running + kept * of_state
 
 
 class _CacheBytes:

@@ -216,12 +216,8 @@ def open_engine(
     policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    step_limits = Limits(
-        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size,
-    )
-    engine = Engine(runtime, cache, speculator, step_limits)
+    limits = Limits(min(config.max_num_seqs, plan.max_num_seqs), config.max_num_batched_tokens, config.prefill_chunk_size)
+    engine = Engine(runtime, cache, speculator, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     maker = RequestMaker(tokenizer, vocab_size, plan.max_model_len, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)

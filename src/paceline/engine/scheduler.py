@@ -68,7 +68,7 @@ class BlockManager(Protocol[RequestIn]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What a pass may hold.
 
