@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 PASS_OVER_BYTES = 1.5
-"""A pass of a small network over the time its bytes take to be read: 1.4 to 1.7 (docs/dev/experiments.md, passes of drafting heads)."""
+"""A pass of a small network over the time its bytes take to be read: 1.4 to 1.7 (docs/dev/findings.md, heads)."""
 HOST_S = 1e-4
-"""Of a proposal, beside passes: 0.07 to 0.17 ms for heads, less without a network (docs/dev/experiments.md)."""
+"""Of a proposal, beside passes: 0.07 to 0.17 ms for heads, less without a network (docs/dev/findings.md)."""
 
 _MEASURED_BYTES = 256 << 20  # far more than the processor's caches hold
 _REPEATS = 5
