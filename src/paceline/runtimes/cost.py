@@ -89,35 +89,35 @@ class ForwardProfile:
         return profile if is_usable else None
 
 
-def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_context: int) -> ForwardProfile:
+def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_model_len: int) -> ForwardProfile:
     """Return the forward profile: the stored one if three passes agree with it, otherwise a new one.
 
     Args:
         cache: the runtime's current cache.
         profiles: stored profiles, by network, type of weights, threads and processor.
-        max_context: positions that the runtime is prepared for.
+        max_model_len: positions that the runtime is prepared for.
     """
     key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
     stored = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if stored is not None:
-        measured = time_passes(runtime, cache, CHECKED_COUNTS, max_context=max_context, repeats=1)
+        measured = time_passes(runtime, cache, CHECKED_COUNTS, max_model_len=max_model_len, repeats=1)
         if all(abs(seconds / stored.seconds_at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
             return stored
-    profile = measure_profile(runtime, cache, max_context=max_context)
+    profile = measure_profile(runtime, cache, max_model_len=max_model_len)
     if runtime.version:
         profiles.put(key, profile.as_json())
     return profile
 
 
-def measure_profile(runtime: Network, cache: KVCache, *, max_context: int, seconds: float = MEASURING_S) -> ForwardProfile:
+def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = MEASURING_S) -> ForwardProfile:
     """Measure a profile in about `seconds`: the fastest pass of each row count, and what reading the cache adds.
 
     The row counts take turns, so that a drift of the machine's speed affects all of them alike.
 
     Args:
-        max_context: positions that the runtime is prepared for. Passes that do not fit these or the cache are left out.
+        max_model_len: positions that the runtime is prepared for. Passes that do not fit these or the cache are left out.
     """
-    room = min(max_context, cache.max_slots)
+    room = min(max_model_len, cache.max_slots)
     counts = [count for count in ROW_COUNTS if count <= max(1, room // 2)]
     if len(counts) < 2:
         counts = [1, 2] if room > 2 else [1]
@@ -145,7 +145,7 @@ def time_passes(
     cache: KVCache,
     row_counts: Sequence[int],
     *,
-    max_context: int,
+    max_model_len: int,
     cached_len: int = PROFILED_CONTEXT_LEN,
     repeats: int = 5,
     with_logits: bool = True,
@@ -156,11 +156,11 @@ def time_passes(
 
     Args:
         cache: the runtime's current cache.
-        max_context: positions that the runtime is prepared for. If these or the cache are short, fewer rows are cached, and a pass that
+        max_model_len: positions that the runtime is prepared for. If these or the cache are short, fewer rows are cached, and a pass that
             does not fit is timed with fewer rows.
         with_logits: whether logits of all rows are computed, as in verification, or of none, as in prefill.
     """
-    room = min(max_context, cache.max_slots)
+    room = min(max_model_len, cache.max_slots)
     cached_len = max(1, min(cached_len, room - max(row_counts)))
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     with _TimedSequence(runtime, cache, cached_len, with_logits=with_logits) as sequence:

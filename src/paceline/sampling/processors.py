@@ -319,7 +319,7 @@ def _checked_max(logits: ScoreArray) -> np.float32:
         found = "NaN" if np.isnan(peak) else str(peak)
         raise CheckpointError(
             f"the target produced {found} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "
-            "precision; verify the checkpoint's files or load it with a wider dtype or kv_type"
+            "precision; verify the checkpoint's files or load it with a wider dtype or kv_cache_dtype"
         )
     return peak
 

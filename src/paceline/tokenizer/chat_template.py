@@ -66,14 +66,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool,
-        max_context: int | None = None,
+        max_model_len: int | None = None,
     ) -> str:
         """The text of a conversation.
 
         Args:
             tools: functions that may be called, as OpenAI describes them.
             options: further variables of the template.
-            max_context: tokens a prompt may have; limits how much text the template may add to what it was given (`most_characters`).
+            max_model_len: tokens a prompt may have; limits how much text the template may add to what it was given (`most_characters`).
 
         Raises:
             RequestError: the messages are invalid, or the template rejects them, fails, or takes more time, memory or text than it may.
@@ -83,7 +83,7 @@ class ChatTemplate:
         text = f"[{', '.join(texts)}]"
         tools_text, options_text = _json("tools", lambda: list(tools) or None), _json("options", lambda: options or {})
         given = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
-        most = most_characters(given, max_context)
+        most = most_characters(given, max_model_len)
         settings = json.dumps({"add_generation_prompt": add_generation_prompt, "names": self._names, "most": most})
         conversation = f'{{"messages": {text}, "options": {options_text}, {settings[1:-1]}, "tools": '
         try:
@@ -109,14 +109,14 @@ def _reason(error: IsolatedError) -> str:
     return f"{str(error) or 'it failed'} ({error.error_type})"
 
 
-def most_characters(given: int, max_context: int | None) -> int:
+def most_characters(given: int, max_model_len: int | None) -> int:
     """How long a rendered text may be: twice what was given, and 32 characters for each token of the context, and some.
 
     Args:
         given: characters of what the template is given, as JSON.
-        max_context: None = 131,072 tokens.
+        max_model_len: None = 131,072 tokens.
     """
-    return 2 * given + _CHARACTERS_PER_TOKEN * (max_context or _DEFAULT_CONTEXT) + _LEAST_CHARACTERS
+    return 2 * given + _CHARACTERS_PER_TOKEN * (max_model_len or _DEFAULT_CONTEXT) + _LEAST_CHARACTERS
 
 
 def _plain_message(message: object) -> dict[str, Any]:
