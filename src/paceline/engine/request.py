@@ -1,4 +1,4 @@
-"""What only the engine knows of a request: its options, samples of the same prompt, preemptions and times."""
+"""The part of a request that only the engine uses: its options, samples of the same prompt, preemptions and times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

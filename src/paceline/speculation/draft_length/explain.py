@@ -1,4 +1,4 @@
-"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates behind the draft lengths."""
+"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates that the draft lengths follow from."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
