@@ -75,7 +75,7 @@ ARROWS: dict[str, set[str]] = {
         "outputs",
         "parsing.parse_output",
         "sampling.params",
-        "sampling.grammar",
+        "sampling.grammars.grammar",
         "speculation.request",
     },
     "__main__": {"cli.__init__"},

@@ -17,7 +17,7 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.sequence_bans import bad_word_ids

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.errors import RequestError
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0

@@ -16,8 +16,8 @@ from paceline.parsing.answer_grammar import answer_grammar
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.parsing.tool_call_grammar import arguments_schema
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.chat_request import ChatRequest, check_tools
 from paceline.server.fields import Fields
 from paceline.server.generation import Generation, GenerationRequest

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import RequestError
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.sampling.matcher import GrammarMatcher
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows

@@ -3,7 +3,7 @@ import pytest
 
 from harness.scripted_target import textbook_probs
 from paceline.errors import CheckpointError, RequestError
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 

@@ -17,8 +17,9 @@ from harness.grammar_schemas import random_schema
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs

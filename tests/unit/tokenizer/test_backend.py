@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
 from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
 from paceline.proof.checkpoint_facts import read_tokenizer
-from paceline.sampling.compiled_grammar import GrammarVocabulary
+from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
 from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids

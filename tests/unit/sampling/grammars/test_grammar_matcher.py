@@ -15,12 +15,13 @@ import pytest
 from harness.grammar_schemas import random_schema
 from paceline.errors import BackendUnavailableError, RequestError
 from paceline.installation import install_extra
-from paceline.sampling.compiled_grammar import CompiledGrammar
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
+from paceline.sampling.grammars.compiled_grammar import CompiledGrammar
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.tokenizer.tokenizer import Tokenizer
 
-MINI = Path(__file__).resolve().parents[3] / "src" / "paceline" / "assets" / "mini" / "target"
+MINI = Path(__file__).resolve().parents[4] / "src" / "paceline" / "assets" / "mini" / "target"
 EOS_IDS = (2, 0)
 V = 4096
 GRAMMARS = {
@@ -195,7 +196,7 @@ def test_rows_of_any_width_are_masked(width: int) -> None:
 
 def test_a_text_that_is_committed_against_the_grammar_is_an_error() -> None:
     matcher = write(compiler(), GRAMMARS["choice"], ids("no"))
-    with pytest.raises(RequestError, match="goes on with"):
+    with pytest.raises(RequestError, match="continues with"):
         matcher.commit(ids("x")[0])
 
 
@@ -247,9 +248,11 @@ def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.Mo
     """With a limit that one text is far from, and many together pass."""
     generator = np.random.default_rng(seed)
     crowded = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 80})
-    renewed: list[object] = []
-    real = CompiledGrammar.renew
-    monkeypatch.setattr(CompiledGrammar, "renew", lambda self: renewed.append(self) or real(self))
+    crowded.matcher(WIDE)
+    compiler().matcher(WIDE)
+    compiled_again: list[object] = []
+    real = CompiledGrammar._compile
+    monkeypatch.setattr(CompiledGrammar, "_compile", lambda self: compiled_again.append(self) or real(self))
     for _ in range(12):
         matcher, alone = crowded.matcher(WIDE), compiler().matcher(WIDE)
         for _ in range(16):
@@ -260,7 +263,7 @@ def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.Mo
                 path.append(int(generator.choice(right)))
             for one in (matcher, alone):
                 one.commit(path[0])
-    assert len(renewed) > 2
+    assert len(compiled_again) > 2
 
 
 def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
@@ -283,10 +286,12 @@ def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
 
 def test_a_row_too_long_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the text's own, and compiling takes as long as the batch stands still."""
+    ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
-    monkeypatch.setattr(CompiledGrammar, "renew", lambda _: pytest.fail("it compiles the grammar again"))
+    tight.matcher(ambiguous)
+    monkeypatch.setattr(CompiledGrammar, "_compile", lambda _: pytest.fail("it compiles the grammar again"))
     with pytest.raises(RequestError, match="Current row has"):
-        write(tight, Grammar.lark('start: start start | "a"'), ids("a") * 12)
+        write(tight, ambiguous, ids("a") * 12)
 
 
 def test_a_grammar_too_complex_for_its_own_text_is_an_error_of_that_request() -> None:
@@ -305,7 +310,7 @@ def test_compiled_grammars_are_kept_and_the_oldest_go(monkeypatch: pytest.Monkey
         real(self, grammar, *rest)
 
     monkeypatch.setattr(CompiledGrammar, "__init__", counted)
-    small = GrammarCompiler(tokenizer(), EOS_IDS, max_compiled=2)
+    small = GrammarCompiler(tokenizer(), EOS_IDS, max_cached=2)
     for text in ("a", "b", "a", "c", "a", "b"):
         small.matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "b"]
