@@ -55,7 +55,7 @@ def constrain(
     Returns:
         None where nothing can be drafted, or the grammar allows no token: the target's own row then raises the error.
     """
-    matcher = request.processor.constraint
+    matcher = request.processor.grammar
     if not isinstance(matcher, GrammarMatcher) or (tree is not None and tree.draft_probs):
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
@@ -74,7 +74,7 @@ def constrain(
 
 def forced_run(request: Request, max_depth: int) -> DraftTree | None:
     """The chain of tokens that the request's grammar forces next, at most `max_depth`; None where it forces none."""
-    matcher = request.processor.constraint
+    matcher = request.processor.grammar
     if not isinstance(matcher, GrammarMatcher):
         return None
     try:

@@ -77,7 +77,7 @@ class Proposer:
             reason = policy.begin_step(batch)
         for rows in batch:
             rows.skip_reason, rows.limit = self._limit(rows, policy, samples_drafts=samples_drafts)
-            if rows.limit is not None and rows.request.processor.constraint is not None:
+            if rows.limit is not None and rows.request.processor.grammar is not None:
                 with self._guard:
                     rows.tree = forced_draft(rows.request, rows.limit) or rows.tree
         if reason is None:
@@ -86,7 +86,7 @@ class Proposer:
         for rows in batch:
             if rows.limit is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
-            if rows.limit is not None and rows.request.processor.constraint is not None:
+            if rows.limit is not None and rows.request.processor.grammar is not None:
                 with self._guard:  # verification obeys the grammar in any case, and reports where it cannot go on
                     constrain_draft(rows, with_forced(rows.limit, rows.request))
         if any(rows.num_draft_tokens for rows in batch):

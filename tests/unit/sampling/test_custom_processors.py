@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
+from paceline.sampling.constraints import TokenView
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
@@ -111,3 +112,26 @@ def test_the_text_cannot_be_changed():
 
     with pytest.raises(RequestError, match="does not support item assignment"):
         _processor(write).process(ROW)
+
+
+def test_a_view_reads_like_the_list_of_text_and_path():
+    view = TokenView([1, 2, 3], [4, 2])
+    whole = [1, 2, 3, 4, 2]
+    assert (list(view), len(view), view.count(2), view.index(4), 3 in view, 9 in view) == (whole, 5, 2, 3, True, False)
+    assert [view[index] for index in range(-5, 5)] == [whole[index] for index in range(-5, 5)]
+    for one in (slice(None), slice(-2, None), slice(1, 4), slice(None, None, -2), slice(2, 100), slice(4, 1)):
+        assert view[one] == whole[one]
+    assert np.array(view).tolist() == whole
+    assert np.asarray(view, np.float32).dtype == np.float32
+    for index in (5, -6):
+        with pytest.raises(IndexError):
+            view[index]
+
+
+def test_a_view_does_not_see_what_is_added_later():
+    text, path = [1, 2], [3]
+    view = TokenView(text, path)
+    text.append(7)
+    path.append(8)
+    assert list(view) == [1, 2, 3]
+    assert view[-1] == 3

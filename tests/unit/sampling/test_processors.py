@@ -5,7 +5,7 @@ from harness.scripted_target import textbook_probs
 from paceline.errors import CheckpointError, RequestError
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.processors import LogitsProcessor, TokenCounts
 
 VOCABULARY = 40
 SAMPLED = {"temperature": 0.7}
@@ -237,9 +237,9 @@ def test_a_constraint_masks_what_custom_processors_leave_and_comes_before_temper
         return scores
 
     constraint = ByTheSum()
-    constrained = LogitsProcessor(SamplingParams(**values), VOCABULARY, [2], constraint=constraint)
+    constrained = LogitsProcessor(SamplingParams(**values), VOCABULARY, [2], grammar=constraint)
     expected = LogitsProcessor(SamplingParams(**{**values, "processors": (*values.get("processors", ()), by_the_sum)}), VOCABULARY, [2])
-    assert constrained.constraint is constraint
+    assert constrained.grammar is constraint
     for token_id in output:
         for row in _rows(10):
             for accepted in range(len(path) + 1):
@@ -254,7 +254,7 @@ def test_a_constraint_that_allows_nothing_is_the_grammars_fault():
         def mask(self, scores, path):
             scores[:] = -np.inf
 
-    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), VOCABULARY, (), constraint=Nothing())
+    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), VOCABULARY, (), grammar=Nothing())
     with pytest.raises(RequestError, match="min_tokens left") as refusal:
         processor.process(_rows(1)[0])
     assert refusal.value.parameter == "grammar"
@@ -268,7 +268,7 @@ def test_nothing_that_was_asked_for_is_left_out_in_silence():
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1])
     assert refusal.value.parameter == "grammar"
-    LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1], constraint=ByTheSum())
+    LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1], grammar=ByTheSum())
 
 
 @pytest.mark.parametrize("values", [{"bad_words": [[1, VOCABULARY]]}, {}])
@@ -284,3 +284,24 @@ def test_an_id_outside_the_vocabulary_is_refused_when_the_request_starts():
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(repetition_penalty=1.1), VOCABULARY, [1, VOCABULARY])
     assert refusal.value.parameter == "prompt"
+
+
+def test_counts_are_those_of_the_list(seed):
+    generator = np.random.default_rng(seed)
+    counts = TokenCounts(np.array([3, 5]))
+    text = [3, 5]
+    for token_id in generator.integers(0, 300, 500).tolist():
+        counts.add(token_id)
+        text.append(token_id)
+    assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == {one: text.count(one) for one in text}
+
+
+def test_what_was_added_last_can_be_taken_back():
+    counts = TokenCounts()
+    counts.extend([7, 8, 7])
+    counts.extend([8, 9, 9, 10, 7])
+    counts.drop_last([8, 9, 9, 10, 7])
+    assert counts.token_ids.tolist() == [7, 8]
+    assert counts.counts.tolist() == [2.0, 1.0]
+    counts.add(10)
+    assert counts.token_ids.tolist() == [7, 8, 10]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
+from paceline.sampling.constraints import BadWords, RepeatedNgrams, bad_word_ids
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams, bad_word_ids
 from paceline.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = 30

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.sampling.processors import truncate
+from paceline.sampling.truncation import truncate
 
 ROWS = {
     "normal": lambda generator, size: generator.standard_normal(size) * 3.0,
