@@ -126,7 +126,7 @@ class RequestMaker:
         Raises:
             RequestError: it has more characters than so many tokens can have.
         """
-        longest = self.tokenizer.longest_piece
+        longest = self.tokenizer.max_piece_chars
         if num_chars > self.max_context * longest:
             num_tokens = -(-num_chars // longest)
             raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")

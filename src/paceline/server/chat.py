@@ -65,7 +65,7 @@ class ChatService:
             thinks: None = as the model does by default.
             effort: "none" included; None = as the model does by default.
         """
-        takes = self._tokenizer.template_takes
+        takes = self._tokenizer.template_uses
         if effort is not None and takes("reasoning_effort"):
             return {"reasoning_effort": effort}
         chosen = thinks if effort is None else effort != "none"
@@ -88,7 +88,7 @@ class ChatService:
         """
         found = dict[str, Any]()
         for name, value in (given or {}).items():
-            if name in RESERVED_OPTIONS or self._tokenizer.template_takes(name):
+            if name in RESERVED_OPTIONS or self._tokenizer.template_uses(name):
                 found[name] = value
             else:
                 fields.ignore("template_options", name)

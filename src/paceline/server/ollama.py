@@ -404,7 +404,7 @@ def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
     return {
         "details": _details(service, adapter),
         "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_context},
-        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_takes(variable))],
+        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_uses(variable))],
         "parameters": "",
         "template": "",
     }

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from paceline.errors import CheckpointError
-from paceline.tokenizer.gguf import read_gguf_tokenizer
-from paceline.tokenizer.gguf_splits import SPLITS
+from paceline.tokenizer.gguf import SPLITS, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -96,7 +95,7 @@ def test_a_file_that_does_not_say_how_it_splits_gets_a_notice() -> None:
     metadata = {key: value for key, value in BYTE_LEVEL.items() if key != "tokenizer.ggml.pre"}
     tokenizer = Tokenizer.from_gguf(metadata, "x.gguf")
     assert len(tokenizer.notices) == 1
-    assert "x.gguf does not say how" in tokenizer.notices[0]
+    assert "x.gguf does not specify how" in tokenizer.notices[0]
     assert opened(BYTE_LEVEL).notices == ()
     assert tokenizer.encode("the 12 +=") == opened(BYTE_LEVEL, pre="default").encode("the 12 +=")
 
@@ -175,7 +174,7 @@ HOSTILE = [
     (BYTE_LEVEL, "model", None, "has no tokenizer.ggml.model"),
     (BYTE_LEVEL, "model", "bert", "'bert', a kind this version cannot build"),
     (BYTE_LEVEL, "model", 7, "not a text"),
-    (BYTE_LEVEL, "pre", "qwen99", "tokenizer.ggml.pre is 'qwen99', a way to split text"),
+    (BYTE_LEVEL, "pre", "qwen99", "tokenizer.ggml.pre is 'qwen99', an unknown way to split text"),
     (BYTE_LEVEL, "tokens", None, "has no tokenizer.ggml.tokens"),
     (BYTE_LEVEL, "tokens", [], "no token at all"),
     (BYTE_LEVEL, "tokens", "abc", "not an array"),

@@ -214,7 +214,7 @@ def test_a_plain_tokenizer_is_opened_without_what_would_import_torch(tmp_path: P
 def test_a_directory_without_a_readable_tokenizer_says_so(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"needs a whole tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"needs a complete tokenizer\.json"):
         Tokenizer.open(tmp_path)
 
 

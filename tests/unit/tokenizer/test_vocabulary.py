@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import (
-    ENOUGH_PIECES,
+    MIN_SHARED_PIECES,
     SAMPLE_TEXT,
     Speller,
     VocabularyMatch,
@@ -40,7 +40,7 @@ def test_the_same_pieces_are_the_same_vocabulary(target: Tokenizer, tmp_path: Pa
     found = compare_vocabularies(target, open_tokenizer(tmp_path))
     assert (found.match, found.coverage, found.shared_pieces, found.first_difference) == (VocabularyMatch.SAME, 1.0, 1.0, None)
     assert found.is_compatible
-    assert found.explain() == "same vocabularies: 100.0% of the target's ids mean the same to the drafter"
+    assert found.describe_match() == "same vocabularies: 100.0% of the target's ids mean the same to the drafter"
 
 
 @pytest.mark.parametrize(("vocab_size", "coverage"), [(60, 60 / VOCAB_SIZE), (120, 1.0)])
@@ -57,7 +57,7 @@ def test_one_piece_spelled_otherwise_is_found(target: Tokenizer, tmp_path: Path,
     assert not found.is_compatible
     assert found.first_difference == (token_id, target.piece(token_id), "▁mutated")
     assert found.coverage == found.shared_pieces == (VOCAB_SIZE - 1) / VOCAB_SIZE
-    assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.explain()
+    assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.describe_match()
 
 
 def test_two_pieces_exchanged_are_found_although_all_are_shared(target: Tokenizer, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_pieces_alone_can_be_compared() -> None:
     assert compare_pieces(["a", "b", ""], ["a", "b"]).match is VocabularyMatch.SAME
     assert compare_pieces(["a", "b"], ["a", "b", "c"]).match is VocabularyMatch.PADDED
     assert compare_pieces(["a", "b"], ["b", "a"]).first_difference == (0, "a", "b")
-    assert compare_pieces([], []).is_hopeless
+    assert compare_pieces([], []).is_unusable
 
 
 def test_a_hole_is_no_difference_but_lowers_the_coverage() -> None:
@@ -147,7 +147,7 @@ def test_text_decides_where_the_target_can_spell_the_sample() -> None:
     sample_ids = [common.index(character) for character in in_bytes_manner(SAMPLE_TEXT)]
     found = compare_pieces([*common, *rare], list(reversed(common)), sample_ids=sample_ids)
     assert (found.match, found.sample_coverage) == (VocabularyMatch.OVERLAPPING, 1.0)
-    assert found.shared_pieces < ENOUGH_PIECES
+    assert found.shared_pieces < MIN_SHARED_PIECES
     assert compare_pieces([*common, *rare], list(reversed(common))).match is VocabularyMatch.DISJOINT
 
 
