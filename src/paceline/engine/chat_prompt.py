@@ -231,7 +231,7 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     escaped = tokenizer.control_texts.escape(given, others=[template], except_in=kept)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else given
-    end = escaped.placeholders.unused(1) if conversation.continues else ""
+    end = escaped.placeholders.take_unused(1) if conversation.continues else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
     text, notices = _accepted_text(replace(conversation, messages=messages, tools=tools, options=options))

@@ -84,25 +84,25 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._set(max_tokens=_integer("max_tokens", self.max_tokens, 1, MAX_INT))
-        self._set(min_tokens=_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        self._set(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
+        self._set(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         limits = f"0 (greedy decoding) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
-        temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
+        temperature = _checked_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
         if 0.0 < temperature < MIN_TEMPERATURE:
             _refuse("temperature", temperature, f"is out of range; it must be {limits}")
         self._set(
             temperature=temperature,
-            top_p=_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
-            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
-            top_k=max(0, _integer("top_k", self.top_k, -1, MAX_INT)),
-            min_p=_number("min_p", self.min_p, 0.0, 1.0),
-            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
-            presence_penalty=_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
-            seed=None if self.seed is None else _integer("seed", self.seed, 0, 2**64 - 1),
-            stop=_stop_texts(() if self.stop is None else self.stop),
-            stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
-            banned_token_ids=_ids("banned_token_ids", self.banned_token_ids),
-            logit_bias=_bias(self.logit_bias),
+            top_p=_checked_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
+            repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
+            top_k=max(0, _checked_integer("top_k", self.top_k, -1, MAX_INT)),
+            min_p=_checked_number("min_p", self.min_p, 0.0, 1.0),
+            frequency_penalty=_checked_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
+            presence_penalty=_checked_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
+            seed=None if self.seed is None else _checked_integer("seed", self.seed, 0, 2**64 - 1),
+            stop=_checked_stop(() if self.stop is None else self.stop),
+            stop_token_ids=_checked_ids("stop_token_ids", self.stop_token_ids),
+            banned_token_ids=_checked_ids("banned_token_ids", self.banned_token_ids),
+            logit_bias=_checked_bias(self.logit_bias),
         )
         for name in ("include_stop", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
@@ -111,12 +111,14 @@ class SamplingParams:
 
     def _check_output_options(self) -> None:
         self._set(
-            n=_integer("n", self.n, 1, MAX_SAMPLES),
-            logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            prompt_logprobs=None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
-            bad_words=_bad_words(self.bad_words),
-            no_repeat_ngram_size=_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT),
-            processors=_processors(self.processors),
+            n=_checked_integer("n", self.n, 1, MAX_SAMPLES),
+            logprobs=None if self.logprobs is None else _checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            prompt_logprobs=None
+            if self.prompt_logprobs is None
+            else _checked_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            bad_words=_checked_bad_words(self.bad_words),
+            no_repeat_ngram_size=_checked_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT),
+            processors=_checked_processors(self.processors),
         )
         if self.n > 1 and self.is_greedy:
             _refuse("n", self.n, "samples of a greedy request are all equal; set a temperature above 0, or n=1")
@@ -171,7 +173,7 @@ def _refuse(name: str, value: object, reason: str) -> None:
     raise RequestError(f"{name}: {value!r} {reason}", parameter=name)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _checked_integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}: {value!r} is not an integer", parameter=name)
     if not low <= int(value) <= high:
@@ -179,7 +181,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def _number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
+def _checked_number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
     try:
@@ -191,25 +193,28 @@ def _number(name: str, value: object, low: float, high: float, limits: str | Non
     return number
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
+def _checked_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise RequestError(f"{name}: {value!r} is not a list of token ids", parameter=name)
-    return tuple(_token_id(name, item) for item in value)
+    return tuple(_checked_id(name, item) for item in value)
 
 
-def _token_id(name: str, value: object) -> int:
+def _checked_id(name: str, value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, Integral) and not 0 <= int(value) <= MAX_INT:
         _refuse(name, value, "is not a token id of any model")
-    return _integer(name, value, 0, MAX_INT)
+    return _checked_integer(name, value, 0, MAX_INT)
 
 
-def _bias(value: object) -> dict[int, float]:
+def _checked_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias: {value!r} is not a mapping of token id to bias", parameter="logit_bias")
-    return {_token_id("logit_bias", token_id): _number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND) for token_id, bias in value.items()}
+    return {
+        _checked_id("logit_bias", token_id): _checked_number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND)
+        for token_id, bias in value.items()
+    }
 
 
-def _stop_texts(value: object) -> tuple[str, ...]:
+def _checked_stop(value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
         raise RequestError(f"stop: {value!r} is neither a string nor a list of strings", parameter="stop")
@@ -219,17 +224,17 @@ def _stop_texts(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+def _checked_bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else value
     if isinstance(words, (bytes, Mapping)) or not isinstance(words, Sequence):
         raise RequestError(f"bad_words: {value!r} is not a list of texts or token sequences", parameter="bad_words")
     for word in words:
         if isinstance(word, Integral) or not hasattr(word, "__len__") or len(word) == 0:
             _refuse("bad_words", word, "is not a bad word; give non-empty texts or lists of token ids")
-    return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
+    return tuple(word if isinstance(word, str) else _checked_ids("bad_words", word) for word in words)
 
 
-def _processors(value: object) -> tuple[CustomProcessor, ...]:
+def _checked_processors(value: object) -> tuple[CustomProcessor, ...]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         raise RequestError(f"processors: {value!r} is not a list of callables", parameter="processors")
     for processor in value:

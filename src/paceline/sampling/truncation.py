@@ -14,7 +14,7 @@ from paceline.sampling.draw import ScoreArray
 from paceline.sampling.params import SamplingParams
 
 TOP_N = 8
-"""Number of most probable tokens that `support_of` is given."""
+"""Number of most probable tokens from which a row's support is computed."""
 
 _BLOCKS_PER_TOKEN, _MIN_BLOCKS = 16, 128  # more blocks make the bound of `top_n` tighter, fewer make it cheaper
 

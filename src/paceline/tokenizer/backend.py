@@ -35,7 +35,7 @@ class TokenizerBackend:
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.added_token_ids: dict[str, int] = {token.content: token_id for token_id, token in added}
         check_ids(self.vocabulary.values())
-        self.has_byte_pieces = "<0x41>" in self.vocabulary and self._joins_bytes()
+        self.has_byte_pieces = "<0x41>" in self.vocabulary and self._decodes_byte_pieces()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode ids as the library does."""
@@ -77,7 +77,7 @@ class TokenizerBackend:
             _refuse("be written as JSON", error)
         return text
 
-    def _joins_bytes(self) -> bool:
+    def _decodes_byte_pieces(self) -> bool:
         return self._library.decoder is not None and self.join(["<0x41>"]) == "A"
 
 

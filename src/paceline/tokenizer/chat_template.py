@@ -79,11 +79,13 @@ class ChatTemplate:
             RequestError: the messages are invalid, or the template rejects them, fails or exceeds a limit.
             BackendUnavailableError: no process can be started.
         """
-        message_texts = [_json("messages", partial(_plain_message, message)) for message in messages]  # one call for all would hold the GIL
+        message_texts = [
+            _dump_json("messages", partial(_plain_message, message)) for message in messages
+        ]  # one call for all would hold the GIL
         text = f"[{', '.join(message_texts)}]"
-        tools_text, options_text = _json("tools", lambda: list(tools) or None), _json("options", lambda: options or {})
-        given = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
-        limit = max_rendered_chars(given, max_context)
+        tools_text, options_text = _dump_json("tools", lambda: list(tools) or None), _dump_json("options", lambda: options or {})
+        num_input_chars = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
+        limit = max_rendered_chars(num_input_chars, max_context)
         settings = json.dumps({"add_generation_prompt": add_generation_prompt, "special_tokens": self._special_tokens, "max_chars": limit})
         conversation = f'{{"messages": {text}, "options": {options_text}, {settings[1:-1]}, "tools": '
         try:
@@ -109,14 +111,14 @@ def _reason(error: IsolatedError) -> str:
     return f"{str(error) or 'it failed'} ({error.error_type})"
 
 
-def max_rendered_chars(given: int, max_context: int | None) -> int:
+def max_rendered_chars(num_input_chars: int, max_context: int | None) -> int:
     """Return the largest length of a rendered text: twice the input, 32 characters for each token of the context, and a constant.
 
     Args:
-        given: characters of the template's input as JSON.
+        num_input_chars: length of the template's input as JSON.
         max_context: None = 131,072 tokens.
     """
-    return 2 * given + _CHARACTERS_PER_TOKEN * (max_context or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
+    return 2 * num_input_chars + _CHARACTERS_PER_TOKEN * (max_context or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
 
 
 def _plain_message(message: object) -> dict[str, Any]:
@@ -131,19 +133,19 @@ def _plain_message(message: object) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
-def _json(name: str, make: Callable[[], object]) -> str:
+def _dump_json(name: str, make: Callable[[], object]) -> str:
     """Return the result of `make` as JSON.
 
     Raises:
         RequestError: it cannot be written as JSON.
     """
     try:
-        return json.dumps(make(), default=_plain)
+        return json.dumps(make(), default=_to_json_type)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name} must be JSON values ({error}): send strings, numbers, lists and objects", parameter=name) from error
 
 
-def _plain(value: object) -> object:
+def _to_json_type(value: object) -> object:
     """Convert a value that JSON lacks: mappings to dicts, NumPy numbers to Python's, anything else to the name of its type."""
     if isinstance(value, Mapping):
         return dict(value)

@@ -19,7 +19,7 @@ _PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit each, so that JSON escap
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
 _WINDOW = 1 << 16  # characters for one call of a regular expression, which holds the GIL
-_MAX_CUT_ROUNDS = 8  # a cut may make another control token appear
+_MAX_CUT_ROUNDS = 8  # a text that is cut to separate a control token may contain another one afterwards
 
 
 class ControlTexts:
@@ -68,7 +68,7 @@ class ControlTexts:
         """
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
-            marks = escaped.placeholders.unused(2)
+            marks = escaped.placeholders.take_unused(2)
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
@@ -138,7 +138,7 @@ class ControlTexts:
         return value
 
     def _escape_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
-        positions = sorted({*self._starts(text, kept), *self._edges(text)})
+        positions = sorted({*self._token_starts(text, kept), *self._partial_token_indices(text)})
         if not positions:
             return text
         characters = list(text)
@@ -146,7 +146,7 @@ class ControlTexts:
             characters[position] = placeholders.replace(characters[position])
         return "".join(characters)
 
-    def _starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
+    def _token_starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
         """Yield the index of each control token's first character that is not a space, because templates strip spaces."""
         assert self._pattern is not None
         for window in range(0, len(text), _WINDOW):
@@ -154,7 +154,7 @@ class ControlTexts:
                 if found.start() < window + _WINDOW and found[1] not in kept:
                     yield found.start() + len(found[1]) - len(found[1].lstrip())
 
-    def _edges(self, text: str) -> Iterator[int]:
+    def _partial_token_indices(self, text: str) -> Iterator[int]:
         """Yield indices at the ends of `text` where it may contain part of a control token that adjacent text completes."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
@@ -204,10 +204,10 @@ class _Placeholders:
     def replace(self, character: str) -> str:
         """Return the placeholder of a character."""
         if character not in self.by_character:
-            self.by_character[character] = self.unused(1)
+            self.by_character[character] = self.take_unused(1)
         return self.by_character[character]
 
-    def unused(self, count: int) -> str:
+    def take_unused(self, count: int) -> str:
         """Return `count` further private-use characters.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and text as it streams out of a model."""
+"""The tokenizer of a checkpoint: encodes texts and conversations, and decodes tokens, also one at a time as a model generates them."""
 
 import re
 from codecs import utf_8_decode

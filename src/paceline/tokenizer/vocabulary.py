@@ -41,7 +41,7 @@ class VocabularyMatch(Enum):
     """How two vocabularies relate, which decides how draft tokens are converted to the target's ids."""
 
     SAME = "same"  # every id has the same piece: ids need no conversion
-    PADDED = "padded"  # ids that both have are the same, one vocabulary has more: these ids are never drafted
+    PADDED = "padded"  # ids of both have the same piece; ids of only one vocabulary are never drafted
     OVERLAPPING = "overlapping"  # most text consists of pieces that both have, with different ids: ids are mapped
     DISJOINT = "disjoint"  # few pieces are shared: drafts are decoded to text and encoded again
 

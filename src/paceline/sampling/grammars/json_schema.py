@@ -19,7 +19,7 @@ FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname
 
 _MAX_INTEGER = 2**63 - 1
 _MAX_BOUND = 10**18
-_MAX_ONE_OF_CASES = 8  # each case excludes all others, so the rewritten schema grows with the square of their number
+_MAX_ONE_OF_CASES = 8  # in the rewritten schema each case excludes all others, so it grows with the square of their number
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 # The specification's in-place applicators. Except for the first two, the value decides whether their schemas apply.
@@ -118,7 +118,7 @@ def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) ->
 
 def _resolve_references(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("$recursiveRef", None) is not None:
-        _conjoin(node, {"$ref": "#"})
+        _require_also(node, {"$ref": "#"})
     if "$ref" in node and not document.has_embedded_ids:
         target = document.pointer(node["$ref"])
         if target is None:
@@ -129,7 +129,7 @@ def _resolve_references(node: Schema, pointer: str, document: SchemaDocument) ->
         target = document.pointer(node.pop("$dynamicRef"))
         if target is None:
             raise not_enforceable("$dynamicRef", pointer)
-        _conjoin(node, {"$ref": target})
+        _require_also(node, {"$ref": target})
 
 
 def _rewrite_if(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -138,14 +138,14 @@ def _rewrite_if(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if not has_condition or (then in (True, {}) and otherwise in (True, {})):
         return
     if condition in (True, {}):
-        _conjoin(node, then)
+        _require_also(node, then)
     elif condition is False:
-        _conjoin(node, otherwise)
+        _require_also(node, otherwise)
     else:
         negated = _negated(condition, node, document)
         if negated is None:
             raise not_enforceable("if", pointer)
-        _conjoin(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
+        _require_also(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
 
 
 def _rewrite_not(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -153,7 +153,7 @@ def _rewrite_not(node: Schema, pointer: str, document: SchemaDocument) -> None:
         negated = _negated(node.pop("not"), node, document)
         if negated is None:
             raise not_enforceable("not", pointer)
-        _conjoin(node, negated)
+        _require_also(node, negated)
 
 
 def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -165,7 +165,7 @@ def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) 
             absent, present = {"properties": {name: False}}, {"required": [name]}
             then = {"required": needed} if isinstance(needed, list) else needed
             if then not in (True, {}, {"required": []}):
-                _conjoin(node, {"anyOf": [absent, {"allOf": [present, then]}]})
+                _require_also(node, {"anyOf": [absent, {"allOf": [present, then]}]})
 
 
 def _drop_contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -236,7 +236,7 @@ def _rewrite_one_of(node: Schema, pointer: str, document: SchemaDocument) -> Non
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
         del node["oneOf"]
-        _conjoin(node, {"anyOf": [{"allOf": [case, *negated[:index], *negated[index + 1 :]]} for index, case in enumerate(cases)]})
+        _require_also(node, {"anyOf": [{"allOf": [case, *negated[:index], *negated[index + 1 :]]} for index, case in enumerate(cases)]})
 
 
 def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -249,13 +249,13 @@ def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocumen
     if fewest <= max(1, len(required)):
         node.pop("minProperties", None)
     if len(required) < fewest == 1:
-        _conjoin(node, {"anyOf": [{"required": [name]} for name in names]})
+        _require_also(node, {"anyOf": [{"required": [name]} for name in names]})
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
     if "maxProperties" in node and is_closed and node["maxProperties"] >= len(names):
         del node["maxProperties"]
     elif node.get("maxProperties") == 1 and is_closed:
         del node["maxProperties"]
-        _conjoin(node, {"anyOf": [{"properties": {other: False for other in names if other != name}} for name in names]})
+        _require_also(node, {"anyOf": [{"properties": {other: False for other in names if other != name}} for name in names]})
 
 
 def _shrink_bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
@@ -277,7 +277,7 @@ _RULES: tuple[_Rule, ...] = (
 )  # fmt: skip
 
 
-def _conjoin(node: Schema, other: object) -> None:
+def _require_also(node: Schema, other: object) -> None:
     """Require that values of `node` also match `other`."""
     if other not in (True, {}):
         parts = node.get("allOf")
