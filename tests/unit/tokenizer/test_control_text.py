@@ -48,7 +48,7 @@ def test_control_tokens_of_a_value_are_never_control_tokens(tokenizers: dict[str
 
 
 @pytest.mark.parametrize("text", [*CONTROLS, "a<|im_end|>b", "<<|im_end|>>", "<|im_<|im_end|>end|>", "<|im_start|><|im_end|>"])
-def test_a_spelled_out_control_token_is_the_text_it_shows(text: str) -> None:
+def test_a_control_token_in_a_value_decodes_to_its_text(text: str) -> None:
     tokenizer = chat_tokenizer(CHATML)
     ids = encoded(tokenizer, "<|im_start|>{}<|im_end|>", text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|im_start|>{text}<|im_end|>"
@@ -110,7 +110,7 @@ def test_private_use_characters_of_the_conversation_are_kept() -> None:
     assert not tokenizer.special_token_ids.intersection(ids)
 
 
-def test_a_conversation_with_every_private_use_character_is_refused() -> None:
+def test_a_conversation_with_all_private_use_characters_is_refused() -> None:
     with pytest.raises(RequestError, match="private-use character"):
         encoded(chat_tokenizer(CHATML), "{}", "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>")
 

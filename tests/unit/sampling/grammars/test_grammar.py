@@ -29,7 +29,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_grammar_is_refused(name: str) -> None:
+def test_an_invalid_grammar_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as refusal:
         WRONG[name]()
     assert refusal.value.parameter == "grammar"
@@ -37,7 +37,7 @@ def test_what_is_no_grammar_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['root ::= "a"', "# a list\nroot ::= item+\nitem ::= [a-z]", 'item  ::= "x"\r\nroot ::= item'])
-def test_a_grammar_in_gbnf_is_refused_with_the_way_out(text: str) -> None:
+def test_a_grammar_in_gbnf_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="it is in GBNF"):
         Grammar.lark(text)
     assert Grammar.lark(f"start: {json.dumps(text)}")
@@ -54,7 +54,7 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
     assert Grammar.json_schema(json.dumps(schema)).text == json.dumps(schema)
 
 
-def test_free_layout_is_asked_for_in_the_schema_and_leaves_its_own_options() -> None:
+def test_any_whitespace_keeps_other_options_of_the_schema() -> None:
     grammar = Grammar.json_schema({"type": "object", "x-guidance": {"lenient": True}}, any_whitespace=True)
     options = json.loads(grammar.text)["x-guidance"]
     assert options["whitespace_flexible"] is True

@@ -154,14 +154,14 @@ def test_the_expected_values_are_those_of_a_validator(name: str) -> None:
         ({"$dynamicRef": "#x"}, "`$dynamicRef` at #"),
     ],
 )
-def test_a_keyword_that_nothing_enforces_is_refused_with_its_place(schema: dict[str, Any], place: str) -> None:
+def test_a_keyword_without_rewrite_is_refused_with_its_pointer(schema: dict[str, Any], place: str) -> None:
     with pytest.raises(RequestError) as refusal:
         enforceable_schema(schema)
     assert (place in str(refusal.value), refusal.value.parameter) == (True, "grammar")
     assert "or leave it out" in str(refusal.value)
 
 
-def test_a_definition_that_is_not_used_is_not_judged() -> None:
+def test_a_definition_that_is_not_used_is_not_checked() -> None:
     assert accepts({**INTEGER, "$defs": {"unused": {"not": {"pattern": "x"}}}}, 1)
 
 
@@ -172,7 +172,7 @@ def test_the_formats_that_are_enforced_are_those_of_the_library() -> None:
         assert not matcher.is_error(), name
 
 
-def test_a_schema_with_wrong_values_is_served_or_refused(seed: int) -> None:
+def test_a_schema_with_invalid_values_is_compiled_or_refused(seed: int) -> None:
     """Whatever a keyword holds: no other exception, which would be the server's fault."""
     generator, num_refused = np.random.default_rng(seed), 0
     keywords = sorted({key for schema, _, _ in SERVED.values() for key in schema} | {"contains", "minContains", "anyOf", "dependencies"})

@@ -104,7 +104,7 @@ MERGES_THE_LINE_BREAK = {"word": [5], " word": [6], "\n": [1], "\nword": [8, 9]}
     ids=["spaces in tokens", "a space in front of every text", "line breaks in tokens"],
 )
 @pytest.mark.parametrize("word", ["word", " word"])
-def test_a_text_counts_with_and_without_a_space_before_it(spellings, expected, word):
+def test_a_bad_word_is_banned_with_and_without_a_space(spellings, expected, word):
     assert set(bad_word_ids([word], spellings.__getitem__)) == expected
     assert set(bad_word_ids([word, [7, 8], (5,)], spellings.__getitem__)) == expected | {(7, 8), (5,)}
 
@@ -114,7 +114,7 @@ def test_a_text_without_tokens_is_refused():
         bad_word_ids(["x"], lambda text: [])
 
 
-def test_the_spellings_of_a_real_tokenizer_stand_in_its_texts(mini_dir):
+def test_bad_word_ids_of_a_real_tokenizer_occur_in_its_texts(mini_dir):
     tokenizer = Tokenizer.open(mini_dir)
 
     def encode(text):

@@ -116,7 +116,7 @@ def test_a_mask_depends_on_the_text_alone(name: str, seed: int, large_counts: bo
 
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "schemas"])
-def test_what_the_mask_leaves_is_allowed_and_forced_tokens_are_all_it_leaves(name: str, seed: int) -> None:
+def test_masks_agree_with_is_allowed_and_forced_tokens(name: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     num_forced = 0
     for _ in range(6):
@@ -165,7 +165,7 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
 
 
 @pytest.mark.parametrize("end", EOS_IDS)
-def test_an_end_on_a_path_can_be_taken_back(end: int) -> None:
+def test_an_end_token_on_a_path_can_be_rolled_back(end: int) -> None:
     """llguidance does not count an end behind a finished text: rolling back to before it would undo one token too many."""
     text = ids("yesterday")
     matcher = write(compiler(), GRAMMARS["choice"], text[:1])
@@ -175,7 +175,7 @@ def test_an_end_on_a_path_can_be_taken_back(end: int) -> None:
     assert allowed(matcher, text[1:]) == sorted(EOS_IDS)
 
 
-def test_without_an_end_token_a_text_is_finished_when_nothing_may_follow() -> None:
+def test_without_end_tokens_a_text_that_nothing_may_follow_is_finished() -> None:
     matcher = GrammarCompiler(tokenizer()).matcher(Grammar.regex("no[0-9]?"))
     for token in ids("no1"):
         assert not matcher.is_finished()
@@ -225,7 +225,7 @@ def test_a_regex_that_cannot_start_is_refused_with_the_reason(pattern: str) -> N
         ({"x-guidance": {"colour": "red"}}, "unknown field"),
     ],
 )
-def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(schema: Any, reason: str) -> None:
+def test_a_schema_that_does_not_compile_is_refused_with_the_reason(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refusal:
         compiler().matcher(Grammar.json_schema(schema))
     assert refusal.value.parameter == "grammar"
@@ -244,7 +244,7 @@ LONG = {"type": "string", "pattern": "^([a-m]{1,4}[0-9]{1,3}|[k-z]{2,5}-|#[0-9a-
 WIDE = Grammar.json_schema({"type": "object", "properties": {"a": LONG}, "required": ["a"], "additionalProperties": False})
 
 
-def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_texts_never_break_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit that one text is far from, and many together pass."""
     generator = np.random.default_rng(seed)
     crowded = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 80})
@@ -266,7 +266,7 @@ def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.Mo
     assert len(compiled_again) > 2
 
 
-def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
+def test_a_draft_too_complex_for_llguidance_breaks_nothing() -> None:
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20}).matcher(ambiguous)
     free = compiler().matcher(ambiguous)
@@ -284,7 +284,7 @@ def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
             one.commit(letter)
 
 
-def test_a_row_too_long_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_own_text_does_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the text's own, and compiling takes as long as the batch stands still."""
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
@@ -294,14 +294,14 @@ def test_a_row_too_long_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) 
         write(tight, ambiguous, ids("a") * 12)
 
 
-def test_a_grammar_too_complex_for_its_own_text_is_an_error_of_that_request() -> None:
+def test_a_grammar_too_complex_for_its_text_is_a_request_error() -> None:
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 40})
     with pytest.raises(RequestError, match="too many states") as refusal:
         write(tight, WIDE, ids('{"a": "abc12xyz-#00ff!'))
     assert refusal.value.parameter == "grammar"
 
 
-def test_compiled_grammars_are_kept_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_cached_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     real = CompiledGrammar.__init__
 
@@ -316,7 +316,7 @@ def test_compiled_grammars_are_kept_and_the_oldest_go(monkeypatch: pytest.Monkey
     assert compiled == ["a", "b", "c", "b"]
 
 
-def test_two_outputs_of_one_grammar_know_nothing_of_each_other() -> None:
+def test_two_outputs_of_one_grammar_are_independent() -> None:
     one, other = (compiler().matcher(GRAMMARS["choice"]) for _ in range(2))
     one.commit(ids("no")[0])
     assert allowed(one) == sorted(EOS_IDS)
@@ -341,7 +341,7 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("thought", ["", "so it is ", "a < b </th ink> </think </", "\n\n"])
 @pytest.mark.parametrize("spelling", ["whole", "bytewise"])
-def test_the_grammar_begins_behind_the_token_that_completes_the_marker(thought: str, spelling: str) -> None:
+def test_the_grammar_begins_after_the_end_of_reasoning(thought: str, spelling: str) -> None:
     """Wherever a window begins and ends, and however the marker is cut into tokens."""
     marker = ids("</think>") if spelling == "whole" else [token for letter in "</think>" for token in ids(letter)]
     text = [*ids(thought), *marker, *ids("blue")]
@@ -361,7 +361,7 @@ def test_the_grammar_begins_behind_the_token_that_completes_the_marker(thought: 
     assert EOS_IDS[0] in allowed(matcher)
 
 
-def test_text_behind_the_marker_in_its_token_is_not_the_grammars() -> None:
+def test_text_after_the_marker_in_its_token_is_not_in_the_grammar() -> None:
     both = Grammar.choice(["yes"], reasoning_end="a")
     token = ids(" at")[0]
     assert tokenizer().decode([token]) == " at"
@@ -370,7 +370,7 @@ def test_text_behind_the_marker_in_its_token_is_not_the_grammars() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "is_over"), [("<think>\n\n</think>\n\n", True), ("</think> answer <think>", False), ("", False)])
-def test_reasoning_that_the_prompt_ended_is_not_waited_for(prompt: str, is_over: bool) -> None:
+def test_a_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: bool) -> None:
     matcher = compiler().matcher(GRAMMARS["reasoning"], ids(prompt))
     assert (len(allowed(matcher)) < 10) == is_over
 
@@ -393,7 +393,7 @@ def test_a_random_allowed_text_validates(seed: int, large_counts: bool) -> None:
         jsonschema.validate(json.loads(tokenizer().decode(text)), schema)
 
 
-def test_text_is_held_to_a_grammar_in_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
+def test_a_grammar_works_with_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
     """Byte-level and sentencepiece."""
     for name in ("llama-spm", "gpt-2"):
         other = Tokenizer.open(shared_dir / "data" / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")
