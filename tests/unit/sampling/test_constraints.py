@@ -101,7 +101,7 @@ MERGES_THE_LINE_BREAK = {"word": [5], " word": [6], "\n": [1], "\nword": [8, 9]}
 @pytest.mark.parametrize(
     ("spellings", "expected"),
     [(CUT_LIKE_GPT2, {(5,), (6,)}), (CUT_LIKE_LLAMA, {(6,), (0, 6), (5,)}), (MERGES_THE_LINE_BREAK, {(5,), (6,)})],
-    ids=["spaces in tokens", "a space in front of every text", "line breaks in tokens"],
+    ids=["spaces in tokens", "a space before every text", "line breaks in tokens"],
 )
 @pytest.mark.parametrize("word", ["word", " word"])
 def test_a_bad_word_is_banned_with_and_without_a_space(spellings, expected, word):

@@ -114,16 +114,16 @@ def test_a_row_gets_the_textbook_distribution(name):
 def test_a_draft_path_gives_the_same_bits_as_committed_tokens(name):
     params = SamplingParams(**PARAMS[name])
     prompt, output, path = [1, 2, 2], [5, 5, 7], [7, 9, 5, 9, 1]
-    plain, guessed = (LogitsProcessor(params, VOCABULARY, prompt) for _ in range(2))
+    plain, drafted = (LogitsProcessor(params, VOCABULARY, prompt) for _ in range(2))
     for token_id in output:
         plain.commit(token_id)
-        guessed.commit(token_id)
+        drafted.commit(token_id)
     for accepted in range(len(path) + 1):
         for row in _rows(5):
-            assert _bits(plain.process(row)) == _bits(guessed.process(row, path[:accepted]))
+            assert _bits(plain.process(row)) == _bits(drafted.process(row, path[:accepted]))
         if accepted < len(path):
             plain.commit(path[accepted])
-    assert guessed.num_output_tokens == len(output)
+    assert drafted.num_output_tokens == len(output)
 
 
 @pytest.mark.parametrize("name", PARAMS)

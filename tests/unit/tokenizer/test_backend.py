@@ -81,7 +81,7 @@ def test_a_text_that_makes_the_tokenizer_panic_is_a_request_error(change: Change
     start = time.perf_counter()
     try:
         tokenizer = opened(tmp_path, change)
-    except CheckpointError:  # some panic over whatever they are asked
+    except CheckpointError:  # some panic in every call
         return
     with pytest.raises(RequestError, match="tokenizer cannot encode this text; send another"):
         tokenizer.encode("a" * 40 + "b")
@@ -93,7 +93,7 @@ class PanicException(BaseException):
 
 
 class Failing:
-    """A library that works until something is asked of it."""
+    """A library whose calls fail after it is loaded."""
 
     padding = truncation = None
 

@@ -62,7 +62,7 @@ def allowed(matcher: GrammarMatcher, path: Sequence[int] = (), width: int = V) -
 
 
 def write(compiler: GrammarCompiler, grammar: Grammar, token_ids: Sequence[int]) -> GrammarMatcher:
-    """A matcher that saw nothing but these tokens, and was asked before each."""
+    """Return a matcher after these tokens, each of which its mask allowed."""
     matcher = compiler.matcher(grammar)
     for token_id in token_ids:
         assert token_id in allowed(matcher)
@@ -156,7 +156,7 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
     assert not matcher.is_finished()
     for end in EOS_IDS:
         assert matcher.num_allowed([end, end]) == 1
-        assert allowed(matcher, [end]) == sorted(EOS_IDS)  # whoever goes on, ignoring ends, gets no more text
+        assert allowed(matcher, [end]) == sorted(EOS_IDS)  # with ignore_eos only end tokens follow
     assert allowed(matcher) == sorted(EOS_IDS)
     matcher.commit(EOS_IDS[0])
     assert matcher.is_finished()
@@ -166,7 +166,7 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
 
 @pytest.mark.parametrize("end", EOS_IDS)
 def test_an_end_token_on_a_path_can_be_rolled_back(end: int) -> None:
-    """llguidance does not count an end behind a finished text: rolling back to before it would undo one token too many."""
+    """llguidance does not count an end token after a complete text, so its rollback would undo one token too many."""
     text = ids("yesterday")
     matcher = write(compiler(), GRAMMARS["choice"], text[:1])
     for path in ([*text[1:], end], text[1:], [end], [*text[1:], end, end], []):
@@ -285,7 +285,7 @@ def test_a_draft_too_complex_for_llguidance_breaks_nothing() -> None:
 
 
 def test_a_failure_of_the_own_text_does_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the text's own, and compiling takes as long as the batch stands still."""
+    """Compiling again would not help, and it would delay the whole batch."""
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
     tight.matcher(ambiguous)
