@@ -1,6 +1,6 @@
 """Times passes of decoding requests with and without LoRA adapters, in turns, on one checkpoint.
 
-    python tools/bench_adapters.py --model DIR --quant int8 --rank 16
+    python tools/bench_adapters.py --model DIR --quantization int8 --rank 16
 
 Adapters are random, on all projections of attention, MLPs and experts, in values that bfloat16 holds and in others. A ratio is the speed
 with adapters over that without, of the medians; passes have one row a request behind 64 cached ones.
@@ -59,11 +59,11 @@ def time_pass(llm: LLM, sequences: Sequence[CachedSequence], adapters: Sequence[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mini")
-    parser.add_argument("--quant", default="none")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    llm = LLM(options.model, quant=options.quant, drafter="none", max_context=512, cache_gb=0.5, max_num_seqs=MOST)
+    llm = LLM(options.model, quantization=options.quantization, drafter="none", max_model_len=512, kv_cache_gb=0.5, max_num_seqs=MOST)
     cache = llm.engine.cache
     sequences = [cache.new_sequence() for _ in range(MOST)]
     for sequence in sequences:

@@ -1,7 +1,7 @@
 """Speculation on against off behind prompts of several lengths, with drafts that are right with a given chance.
 
     python tools/bench_context.py --work DIR --lengths 512 1024 2048 4096 8192 --accuracies 0 0.3 0.7
-    python tools/bench_context.py --model PATH --quant int8
+    python tools/bench_context.py --model PATH --quantization int8
 
 The model is random unless one is named: what is measured is what passes and decisions cost. The drafter knows the plain text and errs
 on purpose; how much it drafts is decided as ever. Of each length the prompt is read once, then both sides take turns in one process, on
@@ -99,13 +99,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("bench-context"), help="where the random model is written")
     parser.add_argument("--model", help="another model")
-    parser.add_argument("--quant", default="int8", choices=("none", "int8", "int4"))
+    parser.add_argument("--quantization", default="int8", choices=("none", "int8", "int4"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--accuracies", type=float, nargs="+", default=[0.0, 0.3, 0.7])
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5, help="that count, behind one that does not")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cache-gb", type=float, default=2.0)
+    parser.add_argument("--kv-cache-gb", type=float, default=2.0)
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
     return parser.parse_args()
 
@@ -120,7 +120,13 @@ def main() -> None:
         write_llama(model, SHAPE)
         importlib.import_module("harness.checkpoints").write_byte_level_tokenizer(model)
     drafter, lines = ScriptedDrafter(), []
-    with LLM(options.model or str(model), quant=options.quant, drafter=drafter, threads=options.threads, cache_gb=options.cache_gb) as llm:
+    with LLM(
+        options.model or str(model),
+        quantization=options.quantization,
+        drafter=drafter,
+        threads=options.threads,
+        kv_cache_gb=options.kv_cache_gb,
+    ) as llm:
         text = [int(token) for token in np.random.default_rng(SEED).integers(17, llm.vocab_size, max(options.lengths))]
         for length in sorted(options.lengths):
             lines += bench_length(llm, drafter, text[:length], options)

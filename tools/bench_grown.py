@@ -34,7 +34,7 @@ class Part:
     """One run: its settings, and the share of the time that it gets."""
 
     name: str
-    quant: str
+    quantization: str
     share: float
     workloads: str | None = FEW
     temperatures: str = "0"
@@ -69,8 +69,8 @@ def run_part(part: Part, options: argparse.Namespace) -> dict[str, Any]:
             model,
             "--draft-model",
             options.pair / "draft-15",
-            "--quant",
-            part.quant,
+            "--quantization",
+            part.quantization,
         ]
         command += [word for name in (*OURS, options.pair / "draft-small") for word in ("--drafter", name)]
         command += ["--workload", part.workloads] if part.workloads else []

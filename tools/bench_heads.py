@@ -145,7 +145,7 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
             has_final_norm=is_eagle3,
         )
         true, drafted = true_pairs(config), drafted_pairs(config)
-    runtime = open_head(true, layers, Weights(tensors), num_threads=threads, max_context=2048, backend="native")
+    runtime = open_head(true, layers, Weights(tensors), num_threads=threads, max_model_len=2048, backend="native")
     behind = runtime.beside(drafted) if is_eagle3 else runtime
     is_read = {name: is_parallel or not is_eagle3 or name != "fc.weight" for name in tensors}
     num_bytes = sum(tensor.array.nbytes for name, tensor in tensors.items() if is_read[name])  # type: ignore[union-attr]

@@ -73,7 +73,7 @@ def bench(options: argparse.Namespace, num_ids: int) -> list[list[str]]:
     given = {"normed_recurrence": True, **({"num_ids": num_ids} if num_ids else {})}  # a convention that is named is not tried out
     llm = LLM(
         str(options.model), drafter="mtp", drafter_options=given, num_draft_tokens=max(options.num_draft_tokens), threads=options.threads,
-        max_context=options.prompt + options.max_tokens + 64, max_num_seqs=1, prefix_cache=False,
+        max_model_len=options.prompt + options.max_tokens + 64, max_num_seqs=1, enable_prefix_caching=False,
     )  # fmt: skip
     module = llm.drafter
     if module is None:

@@ -22,7 +22,7 @@ SHAPES = {"60M": Shape(512, 8, 8, 4, 64, 2048, 32000), "330M": Shape(1024, 20, 1
 CACHED = 64
 
 
-def serve(directory: Path, quant: str) -> None:
+def serve(directory: Path, quantization: str) -> None:
     """A process with an engine: for each line with a number of seconds, passes a second in that time."""
     import numpy as np
 
@@ -31,7 +31,10 @@ def serve(directory: Path, quant: str) -> None:
     from paceline.runtimes.load import RuntimeOptions, load_runtime
 
     options = RuntimeOptions(
-        numerics=Numerics.EXACT, num_threads=EngineConfig().num_threads, max_context=512, quant=quant_options("quant", quant)
+        numerics=Numerics.EXACT,
+        num_threads=EngineConfig().num_threads,
+        max_model_len=512,
+        quantization=quant_options("quantization", quantization),
     )
     runtime = load_runtime(directory, options).runtime
     cache = runtime.new_cache(16)
@@ -60,7 +63,7 @@ def passes_a_second(engines: list[subprocess.Popen[str]], seconds: float) -> lis
 
 def compare(directory: Path, options: argparse.Namespace) -> list[list[str]]:
     """A row for each engine and neighbour."""
-    command = [sys.executable, __file__, "--serve", str(directory), "--quant", options.quant]
+    command = [sys.executable, __file__, "--serve", str(directory), "--quantization", options.quantization]
     engines = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert all(engine.stdout is not None and engine.stdout.readline() for engine in engines)
     alone: list[list[float]] = [[], []]
@@ -92,7 +95,7 @@ def line(name: str, neighbour: str, alone: list[float], beside: list[float]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="330M")
-    parser.add_argument("--quant", default="int8")
+    parser.add_argument("--quantization", default="int8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--hog", type=int, default=0, help="programs that keep a processor busy, each")
@@ -100,7 +103,7 @@ def main() -> None:
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.quant)
+        serve(options.serve, options.quantization)
         return
     with tempfile.TemporaryDirectory() as folder:
         directory = (options.directory or Path(folder)) / options.shape

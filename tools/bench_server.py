@@ -1,7 +1,7 @@
 """What HTTP costs: tokens a second and time to the first token through a server's socket, beside the same engine in process.
 
     python tools/bench_server.py --model mini --batches 1 8
-    python tools/bench_server.py --random DIR/llama1b --quant int8 --max-tokens 24 --rounds 7
+    python tools/bench_server.py --random DIR/llama1b --quantization int8 --max-tokens 24 --rounds 7
 
 One process serves; both ways take turns with it, request by request: its own engine is asked by a client in the same process, then the
 same requests come over a socket from a process of their own, which reads streams and times them. Medians over rounds; texts are compared.
@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="mini")
     parser.add_argument("--random", type=Path, help="where a random 1.04 B checkpoint is, or is to be written; in place of --model")
-    parser.add_argument("--quant", default="none")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--drafter", default="none")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     settings = ServerSettings(port=0)
-    options = {"quant": given.quant, "drafter": given.drafter, "threads": given.threads, "max_num_seqs": max(given.batches)}
+    options = {"quantization": given.quantization, "drafter": given.drafter, "threads": given.threads, "max_num_seqs": max(given.batches)}
     with listening_socket(settings) as listening:
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         asking = multiprocessing.get_context("spawn").Process(target=client, args=(theirs, listening.getsockname()[1]), daemon=True)

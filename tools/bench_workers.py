@@ -50,7 +50,13 @@ class Paceline(Engine):
     """This library, through the runtime its engine drives; quantised while loading, or from the GGUF file llama.cpp runs."""
 
     def __init__(
-        self, options: argparse.Namespace, *, numerics: str = "exact", backend: str = "auto", quant: str = "none", gguf: str | None = None
+        self,
+        options: argparse.Namespace,
+        *,
+        numerics: str = "exact",
+        backend: str = "auto",
+        quantization: str = "none",
+        gguf: str | None = None,
     ) -> None:
         sys.path.insert(0, str(REPOSITORY / "src"))
         from paceline.config import quant_options
@@ -70,10 +76,10 @@ class Paceline(Engine):
             numerics=Numerics(numerics),
             dtype=dtype,
             num_threads=options.threads,
-            max_context=options.cached + (KEPT_ROWS if options.keep else 512),
+            max_model_len=options.cached + (KEPT_ROWS if options.keep else 512),
             facts_directory=self._facts,
             backend=backend,
-            quant=quant_options("quant", quant),
+            quantization=quant_options("quantization", quantization),
             quant_directory=options.work / "quantised",
         )
         self._open = load_runtime
@@ -263,8 +269,8 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Engine]] = {
     "exact": lambda options: Paceline(options),
     "fast": lambda options: Paceline(options, numerics="fast"),
     "native": lambda options: Paceline(options, backend="native"),
-    "int8": lambda options: Paceline(options, quant="int8"),
-    "int4": lambda options: Paceline(options, quant="int4"),
+    "int8": lambda options: Paceline(options, quantization="int8"),
+    "int4": lambda options: Paceline(options, quantization="int4"),
     "gguf-q8_0": lambda options: Paceline(options, gguf="q8_0"),
     "gguf": lambda options: Paceline(options, gguf="given"),
     "gguf-q4_0": lambda options: Paceline(options, gguf="q4_0"),

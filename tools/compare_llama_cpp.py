@@ -94,7 +94,7 @@ def our_greedy(file: Path, prompts: list[list[int]], options: argparse.Namespace
     """Our tokens, and the model to ask for margins."""
     from paceline import LLM, SamplingParams
 
-    llm = LLM(str(file), threads=options.threads, max_context=1024, dtype="f32" if options.float32 else "auto")
+    llm = LLM(str(file), threads=options.threads, max_model_len=1024, dtype="f32" if options.float32 else "auto")
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.0, ignore_eos=True)
     return [list(result.token_ids) for result in llm.generate(prompts, params)], llm
 

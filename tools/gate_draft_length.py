@@ -50,7 +50,7 @@ PASS_TABLES: dict[str, tuple[float, dict[int, float]]] = {
     "20_ms": (0.020, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
     "60_ms": (0.060, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
 }
-"""Seconds of a pass of one row, and how many times as long more rows take: measured with 1.04 B parameters, see docs/dev/experiments.md.
+"""Seconds of a pass of one row, and how many times as long more rows take: measured with 1.04 B parameters, see docs/dev/findings.md.
 From 16 rows on a row takes the same time again."""
 DRAFT_TOKEN_S = {"5_ms": 0.002, "20_ms": 0.003, "60_ms": 0.004}
 """Seconds of one draft token of a draft model."""

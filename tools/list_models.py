@@ -106,7 +106,7 @@ def forms() -> str:
             f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.packs_experts)} | the same |",
             *(f"| {method.title} | safetensors | {method.held} |" for method in METHODS.values()),
-            "| int8, int4 (`--quant`) | made while loading, of any of these | groups of 128 columns |",
+            "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128 columns |",
         ]
     )
 

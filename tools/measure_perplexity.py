@@ -1,6 +1,6 @@
 """Perplexity of a model on held-out text, as stored, quantised, and with several types of keys and values.
 
-    python tools/measure_perplexity.py --model mini --text heldout.jsonl --quant none int8 int4 --tokens 20000
+    python tools/measure_perplexity.py --model mini --text heldout.jsonl --quantization none int8 int4 --tokens 20000
 
 Every text is cut into windows; within a window each token but the first is predicted from those before it. All settings see the same
 tokens, and the table says by how much each is worse than the first.
@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from bench_machine import describe_machine
-from paceline.config import KV_TYPES, QuantOptions, cache_directory, quant_options
+from paceline.config import KV_CACHE_DTYPES, QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
 from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.machine import usable_processors
 from paceline.models.config import WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -97,18 +97,18 @@ def _nats(logits: np.ndarray, targets: list[int]) -> np.ndarray:
 
 
 def measure(
-    model: str, quant: QuantOptions | None, kv_type: str, name: str, windows: list[list[int]], arguments: argparse.Namespace
+    model: str, quantization: QuantOptions | None, kv_cache_dtype: str, name: str, windows: list[list[int]], arguments: argparse.Namespace
 ) -> Measured:
     """Load the model with one setting and run it over all windows."""
     options = RuntimeOptions(
         numerics=Numerics.FAST,
         dtype=None if arguments.dtype == "auto" else WeightType(arguments.dtype),
-        kv_type=None if kv_type == "auto" else KVType(kv_type),
+        kv_cache_dtype=None if kv_cache_dtype == "auto" else KVCacheDtype(kv_cache_dtype),
         num_threads=arguments.threads,
-        max_context=arguments.window,
+        max_model_len=arguments.window,
         device="cpu",
         backend=arguments.backend,
-        quant=quant,
+        quantization=quantization,
         quant_directory=cache_directory(),
         regroup=arguments.regroup,
     )
@@ -121,7 +121,7 @@ def measure(
 
 def settings_of(arguments: argparse.Namespace) -> list[tuple[str, QuantOptions | None]]:
     """The settings to compare: the named ones, and in groups of other sizes where asked for."""
-    named = [(name, quant_options("quant", name)) for name in arguments.quant]
+    named = [(name, quant_options("quantization", name)) for name in arguments.quantization]
     found: list[tuple[str, QuantOptions | None]] = []
     for name, options in named:
         if options is None:
@@ -138,11 +138,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["mini"], help="'mini', directories or GGUF files")
     parser.add_argument("--text", type=Path, required=True, help="JSON lines with a field 'text'")
-    parser.add_argument("--quant", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--group", nargs="+", type=int, default=[128])
     parser.add_argument("--affine", action="store_true", help="measure affine groups as well")
     parser.add_argument("--regroup", action="store_true", help="quantise the matrices of GGUF files again, as --gguf-weights regroup does")
-    parser.add_argument("--kv-type", nargs="+", default=["auto"], choices=KV_TYPES)
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], choices=KV_CACHE_DTYPES)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--tokens", type=int, default=20_000)
@@ -157,10 +157,10 @@ def main() -> None:
         path = Path(model) if Path(model).is_file() else resolve(model)
         windows = read_windows(arguments.text, Tokenizer.open(path), window=arguments.window, limit=arguments.tokens)
         for name, options in settings_of(arguments):
-            for kv_type in arguments.kv_type:
+            for kv_cache_dtype in arguments.kv_cache_dtype:
                 label = name if len(arguments.model) == 1 else f"{path.name}, {name}"
-                label = label if len(arguments.kv_type) == 1 else f"{label}, keys and values in {kv_type}"
-                results.append(measure(str(path), options, kv_type, label, windows, arguments))
+                label = label if len(arguments.kv_cache_dtype) == 1 else f"{label}, keys and values in {kv_cache_dtype}"
+                results.append(measure(str(path), options, kv_cache_dtype, label, windows, arguments))
                 _print_row(results[-1], results[0])
     if arguments.json:
         rows = [{"setting": one.name, "perplexity": one.perplexity, "nats": one.nats, "tokens": one.num_tokens} for one in results]

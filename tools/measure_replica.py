@@ -44,7 +44,7 @@ CHATS = (
 
 async def measured(model: str, drafter: str, at_once: Sequence[int]) -> dict[str, Any]:
     """Times of one engine."""
-    async with AsyncEngine.open(model, drafter=drafter, threads=1, max_num_seqs=max(at_once), prefix_cache=False) as engine:
+    async with AsyncEngine.open(model, drafter=drafter, threads=1, max_num_seqs=max(at_once), enable_prefix_caching=False) as engine:
         maker = engine.opened.maker
         greedy = SamplingParams(temperature=0.0, max_tokens=192)
         answers = [(await engine.chat([{"role": "user", "content": text}], greedy))[0] for text in CHATS]

@@ -10,7 +10,7 @@ from paceline.machine import usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
-KV_TYPES = ("auto", "f32", "bf16", "f16", "int8")
+KV_CACHE_DTYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
@@ -20,10 +20,10 @@ GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_DRAFT_TOKENS = 64
 MAX_NUM_SEQS = 1024
-MAX_STEP_ROWS = 4096
+MAX_NUM_BATCHED_TOKENS = 4096
 _WEIGHTS_CACHE_GB = 50
 _MOST_GB = 1_000_000
-MAX_PASS_ROWS = MAX_STEP_ROWS + MAX_NUM_SEQS
+MAX_PASS_ROWS = MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
 """Rows of one pass of any network: those of a step, and room for what a head guesses behind them in the same pass."""
 
 
@@ -74,7 +74,7 @@ def _is_override(one: object) -> bool:
 Quant = str | QuantOptions
 
 
-def quant_options(name: str, quant: Quant) -> QuantOptions | None:
+def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
     """The options that a quantisation setting stands for; None = no quantisation.
 
     Args:
@@ -83,14 +83,14 @@ def quant_options(name: str, quant: Quant) -> QuantOptions | None:
     Raises:
         ConfigError: it is unknown.
     """
-    if isinstance(quant, QuantOptions):
-        return quant
-    _check_choice(name, quant, QUANT)
-    return None if quant == "none" else QuantOptions(bits=int(quant.removeprefix("int")))
+    if isinstance(quantization, QuantOptions):
+        return quantization
+    _check_choice(name, quantization, QUANT)
+    return None if quantization == "none" else QuantOptions(bits=int(quantization.removeprefix("int")))
 
 
-def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
-    """The options that `draft_quant` stands for; None = no quantisation.
+def draft_quant_options(quantization: Quant, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
+    """The options that `draft_quantization` stands for; None = no quantisation.
 
     Args:
         target_bits: bits a value of the target's matrices: a draft model takes about half as many; None for heads, which follow nobody.
@@ -99,10 +99,10 @@ def draft_quant_options(quant: Quant, target_bits: float | None, *, device: str 
     Raises:
         ConfigError: it is unknown.
     """
-    if quant != "auto":
-        if not isinstance(quant, QuantOptions):
-            _check_choice("draft_quant", quant, DRAFT_QUANT)
-        return quant_options("draft_quant", quant)
+    if quantization != "auto":
+        if not isinstance(quantization, QuantOptions):
+            _check_choice("draft_quantization", quantization, DRAFT_QUANT)
+        return quant_options("draft_quantization", quantization)
     if target_bits is None or target_bits > _MOST_BITS_OF_16 or device != "cpu":
         return None
     return QuantOptions(bits=4 if target_bits <= _MOST_BITS_OF_8 else 8)
@@ -128,7 +128,7 @@ class SpeculationConfig:
             guess together.
         num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: quantise draft models and heads while loading them: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
+        draft_quantization: quantise draft models and heads while loading: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
             the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, and rows that a
             head copies of the target's vocabulary matrix likewise; nothing else of heads.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
@@ -141,7 +141,7 @@ class SpeculationConfig:
     drafter: str | tuple[str, ...] = "auto"
     num_draft_tokens: int | str = "auto"
     tree_width: int = 1
-    draft_quant: Quant = "auto"
+    draft_quantization: Quant = "auto"
     draft_adapter: str | None = None
     acceptance: str = "match"
     drafter_options: Mapping[str, object] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class SpeculationConfig:
         if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
             raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
-        draft_quant_options(self.draft_quant, None)
+        draft_quant_options(self.draft_quantization, None)
         _check_directory("draft_adapter", self.draft_adapter)
         _check_choice("acceptance", self.acceptance, ACCEPTANCE)
         options: object = self.drafter_options
@@ -172,25 +172,25 @@ class EngineConfig:
         gguf_weights: "exact" (the values of the file) or "regroup" (quantise its matrices again, to larger groups that run faster).
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
         dtype: type to compute in; "auto" = as stored. Only "f32" leaves rows unrounded in front of quantised matrices.
-        quant: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
+        quantization: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
         threads: CPU threads; None = as many as processors this process may use; more would be slower.
         oversubscribe: use as many threads as `threads` says, even where there are fewer processors.
-        max_context: longest prompt + output; None = what the model was made for.
-        kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
+        max_model_len: longest prompt + output; None = what the model was made for.
+        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
             computation, f16 for quantised GGUF files.
-        cache_gb: memory for keys and values at most, taken as it is used; None = enough for 4 full contexts or 2048 tokens of each of
+        kv_cache_gb: memory for keys and values at most, taken as it is used; None = enough for 4 full contexts or 2048 tokens of each of
             `max_num_seqs`, at most a quarter of the machine's memory and half of what is free.
         device: "auto", "cpu" or "cuda".
         backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
         max_num_seqs: requests that run at a time, at most as many as a pass has rows.
-        max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of a pass, of all requests together; fewer where decoding requests leave fewer of `max_step_rows`.
-        prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
+        max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
+        prefill_chunk_size: prompt rows of a pass, of all requests together; decoding requests come first.
+        enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
+        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
             the last 32 rows it filled.
         adapters: directories of LoRA adapters by the names that requests have for them.
         merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.
-        revision, token, offline: for models from the Hugging Face Hub.
+        revision, hf_token, offline: for models from the Hugging Face Hub.
     """
 
     model: str = "mini"
@@ -198,55 +198,55 @@ class EngineConfig:
     gguf_weights: str = "exact"
     numerics: str = "exact"
     dtype: str = "auto"
-    quant: Quant = "none"
+    quantization: Quant = "none"
     threads: int | None = None
     oversubscribe: bool = False
-    max_context: int | None = None
-    kv_type: str = "auto"
-    cache_gb: float | None = None
+    max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_gb: float | None = None
     device: str = "auto"
     backend: str = "auto"
     max_num_seqs: int = 16
-    max_step_rows: int = 512
-    chunk_rows: int = 256
-    prefix_cache: bool = True
-    state_stride: int = 512
+    max_num_batched_tokens: int = 512
+    prefill_chunk_size: int = 256
+    enable_prefix_caching: bool = True
+    state_interval: int = 512
     adapters: Mapping[str, str] = field(default_factory=dict)
     merge_adapter: str | None = None
     revision: str | None = None
-    token: str | None = field(default=None, repr=False)
+    hf_token: str | None = field(default=None, repr=False)
     offline: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("numerics", self.numerics, NUMERICS)
         _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS)
         _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kv_type", self.kv_type, KV_TYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("backend", self.backend, BACKENDS)
-        quant_options("quant", self.quant)
+        quant_options("quantization", self.quantization)
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        _check_int("max_step_rows", self.max_step_rows, 1, MAX_STEP_ROWS)
-        _check_int("chunk_rows", self.chunk_rows, 1, MAX_STEP_ROWS)
-        _check_int("state_stride", self.state_stride, 32, 2**20)
-        if self.state_stride % 32:
-            raise ConfigError(f"state_stride is {self.state_stride}: use a multiple of 32, such as 512")
-        for name in ("revision", "token"):
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
+        _check_int("prefill_chunk_size", self.prefill_chunk_size, 1, MAX_NUM_BATCHED_TOKENS)
+        _check_int("state_interval", self.state_interval, 32, 2**20)
+        if self.state_interval % 32:
+            raise ConfigError(f"state_interval is {self.state_interval}: use a multiple of 32, such as 512")
+        for name in ("revision", "hf_token"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is of type {type(getattr(self, name)).__name__}: use a text, or None")
         adapters: object = self.adapters
         if not isinstance(adapters, Mapping) or not all(isinstance(one, str) and one for pair in adapters.items() for one in pair):
             raise ConfigError(f"adapters is {adapters!r}: use a mapping of names to directories, such as {{'sql': 'adapters/sql'}}")
         _check_directory("merge_adapter", self.merge_adapter)
-        for name in ("prefix_cache", "oversubscribe", "offline"):
+        for name in ("enable_prefix_caching", "oversubscribe", "offline"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: use true or false")
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 1024)
-        if self.max_context is not None:
-            _check_int("max_context", self.max_context, 2, 10_000_000)
-        if self.cache_gb is not None and not _is_between(self.cache_gb, 0, 100_000):
-            raise ConfigError(f"cache_gb is {self.cache_gb!r}: use a size in gigabytes above 0 and at most 100000, such as 2 or 0.5")
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 2, 10_000_000)
+        if self.kv_cache_gb is not None and not _is_between(self.kv_cache_gb, 0, 100_000):
+            raise ConfigError(f"kv_cache_gb is {self.kv_cache_gb!r}: use a size in gigabytes above 0 and at most 100000, such as 2 or 0.5")
 
     @property
     def num_threads(self) -> int:

@@ -89,7 +89,7 @@ def library_errors(text: str, kind: Callable[[str], PacelineError]) -> Iterator[
         raise kind(f"{text} ({described(error)})") from error
 
 
-def prompt_too_long(num_tokens: int, max_context: int, way_out: str, *, why: str = "") -> str:
+def prompt_too_long(num_tokens: int, max_model_len: int, way_out: str, *, why: str = "") -> str:
     """Return the text of an error about a prompt that leaves no room for output.
 
     Agents shorten a conversation where a text has Anthropic's first sentence or OpenAI's second one, and repeat the request elsewhere.
@@ -97,12 +97,14 @@ def prompt_too_long(num_tokens: int, max_context: int, way_out: str, *, why: str
     Args:
         why: follows the first sentence, such as how `num_tokens` was estimated.
     """
-    first = f"prompt is too long: {num_tokens} tokens > {max_context - 1} maximum{why}"
-    return f"{first}. This model's maximum context length is {max_context} tokens, and at least one must be left for the output: {way_out}"
+    first = f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum{why}"
+    return (
+        f"{first}. This model's maximum context length is {max_model_len} tokens, and at least one must be left for the output: {way_out}"
+    )
 
 
 @contextmanager
-def memory_errors(what: str, way_out: str = "use quant='int8' or 'int4', a smaller one, or close programs") -> Iterator[None]:
+def memory_errors(what: str, way_out: str = "use quantization='int8' or 'int4', a smaller one, or close programs") -> Iterator[None]:
     """Running out of memory in this block becomes a CapacityError; `what` names what did not fit."""
     try:
         yield

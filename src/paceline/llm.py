@@ -46,35 +46,35 @@ class LLM:
         gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again so that they run faster).
         numerics: "exact": a token depends on nothing but target, prompt, sampling parameters and seed; "fast": any kernel.
         dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" leaves rows unrounded in front of quantised matrices.
-        quant: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
+        quantization: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
         threads: CPU threads; None = the processors this process may use. More are not used.
         oversubscribe: use so many threads even where there are fewer processors.
-        max_context: longest prompt + output.
-        kv_type: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
+        max_model_len: longest prompt + output.
+        kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
             quantised GGUF files.
-        cache_gb: memory for keys and values at most, taken as it is used.
+        kv_cache_gb: memory for keys and values at most, taken as it is used.
         device: "auto", "cpu" or "cuda".
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (ngram, and what comes with the model), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
         num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quant: as `quant`, for draft models and heads; "auto": as `SpeculationConfig` says, 8 bits or 4.
+        draft_quantization: as `quantization`, for draft models and heads; "auto": as `SpeculationConfig` says, 8 bits or 4.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; it changes the speed alone.
         drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
             docs/methods lists.
         acceptance: which guesses are kept: "match" (a seed gives one text, whatever drafts) or "rejection" (sampled texts have the same
             distribution but depend on what was drafted).
         max_num_seqs: requests that run at a time; others wait their turn.
-        max_step_rows: rows of one pass, known tokens and drafts of all requests.
-        chunk_rows: prompt rows of a pass, of all requests together; fewer make the gaps between tokens of other requests shorter.
-        prefix_cache: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        state_stride: rows between the states of recurrent layers that are kept for that, a multiple of 32; a text also has one behind
+        max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
+        prefill_chunk_size: prompt rows of a pass, of all requests together; fewer make the gaps between tokens of other requests shorter.
+        enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
+        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
             the last 32 rows it filled.
         adapters: directories of LoRA adapters by name; requests ask for one by `adapter=name`.
         merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. That is another
             target: its tokens may differ from those of the same adapter asked for by name.
-        revision, token, offline: for models from the Hugging Face Hub.
+        revision, hf_token, offline: for models from the Hugging Face Hub.
 
     Raises:
         ConfigError, CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError: with the way out.
@@ -89,30 +89,30 @@ class LLM:
         gguf_weights: str = "exact",
         numerics: str = "exact",
         dtype: str = "auto",
-        quant: Quant = "none",
+        quantization: Quant = "none",
         threads: int | None = None,
         oversubscribe: bool = False,
-        max_context: int | None = None,
-        kv_type: str = "auto",
-        cache_gb: float | None = None,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
+        kv_cache_gb: float | None = None,
         device: str = "auto",
         backend: str = "auto",
         drafter: str | Sequence[str] | Drafter | Sequence[Drafter] = "auto",
         num_draft_tokens: int | str = "auto",
         tree_width: int = 1,
-        draft_quant: Quant = "auto",
+        draft_quantization: Quant = "auto",
         draft_adapter: str | Path | None = None,
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
         max_num_seqs: int = 16,
-        max_step_rows: int = 512,
-        chunk_rows: int = 256,
-        prefix_cache: bool = True,
-        state_stride: int = 512,
+        max_num_batched_tokens: int = 512,
+        prefill_chunk_size: int = 256,
+        enable_prefix_caching: bool = True,
+        state_interval: int = 512,
         adapters: Mapping[str, str | Path] | None = None,
         merge_adapter: str | Path | None = None,
         revision: str | None = None,
-        token: str | None = None,
+        hf_token: str | None = None,
         offline: bool = False,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
@@ -168,9 +168,9 @@ class LLM:
         return self._maker.vocab_size
 
     @property
-    def max_context(self) -> int:
+    def max_model_len(self) -> int:
         """Prompt + output at most, in tokens."""
-        return self._maker.max_context
+        return self._maker.max_model_len
 
     @property
     def numerics(self) -> str:
@@ -318,14 +318,14 @@ class LLM:
         """
         self.engine.remove_adapter(name)
 
-    def requantize(self, quant: Quant) -> None:
+    def requantize(self, quantization: Quant) -> None:
         """Quantise the target in another way, or not at all with "none"; the drafter stays, unless it reads the target's hidden states.
 
         The new target is built beside the old one, so both need memory for a moment; then it replaces the old one. If anything fails,
         nothing changes.
 
         Raises:
-            ConfigError: `quant` is unknown, or a request is still running.
+            ConfigError: `quantization` is unknown, or a request is still running.
             CheckpointError, CapacityError: the new target cannot be built.
         """
         self._check_idle()
@@ -333,7 +333,7 @@ class LLM:
         needs = DrafterNeeds.of(drafters)
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
-        without = replace(self._opened.config, quant=quant, adapters={})
+        without = replace(self._opened.config, quantization=quantization, adapters={})
         opened = open_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
         for adapter in self.engine.adapters.all:
             opened.engine.add_adapter(adapter)

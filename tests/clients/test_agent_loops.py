@@ -56,7 +56,7 @@ def served(model: Path) -> Iterator[str]:
     engine = AsyncEngine.open(str(model), drafter="none", max_num_seqs=4, threads=1)
     try:
         # the mini has not learnt to end reasoning, which some prompts begin
-        with live_server(engine, served_name="mini", reasoning_parser="none") as server:
+        with live_server(engine, served_model_name="mini", reasoning_parser="none") as server:
             yield server.url
     finally:
         asyncio.run(engine.close())

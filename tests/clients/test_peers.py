@@ -27,7 +27,7 @@ CASES = [(name, mode) for name, peer in PEERS.items() for mode in peer.modes]
 
 @pytest.fixture(scope="module")
 def ours(mini_dir: Path) -> Iterator[LLM]:
-    with LLM(str(mini_dir), dtype="f32", drafter="none", max_context=512) as llm:
+    with LLM(str(mini_dir), dtype="f32", drafter="none", max_model_len=512) as llm:
         yield llm
 
 

@@ -31,7 +31,7 @@ def model(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    with closing(Server("--model", str(model), "--served-name", "mini", "--drafter", "ngram")) as started:
+    with closing(Server("--model", str(model), "--served-model-name", "mini", "--drafter", "ngram")) as started:
         yield started
 
 

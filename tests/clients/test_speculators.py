@@ -238,7 +238,7 @@ def _of_peagle(head: PairHead, token_ids: NDArray[np.int32], features: Floats) -
 def _of_mtp(files: HeadFiles, token_ids: NDArray[np.int32], features: Floats, given: Mapping[str, NDArray[Any]]) -> Floats:
     """Pass after pass over all pairs, the outputs of one the features of the next, as the module is trained."""
     weights = Weights({f"{name}.weight": plain_tensor(given[name]) for name in ("embedding", "lm_head")})
-    head = open_mtp_head(load_mtp(files, TARGET, weights), num_threads=2, max_context=MAX_POSITIONS)
+    head = open_mtp_head(load_mtp(files, TARGET, weights), num_threads=2, max_model_len=MAX_POSITIONS)
     head.runtime.new_key_values(4)
     steps, count = given["logits"].shape[:2]
     logits = []

@@ -63,7 +63,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def open_llm(directory: Path, drafter: str | list[str]) -> LLM:
-    return LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
+    return LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=drafter)
 
 
 def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy: ModuleType) -> None:

@@ -71,7 +71,7 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    given = {"backend": "native", "threads": 1, "max_context": 256, "cache_gb": 0.05, **options}
+    given = {"backend": "native", "threads": 1, "max_model_len": 256, "kv_cache_gb": 0.05, **options}
     return LLM(str(target), drafter=drafter, num_draft_tokens=4, **given)
 
 
@@ -268,7 +268,7 @@ def test_a_user_who_names_the_convention_is_believed(target: Path, tmp_path: Pat
 
 def test_nothing_is_tried_without_room_or_where_the_user_says_it(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = write_reading_eagle3(tmp_path / "head", norm_before_residual=None)
-    llm = open_llm(target, str(head), max_context=10)
+    llm = open_llm(target, str(head), max_model_len=10)
     assert drafter_of(llm).head.config == default_of(head, target)
     llm.engine.cache.check()
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
@@ -295,7 +295,7 @@ def test_guesses_of_both_steps_are_those_of_one_pair_after_another(tmp_path: Pat
     target = write_checkpoint(tmp_path / "target", "llama", num_hidden_layers=6)
     sizes = read_model_config(target)
     files = HeadFiles.open(random_head(tmp_path / "head"))
-    head = open_eagle_head(files, sizes, open_weights(target, sizes), num_threads=1, max_context=64)
+    head = open_eagle_head(files, sizes, open_weights(target, sizes), num_threads=1, max_model_len=64)
     random = np.random.default_rng(6)
     layers, length = (2, 3, 4), 9
     token_ids = random.integers(1, VOCAB_SIZE, (2, length)).astype(np.int32)

@@ -90,11 +90,11 @@ def test_what_does_not_compile_is_a_checkpoint_error_where_it_is_checked() -> No
 def test_a_text_may_grow_with_the_messages_and_with_the_context() -> None:
     doubled = ChatTemplate("{{ messages[0].content }}{{ messages[0].content }}", {})
     long = [{"role": "user", "content": "x" * 1_000_000}]
-    assert len(doubled.render(long, add_generation_prompt=False, max_context=64)) == 2_000_000
+    assert len(doubled.render(long, add_generation_prompt=False, max_model_len=64)) == 2_000_000
     of_its_own = ChatTemplate("{{ 'x' * 200000 }}", {})
-    assert len(of_its_own.render(HELLO, add_generation_prompt=False, max_context=8192)) == 200_000
+    assert len(of_its_own.render(HELLO, add_generation_prompt=False, max_model_len=8192)) == 200_000
     with pytest.raises(RequestError, match=f"text has more than {max_rendered_chars(len(json.dumps(HELLO)), 2048)} characters"):
-        of_its_own.render(HELLO, add_generation_prompt=False, max_context=2048)
+        of_its_own.render(HELLO, add_generation_prompt=False, max_model_len=2048)
 
 
 def test_after_a_failure_the_next_conversation_is_rendered() -> None:

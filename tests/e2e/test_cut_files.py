@@ -17,7 +17,7 @@ PROGRAM = """
     from paceline.errors import CheckpointError
     model, cut, drafter = sys.argv[1:]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    llm = LLM(model, backend="native", threads=1, cache_gb=0.02, device="cpu", drafter=drafter, offline=True)
+    llm = LLM(model, backend="native", threads=1, kv_cache_gb=0.02, device="cpu", drafter=drafter, offline=True)
     expected = llm.generate([5, 6, 7], params)[0].token_ids
     os.truncate(cut, 4096)
     for _ in range(2):

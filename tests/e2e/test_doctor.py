@@ -199,14 +199,14 @@ def test_a_head_is_judged_by_its_shapes(heads: HeadPairs, kind: str) -> None:
     assert head["stored_bytes"] >= 2 * head["parameters"] > 0
     assert facts["memory"]["draft_weights_bytes"] == head["stored_bytes"]
     assert (facts["memory"]["draft_cache_bytes_per_1k_tokens"] > 0) == (kind != "medusa")
-    halved = ask(*heads.arguments(kind), "--draft-quant", "int8")[1]["memory"]["draft_weights_bytes"]
+    halved = ask(*heads.arguments(kind), "--draft-quantization", "int8")[1]["memory"]["draft_weights_bytes"]
     if kind in ("medusa", "mtp"):  # the others' matrices are of widths that no group divides
         assert 0.2 < halved / head["stored_bytes"] < 0.6
-    quant = QuantOptions(bits=8)
+    quantization = QuantOptions(bits=8)
     model, drafter = heads.pairs[kind]
-    (found,) = diagnose(DoctorQuestion(model=str(model), drafters=[drafter], draft_quant=quant)).drafters
+    (found,) = diagnose(DoctorQuestion(model=str(model), drafters=[drafter], draft_quantization=quantization)).drafters
     assert found.head is not None
-    assert halved == quantized_weights(Weights(found.head.weights), quant, None).nbytes
+    assert halved == quantized_weights(Weights(found.head.weights), quantization, None).nbytes
     code, said = text(*heads.arguments(kind))
     assert said.endswith("works")
     assert HEADS[kind] in said
@@ -338,7 +338,7 @@ def test_a_model_that_is_not_there_is_not_downloaded() -> None:
 def test_a_model_too_big_for_memory(target: Path) -> None:
     found = diagnose(DoctorQuestion(model=str(target), memory_bytes=100_000))
     assert not found.works
-    assert "0.0001 GB are free: use --quant int8 or int4" in found.problems[0]
+    assert "0.0001 GB are free: use --quantization int8 or int4" in found.problems[0]
     for size in ("nan", "inf", "0", "-1"):
         done = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["doctor", "--model", str(target), "--memory-gb", size])
         assert (done.exit_code, "use a size in gigabytes above 0" in done.output) == (2, True)
@@ -386,7 +386,7 @@ def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:
     enough = diagnose(DoctorQuestion(model=str(target), memory_bytes=memory.full_context_bytes))
     assert (enough.works, enough.notes) == (True, [])
     less = memory.full_context_bytes - memory.cache_bytes_per_1k * 100 // 1000
-    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=less, max_context=512))
+    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=less, max_model_len=512))
     assert found.works
     assert "there is room for 412 tokens" in found.notes[0]
 
@@ -418,13 +418,13 @@ def test_a_draft_model_is_added(target: Path, draft: Path) -> None:
 
 def test_quantised_weights_take_less(mini_dir: Path) -> None:
     sizes = []
-    for quant in (None, QuantOptions(bits=8), QuantOptions(bits=4)):
-        memory = diagnose(DoctorQuestion(drafters=["none"], quant=quant)).memory
+    for quantization in (None, QuantOptions(bits=8), QuantOptions(bits=4)):
+        memory = diagnose(DoctorQuestion(drafters=["none"], quantization=quantization)).memory
         assert memory is not None
         sizes.append(memory.weights_bytes)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] < 2.1 * (mini_dir / "model.safetensors").stat().st_size
-    assert ask("--quant", "int4", "--drafter", "none")[1]["memory"]["target_weights_bytes"] == sizes[2]
+    assert ask("--quantization", "int4", "--drafter", "none")[1]["memory"]["target_weights_bytes"] == sizes[2]
 
 
 def test_a_machine_on_which_nothing_runs_is_a_problem_not_an_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,9 +436,9 @@ def test_a_machine_on_which_nothing_runs_is_a_problem_not_an_error(target: Path,
 
 
 def test_a_context_longer_than_the_model_was_made_for_is_a_problem(target: Path) -> None:
-    code, facts = ask("--model", target, "--max-context", "513")
+    code, facts = ask("--model", target, "--max-model-len", "513")
     assert code == 1
-    assert facts["problems"] == ["max_context is 513, the model was made for 512 tokens: lower max_context"]
+    assert facts["problems"] == ["max_model_len is 513, the model was made for 512 tokens: lower max_model_len"]
 
 
 # GGUF
@@ -474,9 +474,9 @@ def test_a_gguf_file_takes_less_when_it_is_quantised_further(tmp_path: Path) -> 
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263)
     write_byte_level_tokenizer(directory)
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
-    memory = diagnose(DoctorQuestion(model=str(path), drafters=["none"], quant=QuantOptions(bits=4))).memory
+    memory = diagnose(DoctorQuestion(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
     assert memory is not None
-    weights = load_runtime(path, RuntimeOptions(quant=QuantOptions(bits=4), backend="native")).runtime.weights
+    weights = load_runtime(path, RuntimeOptions(quantization=QuantOptions(bits=4), backend="native")).runtime.weights
     assert memory.weights_bytes == weights.nbytes == Weights(weights).nbytes
     assert weights.nbytes < open_weights(path, read_model_config(path)).nbytes
 

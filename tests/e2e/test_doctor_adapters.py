@@ -89,7 +89,7 @@ def test_an_adapter_of_the_draft_model_is_named_or_a_problem(target: Path, draft
 
 
 def test_a_probe_loads_both(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
-    arguments = ("--model", target, "--drafter", draft, "--merge-adapter", of_target, "--draft-adapter", of_draft, "--max-context", "64")
+    arguments = ("--model", target, "--drafter", draft, "--merge-adapter", of_target, "--draft-adapter", of_draft, "--max-model-len", "64")
     code, facts = ask(*arguments, "--probe")
     assert (code, facts["problems"]) == (0, [])
     assert any("the adapter 'wide' is merged into the weights" in notice for notice in facts["probe"]["notices"])

@@ -61,7 +61,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
 
 def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, **options: object) -> LLM:
     target, files = head
-    given = {"backend": "native", "threads": 1, "max_context": 512, "cache_gb": 0.05, **options}
+    given = {"backend": "native", "threads": 1, "max_model_len": 512, "kv_cache_gb": 0.05, **options}
     llm = LLM(str(target), drafter=str(files), num_draft_tokens=depth, **given)  # type: ignore[arg-type]
     llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=row_budget)
     return llm
@@ -87,7 +87,9 @@ class PlainTargets:
     def __call__(self, head: Head, texts: Sequence[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
         target = head[0]
         if target not in self._llms:
-            self._llms[target] = LLM(str(target), drafter="none", backend="native", threads=1, max_context=512, prefix_cache=False)
+            self._llms[target] = LLM(
+                str(target), drafter="none", backend="native", threads=1, max_model_len=512, enable_prefix_caching=False
+            )
         for text in texts:
             if (target, tuple(text), params) not in self._answers:
                 self._answers[target, tuple(text), params] = self._llms[target].generate([text], params)[0].token_ids
@@ -121,7 +123,7 @@ def assert_perfect(outputs: Sequence[RequestOutput]) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_head_that_must_be_right_is(name: str, heads: Heads, plain: PlainTargets) -> None:
     """Prompts that end at, before and behind the borders of blocks, one by one and as a batch."""
-    llm = open_llm(heads(name), prefix_cache=False)
+    llm = open_llm(heads(name), enable_prefix_caching=False)
     texts = prompts(2, 3, 31, 32, 33, 64, 90)
     expected = plain(heads(name), texts)
     outputs = [llm.generate([text], GREEDY)[0] for text in texts] + llm.generate(texts, GREEDY)
@@ -172,7 +174,7 @@ def test_trees_hold_the_right_path(name: str, backend: str, heads: Heads, plain:
 
 def test_prompts_in_chunks_leave_no_gap(heads: Heads, plain: PlainTargets) -> None:
     """Many prompts share a small pass, so that each runs in several pieces beside others that draft."""
-    llm = open_llm(heads("listening"), max_step_rows=48, prefix_cache=False)
+    llm = open_llm(heads("listening"), max_num_batched_tokens=48, enable_prefix_caching=False)
     texts = prompts(90, 70, 33, 120, 31)
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads("listening"), texts)
@@ -224,7 +226,7 @@ def test_a_prefix_that_was_never_drafted_is_not_seen(heads: Heads, plain: PlainT
 
 def test_rows_of_evicted_blocks_are_not_taken_for_drafted(heads: Heads, plain: PlainTargets, large_counts: bool) -> None:
     """A cache so small that blocks change hands, some of them with the head off."""
-    llm = open_llm(heads("listening"), cache_gb=SMALL_CACHE_GB, max_context=256)
+    llm = open_llm(heads("listening"), kv_cache_gb=SMALL_CACHE_GB, max_model_len=256)
     texts = [text for seed in range(5 if large_counts else 3) for text in prompts(40, 65, 97, seed=seed)]
     for number, text in enumerate(texts + texts[::-1]):
         if number % 3 == 2:
@@ -240,7 +242,7 @@ def test_rows_of_evicted_blocks_are_not_taken_for_drafted(heads: Heads, plain: P
 
 def test_a_preempted_request_goes_on_from_what_is_left_of_its_rows(heads: Heads, plain: PlainTargets) -> None:
     """More requests than fit: some are interrupted, lose rows to others and begin anew."""
-    llm = open_llm(heads("listening"), cache_gb=SMALL_CACHE_GB, max_context=256)
+    llm = open_llm(heads("listening"), kv_cache_gb=SMALL_CACHE_GB, max_model_len=256)
     params = replace(GREEDY, max_tokens=150)
     texts = prompts(40, 65, 97, 41)
     outputs = llm.generate(texts, params)
@@ -313,7 +315,7 @@ def test_a_head_whose_embeddings_end_before_the_tokens_of_the_tokenizer_is_refus
         if rows == 79:
             with pytest.raises(IncompatibleDrafterError, match="has embeddings of 79 token ids, the target's tokenizer knows 80"):
                 open_llm((target, files))
-    alone = LLM(str(target), drafter="none", backend="native", threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
+    alone = LLM(str(target), drafter="none", backend="native", threads=1, max_model_len=512, kv_cache_gb=0.05, enable_prefix_caching=False)
     texts = [np.random.default_rng(seed).integers(1, 80, 20).tolist() for seed in range(3)]
     for row_budget, width in ((None, 1), (13, 3)):
         llm = open_llm((target, files), row_budget=row_budget, tree_width=width)
@@ -347,7 +349,7 @@ def test_a_head_that_knows_nothing_changes_nothing(backend: str, method: str, tm
     else:
         config = {**EAGLE3, **sizes, "eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
         files = write_head(tmp_path / "head", config, eagle3_tensors(config, target_hidden=64))
-    alone = LLM(str(target), drafter="none", threads=1, max_context=512, cache_gb=0.05, prefix_cache=False)
+    alone = LLM(str(target), drafter="none", threads=1, max_model_len=512, kv_cache_gb=0.05, enable_prefix_caching=False)
     texts = [np.random.default_rng(seed).integers(1, 97, 20 + 23 * seed).tolist() for seed in range(3)]
     for depth, rows, width in ((3, None, 1), (4, 20, 3)):
         with opened_as(backend):

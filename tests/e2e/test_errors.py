@@ -58,7 +58,7 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 def open_llm(directory: Path | str, **options: Any) -> LLM:
-    return LLM(str(directory), **{"threads": 2, "device": "cpu", "cache_gb": 0.02, "drafter": "ngram", "offline": True, **options})
+    return LLM(str(directory), **{"threads": 2, "device": "cpu", "kv_cache_gb": 0.02, "drafter": "ngram", "offline": True, **options})
 
 
 def assert_usable(llm: LLM) -> None:
@@ -147,9 +147,9 @@ def test_nan_in_one_row_ends_the_requests_that_meet_it(copy: Path) -> None:
         ("numerics", "exakt", "exact, fast"),
         ("dtype", "int3", "bf16"),
         ("device", "tpu", "auto, cpu, cuda"),
-        ("max_context", 513, "512"),
-        ("cache_gb", 0, "above 0"),
-        ("cache_gb", "2", "above 0"),
+        ("max_model_len", 513, "512"),
+        ("kv_cache_gb", 0, "above 0"),
+        ("kv_cache_gb", "2", "above 0"),
         ("num_draft_tokens", 0, "from 1 to 64"),
         ("num_draft_tokens", "many", "auto"),
         ("drafter", [], "ngram"),
@@ -163,10 +163,10 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(directory: Path, name: st
 
 
 def test_a_cache_too_small_is_a_capacity_error(directory: Path) -> None:
-    with raises(CapacityError, "holds no block of 16384 bytes", "raise cache_gb"):
-        open_llm(directory, cache_gb=0.5 * BLOCK_BYTES / 1e9)
-    with raises(CapacityError, "512 tokens", "lower max_context or raise cache_gb"):
-        open_llm(directory, cache_gb=4 * BLOCK_BYTES / 1e9, max_context=512)
+    with raises(CapacityError, "holds no block of 16384 bytes", "raise kv_cache_gb"):
+        open_llm(directory, kv_cache_gb=0.5 * BLOCK_BYTES / 1e9)
+    with raises(CapacityError, "512 tokens", "lower max_model_len or raise kv_cache_gb"):
+        open_llm(directory, kv_cache_gb=4 * BLOCK_BYTES / 1e9, max_model_len=512)
 
 
 def test_cuda_without_a_gpu_is_a_missing_backend(directory: Path) -> None:
@@ -254,11 +254,11 @@ def test_a_request_with_everything_banned_is_refused_by_name(llm: LLM) -> None:
 
 
 def test_a_request_larger_than_the_cache_is_refused_before_anything_runs(directory: Path) -> None:
-    llm = open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9)
-    assert llm.max_context == 512
-    assert "raise cache_gb" in llm.notices[-1]
+    llm = open_llm(directory, kv_cache_gb=2 * BLOCK_BYTES / 1e9)
+    assert llm.max_model_len == 512
+    assert "raise kv_cache_gb" in llm.notices[-1]
     passes = llm.runtime.num_passes
-    with raises(CapacityError, "70 tokens", "63 maximum", "shorten the prompt, lower max_tokens or raise cache_gb"):
+    with raises(CapacityError, "70 tokens", "63 maximum", "shorten the prompt, lower max_tokens or raise kv_cache_gb"):
         llm.generate([[5] * 70], GREEDY)
     assert llm.runtime.num_passes == passes
     assert_usable(llm)
@@ -451,11 +451,11 @@ def test_a_prompt_that_makes_the_tokenizer_panic_is_a_request_error(llm: LLM, mo
 
 def test_a_text_too_long_is_told_the_one_way_out_that_there_is(directory: Path) -> None:
     """Whoever follows it gets further, and is never sent back."""
-    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_context"):
-        open_llm(directory, max_context=64).generate([[5] * 64])
-    assert len(open_llm(directory, max_context=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
-    with raises(CapacityError, "the cache of 64 tokens", "shorten the prompt, lower max_tokens or raise cache_gb"):
-        open_llm(directory, cache_gb=2 * BLOCK_BYTES / 1e9).generate([[5] * 64])
+    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_model_len"):
+        open_llm(directory, max_model_len=64).generate([[5] * 64])
+    assert len(open_llm(directory, max_model_len=65).generate([[5] * 64], GREEDY)[0].token_ids) == 1
+    with raises(CapacityError, "the cache of 64 tokens", "shorten the prompt, lower max_tokens or raise kv_cache_gb"):
+        open_llm(directory, kv_cache_gb=2 * BLOCK_BYTES / 1e9).generate([[5] * 64])
 
 
 def test_a_context_that_may_grow_with_other_frequencies_is_told_so(tmp_path: Path) -> None:
@@ -464,6 +464,6 @@ def test_a_context_that_may_grow_with_other_frequencies_is_told_so(tmp_path: Pat
     path = write_checkpoint(tmp_path, "phi3", num_hidden_layers=1, sliding_window=None)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "original_max_position_embeddings": 64, "rope_parameters": rope}))
-    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_context"):
+    with raises(RequestError, "maximum context length is 64 tokens", "shorten the prompt or raise max_model_len"):
         open_llm(path).generate([[5] * 64])
-    assert open_llm(path, max_context=512).generate([[5] * 64], GREEDY)[0].token_ids
+    assert open_llm(path, max_model_len=512).generate([[5] * 64], GREEDY)[0].token_ids

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 
@@ -45,7 +45,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_an_assistant_that_must_be_right_is_accepted_always(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """Over chunked prompts, batches, cached prompts, windows and preemptions."""
     target, assistant, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
-    llm = open_llm(target, str(assistant), chunk_rows=32, **options)
+    llm = open_llm(target, str(assistant), prefill_chunk_size=32, **options)
     for params in (GREEDY, SAMPLED, GREEDY):
         for batch in (PROMPTS, PROMPTS[2:3]):
             for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
@@ -63,7 +63,12 @@ def test_an_assistant_that_must_be_right_is_accepted_always(tmp_path: Path, chan
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tree_width": 3}, {"acceptance": "match", "cache_gb": 0.0013, "max_num_seqs": 4}, {"draft_quant": "int8", "numerics": "exact"}],
+    [
+        {},
+        {"tree_width": 3},
+        {"acceptance": "match", "kv_cache_gb": 0.0013, "max_num_seqs": 4},
+        {"draft_quantization": "int8", "numerics": "exact"},
+    ],
 )
 def test_token_ids_are_those_of_plain_decoding(pair: tuple[Path, Path], options: dict[str, Any]) -> None:
     target, assistant = pair
@@ -98,7 +103,7 @@ def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: di
 def test_in_the_middle_of_a_text_it_says_what_it_says_behind_a_fresh_one(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """After steps that kept and dropped guesses, windows that moved and cached prompts."""
     target, assistant = pair
-    llm = open_llm(target, str(assistant), chunk_rows=32)
+    llm = open_llm(target, str(assistant), prefill_chunk_size=32)
     seen: list[tuple[list[int], list[int]]] = []
     real = AssistantDrafter.propose
 
@@ -112,7 +117,7 @@ def test_in_the_middle_of_a_text_it_says_what_it_says_behind_a_fresh_one(pair: t
         llm.generate(PROMPTS, GREEDY)
     assert llm.stats().num_cached_tokens > 0
     runtime = load_runtime(target, RuntimeOptions(numerics=Numerics.FAST, num_threads=2, backend="native")).runtime
-    network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_context=256)
+    network = AssistantNetwork(load_assistant(HeadFiles.open(assistant), runtime.config), runtime, max_model_len=256)
     cache = runtime.new_cache(16)
     for token_ids, guessed in seen[::7]:
         sequence, behind = cache.new_sequence(), len(token_ids) - 1

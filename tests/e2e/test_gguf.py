@@ -32,7 +32,7 @@ def mini_gguf(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Mini:
 
 
 def texts(model: Path, **options: str) -> list[tuple[int, ...]]:
-    llm = LLM(str(model), threads=2, max_context=256, **options)
+    llm = LLM(str(model), threads=2, max_model_len=256, **options)
     return [tuple(llm.generate(prompt, PARAMS)[0].token_ids) for prompt in PROMPTS]
 
 
@@ -49,7 +49,7 @@ def test_a_quantised_file_gives_the_same_tokens_with_and_without_a_drafter(mini_
 
 def test_a_gguf_file_can_be_the_draft_model(mini_gguf: Mini, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
-    llm = LLM(str(mini_dir), threads=2, max_context=256, drafter=str(mini_gguf("Q8_0")))
+    llm = LLM(str(mini_dir), threads=2, max_model_len=256, drafter=str(mini_gguf("Q8_0")))
     output = llm.generate(PROMPTS[0], SamplingParams(max_tokens=24, temperature=0))[0]
     assert output.speculation.mean_acceptance_length > 2
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 

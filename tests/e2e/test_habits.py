@@ -22,7 +22,7 @@ from paceline.config import EngineConfig, SpeculationConfig
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "the cat"}]
-OPTIONS: dict[str, Any] = {"threads": 2, "device": "cpu", "cache_gb": 0.02, "drafter": "ngram"}
+OPTIONS: dict[str, Any] = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.02, "drafter": "ngram"}
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +201,12 @@ SAMPLING_NAMES = {
     "logits_processors": "processors",
 }
 LLM_NAMES = {
-    "max_model_len": "max_context",
+    "max_model_len": "max_model_len",
     "speculative_model": "drafter",
     "num_speculative_tokens": "num_draft_tokens",
-    "n_ctx": "max_context",
+    "n_ctx": "max_model_len",
     "thread": "threads",
-    "enable_prefix_caching": "prefix_cache",
+    "enable_prefix_caching": "enable_prefix_caching",
 }
 
 
@@ -245,7 +245,7 @@ def test_every_setting_of_an_engine_is_an_argument_with_its_default() -> None:
     settings = {field.name: field.default for kind in (EngineConfig, SpeculationConfig) for field in dataclasses.fields(kind)}
     arguments = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
     assert arguments == settings | {"drafter_options": None, "adapters": None}
-    assert "chunk_rows" in arguments
+    assert "prefill_chunk_size" in arguments
 
 
 def test_other_names_that_are_suggested_are_ours() -> None:

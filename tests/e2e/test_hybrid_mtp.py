@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)
 
 
@@ -52,7 +52,7 @@ def loaded(directory: Path) -> MtpModule:
 
 @pytest.mark.spread(0.6)
 @pytest.mark.parametrize(
-    ("case", "backend", "tree_width", "quant"),
+    ("case", "backend", "tree_width", "quantization"),
     [
         ("qwen3_5", "native", 1, "none"),
         ("qwen3_5", "native", 3, "int8"),
@@ -63,12 +63,12 @@ def loaded(directory: Path) -> MtpModule:
     ],
 )
 def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decoding(
-    tmp_path: Path, case: str, backend: str, tree_width: int, quant: str
+    tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str
 ) -> None:
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
     target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
-    llm = open_llm(target, "mtp", backend=backend, tree_width=tree_width, draft_quant=quant, chunk_rows=32)
+    llm = open_llm(target, "mtp", backend=backend, tree_width=tree_width, draft_quantization=quantization, prefill_chunk_size=32)
     assert llm.drafter_name == "mtp"
     for params in (GREEDY, SAMPLED, GREEDY):
         answers = [output.token_ids for output in plain.generate(PROMPTS, params)]

@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def open_llm(directory: Path) -> Open:
     def open_llm(**options: object) -> LLM:
-        options = {"threads": 2, "device": "cpu", "cache_gb": 0.02, "drafter": "ngram", **options}
+        options = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.02, "drafter": "ngram", **options}
         return LLM(str(options.pop("model", directory)), **options)  # type: ignore[arg-type]
 
     return open_llm
@@ -204,7 +204,7 @@ def test_special_tokens_written_out_in_a_prompt_are_tokens(llm: LLM) -> None:
 
 
 def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
-    (output,) = llm.generate([[5] * (llm.max_context - 7)], SamplingParams(max_tokens=10_000, ignore_eos=True))
+    (output,) = llm.generate([[5] * (llm.max_model_len - 7)], SamplingParams(max_tokens=10_000, ignore_eos=True))
     assert (len(output.token_ids), output.finish_reason) == (7, "length")
 
 
@@ -220,7 +220,9 @@ def solo(shared_llm: LLM) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_num_seqs": 2}, {"cache_gb": 9 * 16384 / 1e9, "max_context": 256}, {"max_num_seqs": 1, "drafter": "none"}], ids=str
+    "options",
+    [{"max_num_seqs": 2}, {"kv_cache_gb": 9 * 16384 / 1e9, "max_model_len": 256}, {"max_num_seqs": 1, "drafter": "none"}],
+    ids=str,
 )
 def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, options: dict[str, object], solo: dict[str, object]) -> None:
     llm = open_llm(**options)
@@ -229,11 +231,11 @@ def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, o
     assert_clean(llm)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7, 256])
-def test_the_size_of_prompt_chunks_changes_no_token(open_llm: Open, chunk_rows: int, solo: dict[str, object]) -> None:
-    llm = open_llm(chunk_rows=chunk_rows)
+@pytest.mark.parametrize("prefill_chunk_size", [1, 7, 256])
+def test_the_size_of_prompt_chunks_changes_no_token(open_llm: Open, prefill_chunk_size: int, solo: dict[str, object]) -> None:
+    llm = open_llm(prefill_chunk_size=prefill_chunk_size)
     assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
-    assert llm.engine.scheduler.limits.chunk_rows == chunk_rows
+    assert llm.engine.scheduler.limits.prefill_chunk_size == prefill_chunk_size
 
 
 def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
@@ -282,7 +284,7 @@ def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open
 
 
 def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: Path, open_llm: Open) -> None:
-    assert "ngram" in LLM(directory, threads=2, device="cpu", cache_gb=0.02).banner  # type: ignore[arg-type]
+    assert "ngram" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
     assert open_llm(drafter="none").banner == "speculation: off"
     both = open_llm(drafter=["ngram", str(directory)])
     assert both.drafter_name == "ngram+draft_model"
@@ -309,7 +311,7 @@ def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, t
 
 
 def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
-    for options in ({"max_context": 2, "num_draft_tokens": 64}, {"max_context": 40}, {"cache_gb": 16384 / 1e9}):
+    for options in ({"max_model_len": 2, "num_draft_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
         assert_clean(llm)

@@ -27,8 +27,8 @@ def open_llm(target: Path, drafter: str | MedusaDrafter, num_draft_tokens: int =
         drafter=drafter,
         num_draft_tokens=num_draft_tokens,
         threads=2,
-        max_context=256,
-        cache_gb=0.05,
+        max_model_len=256,
+        kv_cache_gb=0.05,
         backend="native",
         **options,
     )  # type: ignore[arg-type]
@@ -92,11 +92,11 @@ def follow(successor: NDArray[np.int64], prompt: Sequence[int], count: int) -> l
     return tokens[1:]
 
 
-@pytest.mark.parametrize(("tree_width", "quant"), [(1, "int8"), (3, "none")])
-def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, quant: str) -> None:
+@pytest.mark.parametrize(("tree_width", "quantization"), [(1, "int8"), (3, "none")])
+def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, quantization: str) -> None:
     target = write_checkpoint(tmp_path / "target", "qwen3", num_hidden_layers=2)
     heads = write_heads(tmp_path / "heads", "rows", random_heads(num_heads=4))
-    plain, drafting = open_llm(target, "none"), open_llm(target, str(heads), tree_width=tree_width, draft_quant=quant)
+    plain, drafting = open_llm(target, "none"), open_llm(target, str(heads), tree_width=tree_width, draft_quantization=quantization)
     for params in (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4)):
         answers = [output.token_ids for output in plain.generate(PROMPTS, params)]
         together = drafting.generate(PROMPTS, params)

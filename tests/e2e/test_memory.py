@@ -103,8 +103,8 @@ def write_file(path: Path, form: str, directory: Path) -> Path:
     return path
 
 
-def measure(model: Path, quant: str, cache: Path, *drafts: Path) -> dict[str, int]:
-    command = [sys.executable, "-m", "harness.load_memory", str(model), quant, str(CONTEXT), *map(str, drafts)]
+def measure(model: Path, quantization: str, cache: Path, *drafts: Path) -> dict[str, int]:
+    command = [sys.executable, "-m", "harness.load_memory", str(model), quantization, str(CONTEXT), *map(str, drafts)]
     environment = {**os.environ, "PACELINE_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -118,13 +118,13 @@ def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path
     if form not in SMALL_COUNTS and not large_counts:
         pytest.skip("small counts")
     if form in FLOATS or form in ("int8", "int4"):
-        model, quant = write_directory(tmp_path / "model", "f32" if form == "f32" else "bf16"), "none" if form in FLOATS else form
+        model, quantization = write_directory(tmp_path / "model", "f32" if form == "f32" else "bf16"), "none" if form in FLOATS else form
     else:
         (tmp_path / "tokenizer").mkdir()
-        model, quant = write_file(tmp_path / "model.gguf", form, tmp_path / "tokenizer"), "none"
-    if quant != "none":
-        measure(model, quant, tmp_path / "cache")  # quantised once, then read from the cache
-    found = measure(model, quant, tmp_path / "cache")
+        model, quantization = write_file(tmp_path / "model.gguf", form, tmp_path / "tokenizer"), "none"
+    if quantization != "none":
+        measure(model, quantization, tmp_path / "cache")  # quantised once, then read from the cache
+    found = measure(model, quantization, tmp_path / "cache")
     for name in ("peak", "filled"):
         assert abs(found[name] - found["told"]) <= TOLERANCE * found["told"], (form, name, found)
     assert found["opened_peak"] <= 1.1 * found["told"]
@@ -147,7 +147,7 @@ def test_the_cache_takes_memory_as_it_is_used(mini_dir: Path) -> None:
 
     skip_without_kernels()
     before = resident()
-    llm = LLM(str(mini_dir), drafter="none", backend="native", cache_gb=1.5, max_context=512, max_num_seqs=512, threads=1)
+    llm = LLM(str(mini_dir), drafter="none", backend="native", kv_cache_gb=1.5, max_model_len=512, max_num_seqs=512, threads=1)
     num_bytes = llm.engine.cache.num_bytes
     opened = resident() - before
     row_bytes = llm.engine.cache.bytes_per_token

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: 
     target, successor = write_successor_target(tmp_path, "qwen3", sharpness=3.0)
     for is_swapped in (False, True):
         add_module(target, layout, perfect_module(is_swapped=is_swapped), num_layers=2)
-        llm = open_llm(target, "mtp", chunk_rows=32)
+        llm = open_llm(target, "mtp", prefill_chunk_size=32)
         for params in (GREEDY, SAMPLED, GREEDY):
             for batch in (PROMPTS, PROMPTS[2:3]):
                 for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
@@ -61,15 +61,15 @@ def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: 
                     assert stats.accepted == (0 if is_swapped else stats.drafted)
 
 
-@pytest.mark.parametrize(("layout", "tree_width", "quant"), [("mtp", 1, "none"), ("extra_layer", 3, "int8")])
-def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, layout: str, tree_width: int, quant: str) -> None:
+@pytest.mark.parametrize(("layout", "tree_width", "quantization"), [("mtp", 1, "none"), ("extra_layer", 3, "int8")])
+def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, layout: str, tree_width: int, quantization: str) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     plain = open_llm(target, "none")
     samplings = (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4))
     answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
     own = {"lm_head": random_matrix(8)} if layout == "extra_layer" else {}
     add_module(target, layout, random_module(), num_layers=2, **own)
-    drafting = open_llm(target, "mtp", tree_width=tree_width, draft_quant=quant)
+    drafting = open_llm(target, "mtp", tree_width=tree_width, draft_quantization=quantization)
     for params, expected in zip(samplings, answers, strict=True):
         together = drafting.generate(PROMPTS, params)
         assert [output.token_ids for output in together] == expected

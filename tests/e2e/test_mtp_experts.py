@@ -37,12 +37,12 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("case", "quant"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8")])
-def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Path, case: str, quant: str) -> None:
+@pytest.mark.parametrize(("case", "quantization"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8")])
+def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Path, case: str, quantization: str) -> None:
     """GLM-4.5: the module is a mixture too, its experts one by one or in stacks; in batches and alone, greedy and sampled."""
     bare = write_glm4_moe(tmp_path / "bare", case, has_module=False)
     samplings = (GREEDY, SAMPLED)
@@ -52,7 +52,7 @@ def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Pat
         open_llm(bare, "mtp")
     target = write_glm4_moe(tmp_path / "target", case)
     for directory in (target, in_stacks(target, tmp_path / "stacked")):
-        llm = open_llm(directory, "mtp", draft_quant=quant)
+        llm = open_llm(directory, "mtp", draft_quantization=quantization)
         for params, expected in zip(samplings, answers, strict=True):
             outputs = llm.generate(PROMPTS, params)
             assert [output.token_ids for output in outputs] == expected
@@ -118,8 +118,8 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -
     without = open_llm(quantised, "none")
     (notice,) = [notice for notice in without.notices if "head" in notice]
     assert notice == f"{quantised} also holds a drafting head: drafter='mtp' drafts with it"
-    for drafter, quant in (("mtp", "none"), (str(quantised), "int4")):
-        llm = open_llm(quantised, drafter, draft_quant=quant)
+    for drafter, quantization in (("mtp", "none"), (str(quantised), "int4")):
+        llm = open_llm(quantised, drafter, draft_quantization=quantization)
         assert llm.drafter_name == "mtp"
         for params in (GREEDY, SAMPLED):
             outputs = llm.generate(PROMPTS, params)

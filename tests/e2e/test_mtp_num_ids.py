@@ -71,7 +71,7 @@ def load(path: Path, stored: str) -> MtpModule:
         return replace(module, weights=Weights({**module.weights, "lm_head.weight": rounded}))
     if stored not in ("int8", "int4"):
         return module
-    options = quant_options("draft_quant", stored)
+    options = quant_options("draft_quantization", stored)
     assert options is not None
     return replace(module, weights=quantized_weights(module.weights, options, None))
 
@@ -91,7 +91,7 @@ def run(head: PairHead, *, ranks: bool) -> PairOutputs:
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_context": 256, "cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)
 
 
@@ -102,8 +102,8 @@ def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
 def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
     """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
     module = load(write_stored(tmp_path, stored, tied=tied), stored)
-    whole = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
-    part = open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_context=128, backend=backend)
+    whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
     assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
@@ -124,8 +124,8 @@ def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "Q8_0", "Q4_0"])
 def test_guesses_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend: str) -> None:
     module, ids = load(write_stored(tmp_path, stored, tied=False), stored), np.arange(5, VOCABULARY, 5)
-    whole = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
-    part = open_mtp_head(with_ids(module, ids), num_threads=2, max_context=128, backend=backend)
+    whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(with_ids(module, ids), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits[:, ids].copy()
     found = run(part, ranks=False).logits.copy()
     assert found.shape == (20, len(ids))
@@ -152,15 +152,15 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
 
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
 def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
-    module, quant = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
-    copy = with_ids(module, range(FIRST), quant, num_threads=2)
+    module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
+    copy = with_ids(module, range(FIRST), quantization, num_threads=2)
     facts = copy.weights.facts("lm_head.weight")
     assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:
         assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]
-    exact = run(open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_context=128), ranks=False).logits.copy()
-    head = open_mtp_head(copy, num_threads=2, max_context=128)
+    exact = run(open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
+    head = open_mtp_head(copy, num_threads=2, max_model_len=128)
     assert isinstance(head.runtime, NativeNetwork)
     assert isinstance(head.runtime._shared.weights.table("lm_head"), Panels), "rows are rounded to bytes"
     found = run(head, ranks=False).logits
@@ -177,14 +177,17 @@ def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int
 
 
 def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path: Path) -> None:
-    """And doctor counts the copy; --draft-quant none keeps the view."""
+    """And doctor counts the copy; --draft-quantization none keeps the view."""
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
     edit_tensors(target, lambda stored: stored.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()}))
     num_ids = {"num_ids": ASKED}
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp", drafter_options=num_ids)
-    kept = open_llm(target, "mtp", drafter_options=num_ids, draft_quant="none")
-    both = [open_llm(target, "mtp", drafter_options=num_ids, quant="int8", draft_quant=quant) for quant in ("none", "auto")]
+    kept = open_llm(target, "mtp", drafter_options=num_ids, draft_quantization="none")
+    both = [
+        open_llm(target, "mtp", drafter_options=num_ids, quantization="int8", draft_quantization=quantization)
+        for quantization in ("none", "auto")
+    ]
     tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
     assert [isinstance(table, Panels) for table in tables] == [True, False, True, True]
     assert np.shares_memory(tables[2].data, both[0].runtime.vocabulary_panels(VOCABULARY).data)
@@ -192,8 +195,8 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
-        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=num_ids, draft_quant=quant)).memory
-        for quant in ("auto", "none")
+        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=num_ids, draft_quantization=quantization)).memory
+        for quantization in ("auto", "none")
     ]
     assert facts[0].draft.weights_bytes - facts[1].draft.weights_bytes == FIRST * 64 + FIRST * 4
 
@@ -202,11 +205,11 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
 def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored: str, tied: bool) -> None:
     path = write_stored(tmp_path, stored, tied=tied)
-    module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_context=128)).runtime
+    module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_model_len=128)).runtime
     assert isinstance(target, NativeNetwork)
     first = with_ids(module, range(FIRST))
-    apart = run(open_mtp_head(first, num_threads=2, max_context=128), ranks=False).logits.copy()
-    head = open_mtp_head(first, num_threads=2, max_context=128, lm_head_of=target)
+    apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
+    head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)
     whole = target.vocabulary_panels(VOCABULARY)
     assert whole is not None
@@ -222,7 +225,7 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
 @pytest.mark.parametrize(
-    ("stored", "tied", "backend", "tree_width", "quant"),
+    ("stored", "tied", "backend", "tree_width", "quantization"),
     [
         ("float32", False, "native", 1, "none"),
         ("float32", True, "native", 3, "int8"),
@@ -231,7 +234,14 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     ],
 )
 def test_no_token_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, tied: bool, backend: str, tree_width: int, quant: str, acceptance: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+    tied: bool,
+    backend: str,
+    tree_width: int,
+    quantization: str,
+    acceptance: str,
 ) -> None:
     """What is sampled with rejection depends on the guesses; its draft probabilities are over the first ids."""
     trees: list[DraftTree] = []
@@ -244,10 +254,16 @@ def test_no_token_changes(
 
     monkeypatch.setattr(PairDrafter, "propose", kept)
     target = write_stored(tmp_path, stored, tied=tied)
-    shape = {"backend": backend, "chunk_rows": 32}
+    shape = {"backend": backend, "prefill_chunk_size": 32}
     plain = open_llm(target, "none", **shape)
     llm = open_llm(
-        target, "mtp", tree_width=tree_width, draft_quant=quant, acceptance=acceptance, drafter_options={"num_ids": ASKED}, **shape
+        target,
+        "mtp",
+        tree_width=tree_width,
+        draft_quantization=quantization,
+        acceptance=acceptance,
+        drafter_options={"num_ids": ASKED},
+        **shape,
     )
     assert f"guesses ids below {FIRST}" in llm.banner
     for params in (GREEDY, SAMPLED, PENALISED):
@@ -266,9 +282,9 @@ def test_no_token_changes(
 
 
 @pytest.mark.usefixtures("always_drafts")
-@pytest.mark.parametrize(("backend", "tree_width", "quant"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
+@pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
 def test_a_text_says_which_ids_are_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quant: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quantization: str
 ) -> None:
     """The ids of its words, and no others; no token changes, and doctor counts the rows that are copied."""
     proposed: set[int] = set()
@@ -284,7 +300,7 @@ def test_a_text_says_which_ids_are_guessed(
     text.write_text(" ".join(f"w{token}" for token in ids), encoding="utf-8")
     options = {"num_ids": FIRST, "ids_of": str(text)}
     plain = open_llm(target, "none", backend=backend)
-    llm = open_llm(target, "mtp", tree_width=tree_width, draft_quant=quant, drafter_options=options, backend=backend)
+    llm = open_llm(target, "mtp", tree_width=tree_width, draft_quantization=quantization, drafter_options=options, backend=backend)
     assert f"{FIRST} draft ids" in llm.banner
     assert isinstance(llm.drafter, PairDrafter)
     assert llm.drafter.head.target_ids is not None
@@ -294,8 +310,8 @@ def test_a_text_says_which_ids_are_guessed(
     assert len(proposed) > 3
     assert proposed <= set(ids)
     assert llm.stats().drafter_failures == 0
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quant="none"))
-    whole = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), draft_quant="none"))
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
+    whole = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), draft_quantization="none"))
     assert found.memory.draft.weights_bytes - whole.memory.draft.weights_bytes == FIRST * 64 * 4
     assert f"guesses the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
@@ -310,7 +326,11 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
 
     def bytes_of(**options: int) -> int:
         question = DoctorQuestion(
-            model=str(target), drafters=("mtp",), drafter_options=options, quant=quant_options("quant", "int8"), draft_quant="auto"
+            model=str(target),
+            drafters=("mtp",),
+            drafter_options=options,
+            quantization=quant_options("quantization", "int8"),
+            draft_quantization="auto",
         )
         memory = diagnose(question).memory
         assert memory is not None

@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_llm(directory: Path, drafter: str | list[str] | Drafter = "prediction") -> LLM:
-    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=drafter)
+    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=drafter)
     llm.engine.speculator.policy = FixedDraftLength(4)
     return llm
 
@@ -137,7 +137,9 @@ def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, 
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["run", "w5 w6 w7", "--offline", "--max-tokens", "24", "--ignore-eos", "--cache-gb", "0.02", *arguments])
+    return CliRunner().invoke(
+        app, ["run", "w5 w6 w7", "--offline", "--max-tokens", "24", "--ignore-eos", "--kv-cache-gb", "0.02", *arguments]
+    )
 
 
 def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: Path) -> None:

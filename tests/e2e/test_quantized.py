@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def open_llm(directory: Path) -> Open:
     def open_llm(**options: Any) -> LLM:
-        options = {"threads": 1, "device": "cpu", "cache_gb": 0.02, "drafter": "none", "numerics": "fast", **options}
+        options = {"threads": 1, "device": "cpu", "kv_cache_gb": 0.02, "drafter": "none", "numerics": "fast", **options}
         return LLM(str(options.pop("model", directory)), **options)
 
     return open_llm
@@ -39,27 +39,27 @@ def ids(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
 
 def test_a_quantised_target_is_another_target_and_the_same_one_every_time(open_llm: Open) -> None:
     stored = ids(open_llm())
-    for quant in ("int8", "int4", QuantOptions(bits=4, group=32, embedding_bits=4, lm_head_bits=4)):
-        first, second = (ids(open_llm(quant=quant), SAMPLED) for _ in range(2))
+    for quantization in ("int8", "int4", QuantOptions(bits=4, group=32, embedding_bits=4, lm_head_bits=4)):
+        first, second = (ids(open_llm(quantization=quantization), SAMPLED) for _ in range(2))
         assert first == second
-    coarse = open_llm(quant=QuantOptions(bits=4, embedding_bits=4, lm_head_bits=4))
+    coarse = open_llm(quantization=QuantOptions(bits=4, embedding_bits=4, lm_head_bits=4))
     assert ids(coarse) != stored
 
 
 def test_what_was_quantised_is_kept_in_the_cache_directory(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    first = ids(open_llm(quant="int4"))
+    first = ids(open_llm(quantization="int4"))
     (kept,) = (tmp_path / FOLDER).iterdir()
     written = kept.stat().st_mtime_ns
-    assert ids(open_llm(quant="int4")) == first
+    assert ids(open_llm(quantization="int4")) == first
     assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
 
 
 def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     expected = ids(open_llm(numerics="exact"), SAMPLED)
-    for draft_quant in ("none", "int8", "int4"):
-        llm = open_llm(numerics="exact", drafter=str(directory), draft_quant=draft_quant)
+    for draft_quantization in ("none", "int8", "int4"):
+        llm = open_llm(numerics="exact", drafter=str(directory), draft_quantization=draft_quantization)
         output = llm.generate(PROMPT, SAMPLED)[0]
         assert output.token_ids == expected
         assert output.speculation.accepted > 0
@@ -73,17 +73,17 @@ def test_a_draft_model_is_quantised_beside_a_quantised_target(open_llm: Open, di
         return {facts.bits for facts in map(drafter.runtime.weights.facts, drafter.runtime.weights) if len(facts.shape) == 2}
 
     assert draft_bits() == {None}
-    for quant in ("int8", "int4"):
-        assert draft_bits(quant=quant) == {4, 8}, "tables of the vocabulary keep 8"
-    assert draft_bits(quant="int4", draft_quant="none") == {None}
+    for quantization in ("int8", "int4"):
+        assert draft_bits(quantization=quantization) == {4, 8}, "tables of the vocabulary keep 8"
+    assert draft_bits(quantization="int4", draft_quantization="none") == {None}
 
 
 def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Open) -> None:
-    stored, int4 = ids(open_llm(), SAMPLED), ids(open_llm(quant="int4"), SAMPLED)
+    stored, int4 = ids(open_llm(), SAMPLED), ids(open_llm(quantization="int4"), SAMPLED)
     llm = open_llm()
     old_runtime, old_cache = llm.runtime, llm.engine.cache
-    for quant, expected in (("int4", int4), ("none", stored), ("int4", int4)):
-        llm.requantize(quant)
+    for quantization, expected in (("int4", int4), ("none", stored), ("int4", int4)):
+        llm.requantize(quantization)
         assert ids(llm, SAMPLED) == expected
         llm.engine.cache.check()
         assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
@@ -98,13 +98,13 @@ def test_the_drafter_stays_and_goes_on_guessing(open_llm: Open) -> None:
     llm.requantize("int8")
     assert llm.drafter is drafter
     assert llm.drafter_name == "ngram"
-    assert ids(llm) == ids(open_llm(quant="int8", drafter="ngram"))
+    assert ids(llm) == ids(open_llm(quantization="int8", drafter="ngram"))
 
 
 @pytest.fixture
 def failing_llm(open_llm: Open) -> Iterator[LLM]:
     """An LLM that must come out of a test as it was."""
-    llm = open_llm(quant="int8")
+    llm = open_llm(quantization="int8")
     before = (llm.engine, llm.runtime, llm.notices, ids(llm, SAMPLED))
     yield llm
     assert (llm.engine, llm.runtime, llm.notices, ids(llm, SAMPLED)) == before
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_has_gone_leaves_the_old_target_running(open_llm: Open
 
 
 def test_an_unknown_setting_changes_nothing(failing_llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="quant is 'int5': use one of none, int8, int4"):
+    with pytest.raises(ConfigError, match="quantization is 'int5': use one of none, int8, int4"):
         failing_llm.requantize("int5")
 
 
@@ -152,4 +152,4 @@ def test_a_closed_stream_is_no_obstacle(open_llm: Open) -> None:
     next(stream)
     stream.close()
     llm.requantize("int4")
-    assert ids(llm) == ids(open_llm(quant="int4"))
+    assert ids(llm) == ids(open_llm(quantization="int4"))

@@ -258,7 +258,7 @@ def test_bytes_of_a_guess_leave_out_embeddings_and_experts_that_are_not_chosen(m
     facts = read_checkpoint(models / "small")
     embedding = VOCAB_SIZE * 32 * 4
     assert model_bytes(facts, None) == facts.weights.nbytes - embedding
-    assert model_bytes(facts, quant_options("quant", "int8")) < 0.5 * model_bytes(facts, None)
+    assert model_bytes(facts, quant_options("quantization", "int8")) < 0.5 * model_bytes(facts, None)
     path = write_checkpoint(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
                             moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[])  # fmt: skip
     facts = read_checkpoint(path)

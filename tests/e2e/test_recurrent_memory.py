@@ -26,7 +26,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, real = [], RecurrentStates._take_records
     monkeypatch.setattr(RecurrentStates, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
-    llm = LLM(str(hybrid), drafter=str(hybrid), num_draft_tokens=4, max_context=512, cache_gb=0.1, dtype="f32", threads=1)
+    llm = LLM(str(hybrid), drafter=str(hybrid), num_draft_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
     llm.engine.speculator.policy = FixedDraftLength(4)  # it always guesses
     counts.clear()
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
@@ -36,17 +36,17 @@ def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path
 
 
 def test_so_many_requests_run_at_a_time_as_there_are_states_for(hybrid: Path) -> None:
-    options: dict[str, Any] = {"drafter": "none", "max_context": 128, "dtype": "f32", "threads": 1}
-    plain = LLM(str(hybrid), **options, cache_gb=0.1)
+    options: dict[str, Any] = {"drafter": "none", "max_model_len": 128, "dtype": "f32", "threads": 1}
+    plain = LLM(str(hybrid), **options, kv_cache_gb=0.1)
     assert plain.engine.scheduler.limits.max_num_seqs == 16
     assert not [line for line in plain.notices if "recurrent" in line]
-    llm = LLM(str(hybrid), **options, cache_gb=0.004)
+    llm = LLM(str(hybrid), **options, kv_cache_gb=0.004)
     count = llm.engine.scheduler.limits.max_num_seqs
     assert 1 <= count < 16
-    assert any(f"leave room for {count} of 16 requests at a time: raise cache_gb" in line for line in llm.notices)
+    assert any(f"leave room for {count} of 16 requests at a time: raise kv_cache_gb" in line for line in llm.notices)
     prompts = [[3 + number, 5, 7] for number in range(20)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     found = [output.token_ids for output in llm.generate(prompts, params)]
     assert found == [output.token_ids for output in plain.generate(prompts, params)]
-    with pytest.raises(CapacityError, match=r"the state of recurrent layers takes .* GB for one text, .* raise cache_gb"):
-        LLM(str(hybrid), **options, cache_gb=0.00001)
+    with pytest.raises(CapacityError, match=r"the state of recurrent layers takes .* GB for one text, .* raise kv_cache_gb"):
+        LLM(str(hybrid), **options, kv_cache_gb=0.00001)

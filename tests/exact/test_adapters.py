@@ -337,6 +337,8 @@ def test_an_adapter_whose_values_are_too_large_is_named_and_others_go_on() -> No
         huge = make_adapter("huge", llm.runtime.config, seed=1, rank=2)
         llm.engine.add_adapter(replace(huge, products={name: replace(one, up=one.up * 1e20) for name, one in huge.products.items()}))
         expected = llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids
-        with pytest.raises(CheckpointError, match=r"with the adapter 'huge', whose values may be too large, .* wider dtype or kv_type"):
+        with pytest.raises(
+            CheckpointError, match=r"with the adapter 'huge', whose values may be too large, .* wider dtype or kv_cache_dtype"
+        ):
             llm.generate("The cat", SamplingParams(max_tokens=4), adapter="huge")
         assert llm.generate("The cat", SamplingParams(max_tokens=4))[0].token_ids == expected

@@ -49,7 +49,7 @@ class Case:
     second: list[int]
     params: SamplingParams
     is_streamed: bool
-    max_context: int
+    max_model_len: int
     eos_ids: tuple[int, ...]
     vocab_size: int
     seed: int
@@ -103,9 +103,9 @@ def random_case(tokenizer: Tokenizer, random: np.random.Generator) -> Case:
         include_stop=bool(random.integers(2)),
         ignore_eos=bool(random.integers(2)),
     )
-    max_context = len(prompt) + int(random.integers(1, 26)) if random.random() < 0.3 else NUM_POSITIONS
+    max_model_len = len(prompt) + int(random.integers(1, 26)) if random.random() < 0.3 else NUM_POSITIONS
     is_streamed = bool(random.integers(2))
-    return Case(prompt, script, second, params, is_streamed, max_context, (eos,), vocab_size, int(random.integers(1 << 30)))
+    return Case(prompt, script, second, params, is_streamed, max_model_len, (eos,), vocab_size, int(random.integers(1 << 30)))
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Ran:
 
 def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache, drafter: Drafter | None) -> Ran:
     """The steps of one request."""
-    maker = RequestMaker(tokenizer, case.vocab_size, case.max_context, case.eos_ids)
+    maker = RequestMaker(tokenizer, case.vocab_size, case.max_model_len, case.eos_ids)
     request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
     speculator = Speculator(
@@ -151,7 +151,7 @@ def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:
     """The request ended with the first token that ends it, and its text is what its tokens say, up to the stop."""
     params, ids = case.params, ran.output.token_ids
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else case.eos_ids)}
-    limit = min(params.max_tokens, case.max_context - len(case.prompt))
+    limit = min(params.max_tokens, case.max_model_len - len(case.prompt))
     for count in range(1, len(ids) + 1):
         is_end, is_full = ids[count - 1] in ends, count == limit
         shown = ids[: count - 1] if is_end and not params.include_stop else ids[:count]

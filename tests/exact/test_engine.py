@@ -116,8 +116,8 @@ def test_every_request_gets_what_it_gets_alone(
     given = given_of(target)
     random = np.random.default_rng(seed + sum(map(ord, target + kind)))
     for jobs in given.jobs:
-        for prefix_cache in (True, False) if large_counts else (len(kind) % 2 == 0,):
-            llm = given.open(kind, random, jobs, prefix_cache=prefix_cache)
+        for enable_prefix_caching in (True, False) if large_counts else (len(kind) % 2 == 0,):
+            llm = given.open(kind, random, jobs, enable_prefix_caching=enable_prefix_caching)
             for _ in range(MAX_ROUNDS):  # one, unless nobody had to give way or nothing was forgotten
                 traffic = Traffic(llm, jobs, random)
                 traffic.run()
@@ -125,13 +125,13 @@ def test_every_request_gets_what_it_gets_alone(
                 tally["token ids equal through the engine"] += traffic.num_compared
                 assert traffic.num_ended == sum(len(job.answers) for job in jobs)
                 assert traffic.num_compared == sum(job.num_tokens for job in jobs)
-                if llm.stats().num_preemptions and (llm.engine.cache.stats.evicted_blocks or not prefix_cache):
+                if llm.stats().num_preemptions and (llm.engine.cache.stats.evicted_blocks or not enable_prefix_caching):
                     break
             stats, hits = llm.stats(), llm.engine.cache.stats
             assert stats.num_preemptions > 0
             assert stats.num_failed == stats.num_aborted == 0
             assert stats.speculation.drafted > 0 or kind == "none" or (kind == "ngram" and not large_counts)
-            if prefix_cache:
+            if enable_prefix_caching:
                 assert stats.num_cached_tokens > 0
                 assert hits.evicted_blocks > 0
             else:

@@ -50,7 +50,7 @@ class Reference:
 
 
 def open_llm(directory: Path, drafter: str | Drafter, **options: Any) -> LLM:
-    return LLM(str(directory), threads=2, max_context=512, cache_gb=0.2, drafter=drafter, **options)
+    return LLM(str(directory), threads=2, max_model_len=512, kv_cache_gb=0.2, drafter=drafter, **options)
 
 
 def generate(llm: LLM, cases: Sequence[Case], at_once: int) -> list[RequestOutput]:

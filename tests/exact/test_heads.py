@@ -178,7 +178,7 @@ def test_nobodys_guesses_change_a_token(
 def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, tally: "Counter[str]") -> None:
     """Nor the last bit of a row, as far as the probabilities of the tokens show it."""
     given = given_of(target)
-    llm = given.open("eagle3", prefix_cache=False)
+    llm = given.open("eagle3", enable_prefix_caching=False)
     assert llm.drafter is not None
     assert len(llm.drafter.needs.layers) == 3
     set_drafters(llm)
@@ -216,7 +216,7 @@ def test_rejection_runs_with_every_drafter(
     tally["token ids equal with heads"] += given.compare(llm, "greedy", range(4))
     assert {tree.proposal for tree in proposals} == {Proposal.DETERMINISTIC}
     proposals.clear()
-    sampled = given.open(kind, *SHAPES[shape], acceptance="rejection", num_blocks=40, prefix_cache=False)
+    sampled = given.open(kind, *SHAPES[shape], acceptance="rejection", num_blocks=40, enable_prefix_caching=False)
     params = replace(given.params("sampled"), max_tokens=32)
     for asked in (params, replace(params, stop_token_ids=(7, 19, 31, 43, 55))):
         texts: list[list[int]] = []

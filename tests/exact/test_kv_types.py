@@ -13,10 +13,10 @@ from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.speculation.drafter import Drafter
 
-BY_TYPE = pytest.mark.parametrize("kv_type", [one.value for one in KVType])
+BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", [one.value for one in KVCacheDtype])
 LENGTHS = (251, 40, 507)  # outputs go on across the ends of splits, behind 256 and 512 positions
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True, seed=3)
 FREE = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=3)
@@ -39,10 +39,10 @@ def prompts() -> list[list[int]]:
     return [random.integers(1, 90, length).tolist() for length in LENGTHS]
 
 
-def answers(directory: Path, kv_type: str, params: SamplingParams, drafter: str | Drafter = "none", **options: Any) -> Outputs:
+def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafter: str | Drafter = "none", **options: Any) -> Outputs:
     """The output tokens of each prompt, all in one engine, and again behind what it has kept of them."""
-    given = {"threads": 2, "device": "cpu", "backend": "native", "max_context": 700, "cache_gb": 0.02, **options}
-    with LLM(str(directory), drafter=drafter, kv_type=kv_type, **given) as llm:
+    given = {"threads": 2, "device": "cpu", "backend": "native", "max_model_len": 700, "kv_cache_gb": 0.02, **options}
+    with LLM(str(directory), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given) as llm:
         found = llm.generate(prompts(), params)
         again = llm.generate(prompts(), params)
     assert [one.token_ids for one in again] == [one.token_ids for one in found]
@@ -53,17 +53,20 @@ def answers(directory: Path, kv_type: str, params: SamplingParams, drafter: str 
 @BY_TYPE
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
 def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
-    kv_type: str, params: SamplingParams, directory: Path, drafting: None
+    kv_cache_dtype: str, params: SamplingParams, directory: Path, drafting: None
 ) -> None:
-    plain = answers(directory, kv_type, params, threads=1, max_num_seqs=1)
+    plain = answers(directory, kv_cache_dtype, params, threads=1, max_num_seqs=1)
     known = {(tuple(prompt), params.seed): answer for prompt, answer in zip(prompts(), plain, strict=True)}
-    assert answers(directory, kv_type, params, "ngram", chunk_rows=64) == plain
-    assert answers(directory, kv_type, params, ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3, prefix_cache=False) == plain
+    assert answers(directory, kv_cache_dtype, params, "ngram", prefill_chunk_size=64) == plain
+    assert (
+        answers(directory, kv_cache_dtype, params, ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3, enable_prefix_caching=False)
+        == plain
+    )
 
 
 @pytest.mark.spread(0.5)
 @BY_TYPE
-def test_a_text_behind_thousands_of_tokens_is_the_same(kv_type: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
+def test_a_text_behind_thousands_of_tokens_is_the_same(kv_cache_dtype: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
     """Its prompt token by token, in chunks, and found again; plainly and with drafts; two of them in one batch."""
     length = 8190 if large_counts else 1500
     model = write_checkpoint(tmp_path / "long", "llama", max_position_embeddings=9000, num_hidden_layers=2)
@@ -72,44 +75,56 @@ def test_a_text_behind_thousands_of_tokens_is_the_same(kv_type: str, tmp_path: P
     params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.8, seed=4, logprobs=3)
 
     def outputs(drafter: str | Drafter, repeats: int = 1, **options: Any) -> list[Any]:
-        given = {"threads": 2, "device": "cpu", "backend": "native", "max_context": length + 64, "cache_gb": 0.05, **options}
-        with LLM(str(model), drafter=drafter, kv_type=kv_type, **given) as llm:
+        given = {"threads": 2, "device": "cpu", "backend": "native", "max_model_len": length + 64, "kv_cache_gb": 0.05, **options}
+        with LLM(str(model), drafter=drafter, kv_cache_dtype=kv_cache_dtype, **given) as llm:
             found = [llm.generate(texts, params) for _ in range(repeats)]
         return [[(one.token_ids, one.logprobs) for one in answers] for answers in found]
 
-    (plain,) = outputs("none", threads=1, max_num_seqs=1, chunk_rows=1)
+    (plain,) = outputs("none", threads=1, max_num_seqs=1, prefill_chunk_size=1)
     known = {(tuple(text), params.seed): answer[0] for text, answer in zip(texts, plain, strict=True)}
-    assert outputs("none", prefix_cache=False) == [plain]
-    assert outputs("ngram", repeats=2, chunk_rows=200) == [plain, plain]
+    assert outputs("none", enable_prefix_caching=False) == [plain]
+    assert outputs("ngram", repeats=2, prefill_chunk_size=200) == [plain, plain]
     assert outputs(ChaosDrafter(known, 96, seed=2), threads=1, tree_width=3) == [plain]
 
 
 def test_another_type_is_another_target(directory: Path) -> None:
     """So the comparisons above would see rows that are not read as they are stored."""
-    found = {kv_type: _logprobs(directory, kv_type) for kv_type in ("f32", "bf16", "f16", "int8")}
+    found = {kv_cache_dtype: _logprobs(directory, kv_cache_dtype) for kv_cache_dtype in ("f32", "bf16", "f16", "int8")}
     assert len({tuple(values) for values in found.values()}) == 4
     for values in found.values():
         assert np.abs(np.array(values) - np.array(found["f32"])).max() < 0.2
 
 
-def _logprobs(directory: Path, kv_type: str) -> list[float]:
+def _logprobs(directory: Path, kv_cache_dtype: str) -> list[float]:
     params = SamplingParams(max_tokens=1, logprobs=1)
-    with LLM(str(directory), drafter="none", kv_type=kv_type, threads=1, device="cpu", backend="native", cache_gb=0.02) as llm:
+    with LLM(
+        str(directory), drafter="none", kv_cache_dtype=kv_cache_dtype, threads=1, device="cpu", backend="native", kv_cache_gb=0.02
+    ) as llm:
         return [one.logprobs[0].logprob for one in llm.generate(prompts(), params)]
 
 
 def test_the_cache_holds_as_many_tokens_as_its_type_allows(directory: Path) -> None:
     slots = {}
-    for kv_type in KVType:
-        with LLM(str(directory), drafter="none", kv_type=kv_type.value, threads=1, device="cpu", backend="native", cache_gb=0.001) as llm:
+    for kv_cache_dtype in KVCacheDtype:
+        with LLM(
+            str(directory),
+            drafter="none",
+            kv_cache_dtype=kv_cache_dtype.value,
+            threads=1,
+            device="cpu",
+            backend="native",
+            kv_cache_gb=0.001,
+        ) as llm:
             cache = llm.engine.cache
-            slots[kv_type] = cache.max_slots
+            slots[kv_cache_dtype] = cache.max_slots
             assert cache.num_bytes <= 1e6
-    assert slots[KVType.BF16] == slots[KVType.F16] >= 2 * slots[KVType.F32]
-    assert slots[KVType.INT8] > 1.5 * slots[KVType.F16]  # scales take as much as 4 of the 16 columns
+    assert slots[KVCacheDtype.BF16] == slots[KVCacheDtype.F16] >= 2 * slots[KVCacheDtype.F32]
+    assert slots[KVCacheDtype.INT8] > 1.5 * slots[KVCacheDtype.F16]  # scales take as much as 4 of the 16 columns
 
 
 def test_torch_refuses_another_type_than_it_computes_in(directory: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_type is 'int8', torch keeps .* 'f32': leave kv_type out, or use backend='native'"):
-        LLM(str(directory), drafter="none", kv_type="int8", device="cpu", backend="torch")
-    LLM(str(directory), drafter="none", kv_type="f32", device="cpu", backend="torch").close()
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is 'int8', torch keeps .* 'f32': leave kv_cache_dtype out, or use backend='native'"
+    ):
+        LLM(str(directory), drafter="none", kv_cache_dtype="int8", device="cpu", backend="torch")
+    LLM(str(directory), drafter="none", kv_cache_dtype="f32", device="cpu", backend="torch").close()

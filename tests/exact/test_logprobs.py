@@ -134,10 +134,10 @@ def test_logprobs_are_the_same_bits_alone_in_a_batch_behind_cached_rows_and_what
 def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_of: AloneOf, seed: int) -> None:
     alone = alone_of(target)
     random = np.random.default_rng(seed)
-    for prefix_cache in (True, False):
-        llm = alone.open(kind, num_blocks=9, prefix_cache=prefix_cache)
+    for enable_prefix_caching in (True, False):
+        llm = alone.open(kind, num_blocks=9, enable_prefix_caching=enable_prefix_caching)
         scheduler = llm.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, chunk_rows=20, spare_blocks=0)
+        scheduler.limits = replace(scheduler.limits, prefill_chunk_size=20, spare_blocks=0)
 
         def preempt(number: int, running: list[Request] = scheduler.running) -> None:
             if number % 3 == 0 and number < 120 and running:

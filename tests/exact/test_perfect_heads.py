@@ -179,7 +179,7 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
     random = np.random.default_rng(seed)
     llm, stats = scene.llm, scene.llm.stats
     (first,) = prompts(75, seed=seed)
-    scene.limit(chunk_rows=20, max_step_rows=48)
+    scene.limit(prefill_chunk_size=20, max_num_batched_tokens=48)
     before = llm.runtime.num_passes
     (output,) = scene.ask([first])
     assert llm.runtime.num_passes - before == output.speculation.steps + 3, "the prompt came in chunks"
@@ -191,7 +191,7 @@ def play(scene: Scene, plain: Plain, walks: Walks, *, seed: int) -> None:
         assert output.usage.num_cached_tokens == len(text) // 32 * 32, "from here on the prefix is adopted"
     walks.assert_right()
 
-    scene.limit(chunk_rows=256, max_step_rows=512)
+    scene.limit(prefill_chunk_size=256, max_num_batched_tokens=512)
     walks.stopped = 0
     for number in range(200):  # few answers have a new token so late
         (text,) = prompts(80, seed=seed + 1000 + number)

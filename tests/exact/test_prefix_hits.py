@@ -86,7 +86,7 @@ class Talks:
         """What plain decoding answers with a prefix cache, asked in this order."""
         if params not in self._behind_hits:
             self._behind_hits[params] = ask(
-                self._solo.open("none", num_blocks=NUM_BLOCKS, state_stride=BLOCK), self.sequence(params), params
+                self._solo.open("none", num_blocks=NUM_BLOCKS, state_interval=BLOCK), self.sequence(params), params
             )
         return self._behind_hits[params]
 
@@ -107,7 +107,7 @@ def open_with(targets: Targets, talks_of: Callable[[str], Talks]) -> OpenWith:
     def open_it(name: str, kind: str, params: SamplingParams = GREEDY, **options: Any) -> LLM:
         solo, drafts = targets(name)
         draft = drafts.get(kind, solo.directory)
-        options = {"state_stride": BLOCK, **options}  # a hit goes as far as there is a state
+        options = {"state_interval": BLOCK, **options}  # a hit goes as far as there is a state
         return open_drafting(kind, solo, talks_of(name).known(params), draft, depth=DEPTH, num_blocks=NUM_BLOCKS, **options)
 
     return open_it
@@ -229,7 +229,7 @@ def test_a_drafter_guesses_as_well_behind_cached_rows(
     talks = talks_of(name)
     llm = open_with(name, kind)
     prompts = talks.sequence(GREEDY)[:: 1 if large_counts else 3]
-    outputs, fresh = ask(llm, prompts, GREEDY), ask(open_with(name, kind, prefix_cache=False), prompts, GREEDY)
+    outputs, fresh = ask(llm, prompts, GREEDY), ask(open_with(name, kind, enable_prefix_caching=False), prompts, GREEDY)
     assert max(cached(outputs)) >= 96
     assert max(cached(fresh)) == 0
     for output, one in zip(outputs, fresh, strict=True):

@@ -432,7 +432,7 @@ WRONG_USE = [
     (("--case", "1234567"), "at most 6 digits"),
     (("--json", "missing/report.json"), "cannot be written"),
     (("--html", "."), "cannot be written"),
-    (("--max-context", "40"), "max_context is 40"),
+    (("--max-model-len", "40"), "max_model_len is 40"),
     (("--drafter", "no-such-drafter", "--offline"), "no-such-drafter"),
 ]
 

@@ -50,12 +50,12 @@ def open_llm(file_of: Files, mini_dir: Path, target: str, drafter: str = "none")
     }
     llm = LLM(
         str(file_of(target)),
-        quant=target if target.startswith("int") else "none",
+        quantization=target if target.startswith("int") else "none",
         drafter=names.get(drafter, drafter),
-        draft_quant="int8" if drafter == "quantised draft" else "none",
+        draft_quantization="int8" if drafter == "quantised draft" else "none",
         threads=2,
-        max_context=512,
-        cache_gb=0.2,
+        max_model_len=512,
+        kv_cache_gb=0.2,
         offline=True,
     )
     llm.engine.speculator.policy = FixedDraftLength(4)

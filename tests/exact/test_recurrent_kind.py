@@ -220,7 +220,7 @@ class Traffic:
         speculator = Speculator(
             [drafter] if drafter is not None else [], FixedDraftLength(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout
         )
-        engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_step_rows=24, chunk_rows=5))
+        engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
         for _ in range(2):
             requests = self.requests()
             for _ in engine.run(requests):

@@ -43,7 +43,7 @@ Subjects = Callable[[str], Subject]
 def open_target(directory: Path, dtype: str, backend: str, collect_layers: Sequence[int] = ()) -> Network:
     skip_without_kernels()
     options = RuntimeOptions(
-        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_context=512, backend="native", collect_layers=collect_layers
+        numerics=Numerics.EXACT, dtype=WeightType(dtype), num_threads=2, max_model_len=512, backend="native", collect_layers=collect_layers
     )
     with opened_as(backend):
         runtime = load_runtime(directory, options).runtime

@@ -89,7 +89,7 @@ def params(name: str, max_tokens: int) -> SamplingParams:
 
 
 def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
-    given = {"backend": "native", "threads": 2, "max_context": 512, "cache_gb": 0.2, "num_draft_tokens": num_draft_tokens, **options}
+    given = {"backend": "native", "threads": 2, "max_model_len": 512, "kv_cache_gb": 0.2, "num_draft_tokens": num_draft_tokens, **options}
     with opened_as(backend):
         return LLM(str(directory), dtype=dtype, drafter=drafter, **given)  # type: ignore[arg-type]
 
@@ -209,7 +209,7 @@ def test_every_step_is_one_target_pass(plain_of: PlainOf, name: str, monkeypatch
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = plain_of(name, "f32", "native")
-    llm = plain.open(WrongDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size), prefix_cache=False)
+    llm = plain.open(WrongDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size), enable_prefix_caching=False)
     llm.engine.speculator.policy = FixedDraftLength(4)
     made, real = [], RecurrentStates._new_state
     monkeypatch.setattr(RecurrentStates, "_new_state", lambda memory, **given: made.append(given) or real(memory, **given))
@@ -252,8 +252,8 @@ def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: P
         dtype="f32",
         backend="torch",
         device="cpu",
-        max_context=512,
-        cache_gb=0.2,
+        max_model_len=512,
+        kv_cache_gb=0.2,
         drafter=ChaosDrafter(answers, plain.vocab_size, seed=seed, raises=False),
     )
     llm.engine.speculator.policy = FixedDraftLength(6, row_budget=12)

@@ -51,13 +51,15 @@ class Given:
             drafter=make_drafter(kind, known, config.vocab_size, self.target),
             adapters=self.adapters,
             **{
-                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_context": MAX_CONTEXT, "num_draft_tokens": 4,
-                "cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
+                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_model_len": MAX_CONTEXT, "num_draft_tokens": 4,
+                "kv_cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
             },
         )  # fmt: skip
         llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12 if kind in TREES else None)
         scheduler = llm.engine.scheduler
-        scheduler.limits = replace(scheduler.limits, spare_blocks=0, chunk_rows=40)  # so that requests are preempted, and prompts cut
+        scheduler.limits = replace(
+            scheduler.limits, spare_blocks=0, prefill_chunk_size=40
+        )  # so that requests are preempted, and prompts cut
         return llm
 
 
@@ -75,7 +77,7 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
         "plain": write_adapter_of(config, folder / "plain", seed=3),
     }
     made, random = Given(request.param, target, adapters, []), np.random.default_rng(7)
-    llm = made.open(num_blocks=40, prefix_cache=False)
+    llm = made.open(num_blocks=40, enable_prefix_caching=False)
     heads = [random.integers(1, config.vocab_size, 58).tolist() for _ in range(2)]  # answers go into a block of their own
     for number, adapter in enumerate([None, "mix", "layers", "plain", "mix", "layers", "mix", None]):
         prompt = [*heads[number % 3 == 1], *random.integers(1, config.vocab_size, 1 + number % 2).tolist()]
@@ -163,7 +165,7 @@ def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, c
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
     llm.requantize("none")
     assert llm.generate([one.prompt], one.params, adapter="again")[0].token_ids == one.answer.token_ids
-    without = LLM(str(given.target), backend=given.backend, device="cpu", dtype="f32", drafter="none", threads=1, max_context=MAX_CONTEXT)
+    without = LLM(str(given.target), backend=given.backend, device="cpu", dtype="f32", drafter="none", threads=1, max_model_len=MAX_CONTEXT)
     with pytest.raises(ConfigError, match=r"'mix' needs a second set of keys and values, .* in adapters= \(--adapter\) then"):
         without.load_adapter("mix", directory)
     assert without.adapters == ()
@@ -171,7 +173,7 @@ def test_x_lora_is_loaded_later_only_where_its_cache_was_planned(given: Given, c
 
 
 def test_models_with_recurrent_layers_take_no_x_lora(given: Given, checkpoint: Callable[[str], Path]) -> None:
-    options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_context": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
+    options: dict[str, Any] = {"drafter": "none", "threads": 1, "max_model_len": MAX_CONTEXT, "device": "cpu", "backend": given.backend}
     with pytest.raises(ConfigError, match="would need states of its own, and the model has recurrent layers"):
         LLM(str(checkpoint("lfm2")), adapters={"mix": given.adapters["mix"]}, **options)
 
@@ -183,9 +185,9 @@ def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Call
     config = read_model_config(target)
     directory = write_xlora(tmp_path, config, seed=4, scaling_pass_value=0.2)
     prompt = np.random.default_rng(1).integers(1, config.vocab_size, 300).tolist()
-    options: dict[str, Any] = {"adapters": {"mix": directory}, "threads": 1, "device": "cpu", "backend": "native", "max_context": 400}
+    options: dict[str, Any] = {"adapters": {"mix": directory}, "threads": 1, "device": "cpu", "backend": "native", "max_model_len": 400}
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)
-    with LLM(str(target), drafter="none", prefix_cache=False, **options) as llm:
+    with LLM(str(target), drafter="none", enable_prefix_caching=False, **options) as llm:
         (expected,) = llm.generate([prompt], params, adapter="mix")
     known = {(tuple(prompt), 0): expected.token_ids}
     with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_draft_tokens=4, **options) as llm:
@@ -212,7 +214,7 @@ def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm:
     if isinstance(llm.runtime, TorchNetwork):
         patch.setattr(shared, "scaling_planes", shared.planes)
     else:
-        shared.scaling_program.execution.use_cache(*shared._cache, shared.kv_type)
+        shared.scaling_program.execution.use_cache(*shared._cache, shared.kv_cache_dtype)
 
 
 def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -89,7 +89,7 @@ class AssistantKind(Kind):
         output = runtime.forward(*assemble([cache.reserve(sequence, range(-1, 4))], [token_ids], [[4]]))
         cache.keep_path(sequence, 4)
         nodes = [NodeRows((10,), output.hidden_states[-1:].copy(), sequence)]
-        found = AssistantNetwork(assistant, runtime, max_context=64).forward(nodes, None, None)
+        found = AssistantNetwork(assistant, runtime, max_model_len=64).forward(nodes, None, None)
         assert found.results[FEATURE].shape == (1, 2 * HIDDEN)
 
 

@@ -191,4 +191,4 @@ class GgufModuleFile(Kind):
             module = load_mtp(files, self.config, self.weights)
             assert len(list(module.weights.values())) == len(module.weights)
             if index % 20 == 0:
-                open_mtp_head(module, num_threads=1, max_context=64)
+                open_mtp_head(module, num_threads=1, max_model_len=64)

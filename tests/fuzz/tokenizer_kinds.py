@@ -121,7 +121,7 @@ class TokenizerConfigFile(Kind):
         tokenizer = Tokenizer.open(self.folder)
         tokenizer.encode("the cat")
         if index % 60 == 0:
-            tokenizer.apply_chat_template(MESSAGES, max_context=512)
+            tokenizer.apply_chat_template(MESSAGES, max_model_len=512)
 
 
 class SpecialTokensFile(TokenizerConfigFile):
@@ -168,4 +168,4 @@ class ChatTemplateFile(Kind):
         from paceline.tokenizer.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.open(self.folder)
-        tokenizer.apply_chat_template(MESSAGES, max_context=512)
+        tokenizer.apply_chat_template(MESSAGES, max_model_len=512)

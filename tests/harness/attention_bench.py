@@ -10,7 +10,7 @@ from harness.model_configs import with_attention
 from harness.native_network import Network, make_batch, native_config
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.models.config import ModelConfig
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
 
 Random = np.random.Generator
@@ -24,7 +24,7 @@ class Bench:
     config: ModelConfig
     run: Network
     storage: NDArray[np.uint8]
-    kv_type: KVType
+    kv_cache_dtype: KVCacheDtype
 
     @classmethod
     def make(
@@ -37,7 +37,7 @@ class Bench:
         window: int | None = None,
         num_threads: int = 1,
         level: str | None = None,
-        kv_type: KVType = KVType.F32,
+        kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
     ) -> "Bench":
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
         config = config if window is None else with_attention(config, window=window)
@@ -49,10 +49,10 @@ class Bench:
             num_threads=num_threads,
             level=level,
         )
-        shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_type)
+        shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_cache_dtype)
         storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
-        run.execution.use_cache(storage, kv_type=kv_type)
-        return cls(config, run, storage, kv_type)
+        run.execution.use_cache(storage, kv_cache_dtype=kv_cache_dtype)
+        return cls(config, run, storage, kv_cache_dtype)
 
     def rows(self, random: Random, count: int) -> list[FloatArray]:
         """q, k and v of some rows."""

@@ -31,7 +31,7 @@ def chat_tokenizer(template: str, tool_template: str = "") -> Tokenizer:
     return Tokenizer.from_gguf(metadata, "x.gguf")
 
 
-def request_maker(template: str, tool_template: str = "", max_context: int = 4096) -> RequestMaker:
+def request_maker(template: str, tool_template: str = "", max_model_len: int = 4096) -> RequestMaker:
     """Makes prompts for a target with that tokenizer."""
     tokenizer = chat_tokenizer(template, tool_template)
-    return RequestMaker(tokenizer, vocab_size=tokenizer.vocab_size, max_context=max_context, eos_token_ids=tokenizer.end_token_ids)
+    return RequestMaker(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, eos_token_ids=tokenizer.end_token_ids)

@@ -20,7 +20,7 @@ from paceline.engine import open as open_module
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -102,7 +102,9 @@ class Solo:
     def __init__(self, directory: Path, dtype: str, backend: str) -> None:
         self.directory, self.dtype, self.backend = directory, dtype, backend
         self.config = read_model_config(directory)
-        self.llm = self.open("none", num_blocks=3 * MAX_CONTEXT // BLOCK, prefix_cache=False, block_bytes=_block_bytes(directory, dtype))
+        self.llm = self.open(
+            "none", num_blocks=3 * MAX_CONTEXT // BLOCK, enable_prefix_caching=False, block_bytes=_block_bytes(directory, dtype)
+        )
         cache = self.llm.engine.cache
         self.block_bytes = _block_bytes(directory, dtype) if self.config.recurrents else cache.num_bytes // cache.pool.num_blocks
 
@@ -121,8 +123,8 @@ class Solo:
     def open(self, drafter: str | Drafter, *, num_blocks: int, block_bytes: int | None = None, **options: Any) -> LLM:
         """The target in an engine whose cache has `num_blocks` blocks."""
         given = {
-            "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_context": MAX_CONTEXT,
-            "cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
+            "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_model_len": MAX_CONTEXT,
+            "kv_cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
         with opened_as(self.backend), _planned(num_blocks) if self.config.recurrents else nullcontext():
             return LLM(str(self.directory), drafter=drafter, **given)
@@ -143,8 +145,8 @@ def _planned(num_blocks: int) -> Iterator[None]:
     """Caches opened within have so many blocks, and states for all texts: the sizes of both are no whole numbers of one another."""
 
     def plan(model: ModelConfig, config: EngineConfig, *args: Any) -> CachePlan:
-        largest = plan_cache(model, replace(config, cache_gb=1.0), *args)
-        kept = replace(largest.states, max_kept=100 if config.prefix_cache else 0)
+        largest = plan_cache(model, replace(config, kv_cache_gb=1.0), *args)
+        kept = replace(largest.states, max_kept=100 if config.enable_prefix_caching else 0)
         return replace(largest, num_blocks=num_blocks, states=kept)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -154,7 +156,7 @@ def _planned(num_blocks: int) -> Iterator[None]:
 
 def _block_bytes(directory: Path, dtype: str) -> int:
     config = read_model_config(directory)
-    return config.kv_bytes_per_token(KVType(config.weight_type.value if dtype == "auto" else dtype)) * BLOCK
+    return config.kv_bytes_per_token(KVCacheDtype(config.weight_type.value if dtype == "auto" else dtype)) * BLOCK
 
 
 class JobMaker:

@@ -15,7 +15,7 @@ Open = Callable[..., LLM]
 
 def open_small(directory: Path, num_blocks: int, drafter: str | Sequence[str] | Drafter = "none", **options: object) -> LLM:
     """An LLM on the tiny target whose cache has `num_blocks` blocks of 32 rows."""
-    options = {"threads": 2, "device": "cpu", "drafter": drafter, "cache_gb": (num_blocks + 0.5) * BLOCK_BYTES / 1e9, **options}
+    options = {"threads": 2, "device": "cpu", "drafter": drafter, "kv_cache_gb": (num_blocks + 0.5) * BLOCK_BYTES / 1e9, **options}
     return LLM(str(directory), **options)  # type: ignore[arg-type]
 
 

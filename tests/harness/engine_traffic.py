@@ -67,8 +67,8 @@ class Traffic:
         scheduler.limits = replace(
             scheduler.limits,
             max_num_seqs=int(random.choice([1, 2, 3, 5, 8, 16, 16])),
-            max_step_rows=int(random.choice([12, 48, 512])),
-            chunk_rows=int(random.choice([5, 32, 50, 256])),
+            max_num_batched_tokens=int(random.choice([12, 48, 512])),
+            prefill_chunk_size=int(random.choice([5, 32, 50, 256])),
             spare_blocks=int(random.random() < 0.15),
         )
 

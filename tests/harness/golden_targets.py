@@ -150,7 +150,7 @@ def open_golden_target(name: str, folder: Path, mini: Path, shared: Path | None)
 
 def open_golden_llm(target: GoldenTarget, drafter: str, *, threads: int = 1) -> LLM:
     """Open a target with one of its drafters."""
-    options = {"dtype": "f32", "backend": "native", "device": "cpu", "max_context": 256, "cache_gb": 0.1, "max_num_seqs": NUM_PROMPTS}
+    options = {"dtype": "f32", "backend": "native", "device": "cpu", "max_model_len": 256, "kv_cache_gb": 0.1, "max_num_seqs": NUM_PROMPTS}
     return LLM(str(target.directory), drafter=target.drafters.get(drafter, drafter), threads=threads, **options)  # type: ignore[arg-type]
 
 

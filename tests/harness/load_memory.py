@@ -22,18 +22,18 @@ def memory() -> dict[str, int]:
     return {"now": 1024 * int(values["VmRSS"]), "peak": 1024 * int(values["VmHWM"])}
 
 
-def measure(model: str, quant: str, context: int, drafts: list[str]) -> dict[str, int]:
-    options = quant_options("quant", quant)
-    told = diagnose(DoctorQuestion(model=model, drafters=drafts or ["none"], quant=options, max_context=context)).memory
+def measure(model: str, quantization: str, context: int, drafts: list[str]) -> dict[str, int]:
+    options = quant_options("quantization", quantization)
+    told = diagnose(DoctorQuestion(model=model, drafters=drafts or ["none"], quantization=options, max_model_len=context)).memory
     assert told is not None
-    small = LLM("mini", max_context=64, max_num_seqs=1)  # all that is imported and allocated once
+    small = LLM("mini", max_model_len=64, max_num_seqs=1)  # all that is imported and allocated once
     small.generate([[1, 2, 3]], _GREEDY)
     small.close()
     del small
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # what was most so far counts no more
     before = memory()
-    llm = LLM(model, quant=quant, max_context=context, max_num_seqs=1, drafter=drafts or "none")
+    llm = LLM(model, quantization=quantization, max_model_len=context, max_num_seqs=1, drafter=drafts or "none")
     opened = memory()
     llm.generate([[token % 200 for token in range(context - 8)]], _GREEDY)
     filled = memory()

@@ -16,12 +16,12 @@ def load_target(directory: Path, speculation: SpeculationConfig, *, layers: tupl
     Args:
         layers: boundaries that its runtime collects.
     """
-    engine = EngineConfig(model=str(directory), threads=1, max_context=256, device="cpu", offline=True)
-    runtime = load_runtime(directory, RuntimeOptions(max_context=256, device="cpu", collect_layers=layers)).runtime
+    engine = EngineConfig(model=str(directory), threads=1, max_model_len=256, device="cpu", offline=True)
+    runtime = load_runtime(directory, RuntimeOptions(max_model_len=256, device="cpu", collect_layers=layers)).runtime
     tokenizer = Tokenizer.open(directory)
     return LoadedTarget(
         directory=directory, runtime=runtime, cache=runtime.new_cache(num_blocks), tokenizer=tokenizer,
-        vocab_size=min(runtime.config.vocab_size, tokenizer.vocab_size), max_context=256, collected_layers=layers, engine=engine,
+        vocab_size=min(runtime.config.vocab_size, tokenizer.vocab_size), max_model_len=256, collected_layers=layers, engine=engine,
         speculation=speculation,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def open_backend(
     directory: Path,
     backend: str,
     *,
-    max_context: int | None = None,
+    max_model_len: int | None = None,
     weight_type: WeightType | None = WeightType.F32,
     collect_layers: Sequence[int] = (),
 ) -> Network:
@@ -79,7 +79,7 @@ def open_backend(
         num_threads=2,
         device="cpu",
         backend=backend,
-        max_context=max_context,
+        max_model_len=max_model_len,
         collect_layers=collect_layers,
     )
     return load_runtime(directory, options).runtime
@@ -120,9 +120,9 @@ def make_reference(directory: Path) -> Reference:
     return Reference(directory, token_ids, logits, hidden_states, difference(logits, wide))
 
 
-def check_a_prompt(reference: Reference, backend: str, *, max_context: int | None = None, bound: float | None = None) -> None:
+def check_a_prompt(reference: Reference, backend: str, *, max_model_len: int | None = None, bound: float | None = None) -> None:
     """One pass, chunks and single rows give the logits of transformers, within `bound` or the backend's."""
-    runtime = open_backend(reference.directory, backend, max_context=max_context)
+    runtime = open_backend(reference.directory, backend, max_model_len=max_model_len)
     cache = runtime.new_cache(64)
     for chunk_lens in ([PROMPT_LEN], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 20], [40, *[1] * 4]):
         sequence, begin = cache.new_sequence(), 0

@@ -122,7 +122,7 @@ def native(config: Any, weights: MergedWeights) -> Network:
     from paceline.runtimes.native.network import NativeNetwork
 
     needs("native")
-    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=64, round_to=WeightType.F32, panels=None)
+    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, panels=None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,7 +255,7 @@ def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is
     adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
 
     def load(**more: Any) -> Loaded:
-        return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_context=64, merge_adapter=adapter, **more))
+        return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_model_len=64, merge_adapter=adapter, **more))
 
     halves, floats = load(), load(dtype=WeightType.F32)
     for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
@@ -267,5 +267,5 @@ def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is
     assert np.array_equal(as_float32(halves.runtime.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
     ours, theirs = (prompt_logits(native(one.runtime.config, one.runtime.weights), list(range(1, 33))) for one in (halves, floats))
     assert 0 < difference(ours, theirs) <= 0.01
-    with pytest.raises(CapacityError, match=r"with the adapter merged take 8\.19e-06 GB, 8e-06 GB are free: use quant='int8'"):
+    with pytest.raises(CapacityError, match=r"with the adapter merged take 8\.19e-06 GB, 8e-06 GB are free: use quantization='int8'"):
         load(memory_bytes=8000)

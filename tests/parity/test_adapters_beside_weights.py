@@ -57,7 +57,7 @@ Make = Callable[[ModelConfig, Weights], Network]
 
 
 def native(config: ModelConfig, weights: Weights) -> Network:
-    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_context=128, takes_adapters=True)
+    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, takes_adapters=True)
 
 
 def by_torch(config: ModelConfig, weights: Weights) -> Network:
@@ -166,6 +166,6 @@ def test_a_network_made_without_adapters_says_so(opened: Callable[[str], tuple[M
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     config, weights = opened("llama")
-    network = NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=64)
+    network = NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64)
     with pytest.raises(BackendUnavailableError, match="the adapter 'one' cannot run on this kind of network"):
         network.load_adapter(make_adapter("one", config, seed=1))

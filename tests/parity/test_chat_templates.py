@@ -316,7 +316,7 @@ def opened_both(path: Path) -> tuple[Any, Any]:
 
 def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     ours._pretrained.chat_template = source
-    maker = RequestMaker(ours, vocab_size=ours.vocab_size, max_context=1 << 16, eos_token_ids=())
+    maker = RequestMaker(ours, vocab_size=ours.vocab_size, max_model_len=1 << 16, eos_token_ids=())
     return chat_prompt(maker, messages, **options).token_ids
 
 

@@ -58,7 +58,7 @@ class Case:
 
     family: str
     overrides: dict[str, Any]
-    max_context: int | None = None
+    max_model_len: int | None = None
     backends: tuple[str, ...] = tuple(BOUNDS)
 
 
@@ -66,9 +66,9 @@ CASES = {
     "phi3": Case("phi3", {}),
     "phi3-partial": Case("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "phi3-short": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 400, "tie_word_embeddings": True}),
-    "phi3-long": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}, max_context=PROMPT_LEN),
+    "phi3-long": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}, max_model_len=PROMPT_LEN),
     "llama-dynamic-short": Case("llama", DYNAMIC),
-    "llama-dynamic-long": Case("llama", {**DYNAMIC, "max_position_embeddings": 128}, max_context=PROMPT_LEN),
+    "llama-dynamic-long": Case("llama", {**DYNAMIC, "max_position_embeddings": 128}, max_model_len=PROMPT_LEN),
     "gemma2": Case("gemma2", LARGE_SCORES, backends=("torch", "native")),
     "gemma2-untied-biased": Case(
         "gemma2",
@@ -137,14 +137,14 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
     references: Callable[[str], Reference], case: str, backend: str
 ) -> None:
-    check_a_prompt(references(case), backend, max_context=CASES[case].max_context)
+    check_a_prompt(references(case), backend, max_model_len=CASES[case].max_model_len)
 
 
 @pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
 def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
-    runtime = open_backend(reference.directory, backend, max_context=CASES[case].max_context, collect_layers=(0, 2))
+    runtime = open_backend(reference.directory, backend, max_model_len=CASES[case].max_model_len, collect_layers=(0, 2))
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
     cache = runtime.new_cache(64)
     plan = cache.reserve(cache.new_sequence(), range(-1, PROMPT_LEN - 1))
@@ -185,7 +185,7 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
 ) -> None:
     """What the parity above can see: without the soft cap, say, it would fail by far more than its bound."""
     reference = references(case)
-    config = read_config(reference.directory).for_context(CASES[case].max_context)
+    config = read_config(reference.directory).for_context(CASES[case].max_model_len)
     if "rope" in changes:
         rope = config.layers[-1].mixer.rope
         changes = {"rope": replace(rope, rotated_fraction=1.0, context_len=0, long_factors=(), short_factors=(1.0,) * 8)}

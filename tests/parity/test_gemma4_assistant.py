@@ -89,7 +89,7 @@ def opened(pair: Pair, backend: str, prompt: list[int]) -> tuple[AssistantNetwor
         pytest.skip("no native kernels for this machine")
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, device="cpu", backend=backend)
     runtime = load_runtime(pair.target, options).runtime
-    network = AssistantNetwork(load_assistant(HeadFiles.open(pair.assistant), runtime.config), runtime, max_context=512)
+    network = AssistantNetwork(load_assistant(HeadFiles.open(pair.assistant), runtime.config), runtime, max_model_len=512)
     cache = runtime.new_cache(32)
     other, sequence = cache.new_sequence(), cache.new_sequence()
     for one, token_ids in ((other, [5] * 200), (other, [6] * 200), (sequence, prompt)):

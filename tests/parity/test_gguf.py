@@ -180,20 +180,20 @@ def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint:
 
 
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
-@pytest.mark.parametrize("quant", [None, QuantOptions(bits=4)])
+@pytest.mark.parametrize("quantization", [None, QuantOptions(bits=4)])
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied", "gemma2", "qwen3_moe"])
 def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
-    checkpoint: Make, tmp_path: Path, case: str, quant: QuantOptions | None
+    checkpoint: Make, tmp_path: Path, case: str, quantization: QuantOptions | None
 ) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", "Q8_0")
-    weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quant=quant)).runtime.weights
+    weights = load_runtime(path, RuntimeOptions(device="cpu", backend="native", quantization=quantization)).runtime.weights
     source = getattr(weights, "_weights", weights)  # of what is quantised further
     held = {name for name, tensor in [*weights._tensors.items(), *source._tensors.items()] if isinstance(tensor, GroupedTensor)}
     # whose rows are looked up: in panels, or a quantised one's in groups; a tied one's in the other form
-    assert held == ({"embedding.weight"} if quant is not None and case in ("llama", "qwen3_moe") else set())
+    assert held == ({"embedding.weight"} if quantization is not None and case in ("llama", "qwen3_moe") else set())
     fresh = open_weights(path, read_model_config(path))
-    if quant is not None:
-        fresh = quantized_weights(fresh, quant, None)
+    if quantization is not None:
+        fresh = quantized_weights(fresh, quantization, None)
     for name in ("layers.0.q_proj.weight", f"layers.1.{'experts.5.' if case == 'qwen3_moe' else ''}down_proj.weight"):
         assert np.array_equal(weights[name].matrix.values(), fresh[name].matrix.values())
 

@@ -99,7 +99,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     is_plain = layout == "extra_layer" and not brings_matrices  # both ways occur there
     if is_plain:
         module = replace(module, config=replace(module.config, normed_recurrence=False))
-    head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
     lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]).copy())
     embedding = own["embed"] if own else as_float32(weights["embedding.weight"])
     random = np.random.default_rng(4)
@@ -137,7 +137,7 @@ def test_the_module_of_a_mixture_of_experts_is_the_one_of_transformers(
     module = load_mtp(HeadFiles.open(ours), config, open_weights(ours, config))
     assert module.config.normed_recurrence
     assert module.with_copies is None
-    head = open_mtp_head(module, num_threads=2, max_context=128, backend=backend)
+    head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
     head.runtime.new_key_values(8)
     with torch.inference_mode():
         feature = main(token_ids[:, :-1], output_hidden_states=True).hidden_states[-1]

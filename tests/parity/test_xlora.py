@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Setup:
         weights = open_weights(written[family], config)
         if runtime == "torch":
             return TorchNetwork(decoder(config), config, weights), written[family], directory
-        native = NativeNetwork(decoder(config), config, weights, num_threads=2, max_context=128, takes_adapters=True)
+        native = NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, takes_adapters=True)
         return native, written[family], directory
 
     return of

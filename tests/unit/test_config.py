@@ -20,26 +20,26 @@ from paceline.machine import usable_processors
         ("numerics", None),
         ("dtype", "int8"),
         ("dtype", ""),
-        ("kv_type", "fp8"),
-        ("kv_type", None),
+        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", None),
         ("device", "gpu"),
         ("threads", 0),
         ("threads", 1.0),
         ("threads", True),
         ("threads", 1025),
-        ("max_context", 1),
-        ("max_context", -5),
-        ("max_context", "512"),
+        ("max_model_len", 1),
+        ("max_model_len", -5),
+        ("max_model_len", "512"),
         ("max_num_seqs", 0),
         ("max_num_seqs", None),
-        ("chunk_rows", 0),
-        ("chunk_rows", 4097),
-        ("cache_gb", 0),
-        ("cache_gb", -1.0),
-        ("cache_gb", math.inf),
-        ("cache_gb", math.nan),
-        ("cache_gb", "2"),
-        ("cache_gb", True),
+        ("prefill_chunk_size", 0),
+        ("prefill_chunk_size", 4097),
+        ("kv_cache_gb", 0),
+        ("kv_cache_gb", -1.0),
+        ("kv_cache_gb", math.inf),
+        ("kv_cache_gb", math.nan),
+        ("kv_cache_gb", "2"),
+        ("kv_cache_gb", True),
     ],
 )
 def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -> None:
@@ -49,7 +49,7 @@ def test_a_wrong_engine_setting_is_named_with_its_value(name: str, value: Any) -
     assert ": use " in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("revision", 5), ("token", b"hf_x"), ("offline", "x"), ("prefix_cache", None)])
+@pytest.mark.parametrize(("name", "value"), [("revision", 5), ("hf_token", b"hf_x"), ("offline", "x"), ("enable_prefix_caching", None)])
 def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is .*: use ") as caught:
         EngineConfig(**{name: value})
@@ -83,9 +83,11 @@ def test_a_wrong_speculation_setting_is_named_with_its_value(name: str, value: A
 
 
 def test_good_settings_stay_as_they_are() -> None:
-    config = EngineConfig(threads=1, max_context=2, cache_gb=0.001, max_num_seqs=1024, chunk_rows=4096, dtype="bf16", device="cuda")
-    assert (config.num_threads, config.cache_gb) == (1, 0.001)
-    assert EngineConfig(cache_gb=2).cache_gb == 2
+    config = EngineConfig(
+        threads=1, max_model_len=2, kv_cache_gb=0.001, max_num_seqs=1024, prefill_chunk_size=4096, dtype="bf16", device="cuda"
+    )
+    assert (config.num_threads, config.kv_cache_gb) == (1, 0.001)
+    assert EngineConfig(kv_cache_gb=2).kv_cache_gb == 2
     for count in ("auto", 1, 64):
         assert SpeculationConfig(num_draft_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_draft_tokens == count
 
@@ -127,9 +129,9 @@ def test_a_user_without_a_home_directory_has_no_cache_and_no_error(monkeypatch: 
 
 
 def test_no_record_shows_the_token() -> None:
-    engine, nothing = EngineConfig(token="hf_secret"), cast(Any, None)
+    engine, nothing = EngineConfig(hf_token="hf_secret"), cast(Any, None)
     target = LoadedTarget(
-        directory=Path("model"), runtime=nothing, cache=nothing, tokenizer=nothing, vocab_size=8, max_context=8, engine=engine,
+        directory=Path("model"), runtime=nothing, cache=nothing, tokenizer=nothing, vocab_size=8, max_model_len=8, engine=engine,
         speculation=SpeculationConfig(),
     )  # fmt: skip
     for record in (engine, target, Settings(engine, nothing, nothing, False)):

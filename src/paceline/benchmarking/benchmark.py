@@ -70,7 +70,7 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
     config, tokenizer = read_model_config(target), Tokenizer.open(target)
     size, _ = wanted_size(plan)
     questions = ask_in_tokens(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
-    facts = model_facts(plan.model, target, plan.quant)
+    facts = model_facts(plan.model, target, plan.quantization)
     modes = own_modes(plan, target, context=questions.context, has_predictions=questions.has_predictions)
     others, draft = peer_modes(plan, target, facts.precision, context=questions.context)
     num_threads = EngineConfig(threads=plan.threads).num_threads
@@ -96,7 +96,7 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
 
 
 def _draft_facts(path: Path | None, plan: BenchPlan) -> ModelFacts | None:
-    return None if path is None else model_facts(plan.draft_model or path.name, path, plan.quant)
+    return None if path is None else model_facts(plan.draft_model or path.name, path, plan.quantization)
 
 
 def read_bandwidth(num_threads: int) -> float:

@@ -73,9 +73,9 @@ def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str],
         "threads": engine.num_threads,
         "num_draft_tokens": plan.num_draft_tokens,
         "context": context,
-        "precision": plan.quant,
+        "precision": plan.quantization,
         "drafters": list(drafters),
-        "options": {"quant": plan.quant, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
+        "options": {"quantization": plan.quantization, "offline": plan.offline, "max_num_seqs": max(16, plan.batch_size)},
     }
 
 

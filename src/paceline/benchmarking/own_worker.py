@@ -59,8 +59,8 @@ class OwnModel:
             **order["options"],
             "drafter": list(drafters) if len(drafters) > 1 else drafters[0] if drafters else "none",
             "threads": order["threads"],
-            "max_context": order["context"],
-            "prefix_cache": False,  # rows of earlier requests must not help later ones
+            "max_model_len": order["context"],
+            "enable_prefix_caching": False,  # rows of earlier requests must not help later ones
         }
         if order["num_draft_tokens"] is not None:
             options["num_draft_tokens"] = order["num_draft_tokens"]

@@ -19,7 +19,7 @@ class BenchPlan:
     """Settings of a benchmark; None = the default, made smaller where the time does not suffice.
 
     Attributes:
-        model, gguf_file, quant, threads, offline: as for `paceline.LLM`.
+        model, gguf_file, quantization, threads, offline: as for `paceline.LLM`.
         draft_model: directory, file or id, for our own mode draft_model and for peers; None = the one in the model's directory.
         drafters: one mode each; a+b is one mode in which both guess. None of them = all that are there.
         workloads: of the table; none of them = all, or none where files are given.
@@ -37,7 +37,7 @@ class BenchPlan:
 
     model: str = "mini"
     gguf_file: str | None = None
-    quant: str = "none"
+    quantization: str = "none"
     threads: int | None = None
     offline: bool = False
     draft_model: str | None = None
@@ -58,7 +58,7 @@ class BenchPlan:
     load_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        quant_options("quant", self.quant)
+        quant_options("quantization", self.quantization)
         for name, least, most in (("rounds", 1, 1000), ("tokens", LEAST_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
             _check_count(name, getattr(self, name), least, most)
         _check_count("batch_size", self.batch_size, 1, MAX_NUM_SEQS)

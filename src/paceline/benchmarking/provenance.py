@@ -58,14 +58,14 @@ class ModelFacts:
         }
 
 
-def model_facts(name: str, path: Path, quant: str | QuantOptions) -> ModelFacts:
+def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> ModelFacts:
     """What a report says of a model.
 
     Raises:
         CheckpointError: a file is missing or damaged.
     """
     files = [*weight_files(path), *(path / one for one in _SMALL_FILES if not is_gguf(path) and (path / one).is_file())]
-    precision = str(quant) if quant != "none" else stored_type(path)
+    precision = str(quantization) if quantization != "none" else stored_type(path)
     return ModelFacts(name, path, precision, is_grown(path), tuple(_file_facts(file) for file in files))
 
 

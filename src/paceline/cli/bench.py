@@ -34,7 +34,7 @@ def _option(*names: str, help_text: str, panel: str, metavar: str | None = None)
 
 Model = Annotated[str, _option("--model", help_text=MODEL.options["model"], panel=WHAT)]
 GgufFile = Annotated[str | None, _option("--gguf-file", help_text=MODEL.options["gguf_file"], panel=WHAT)]
-Quant = Annotated[str, _option("--quant", help_text=MODEL.options["quant"], panel=WHAT, metavar="|".join(QUANT))]
+Quant = Annotated[str, _option("--quantization", help_text=MODEL.options["quantization"], panel=WHAT, metavar="|".join(QUANT))]
 DraftModel = Annotated[
     str | None, _option("--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
 ]
@@ -68,7 +68,7 @@ def bench(
     *,
     model: Model = "mini",
     gguf_file: GgufFile = None,
-    quant: Quant = "none",
+    quantization: Quant = "none",
     draft_model: DraftModel = None,
     drafter: Drafter = None,
     num_draft_tokens: NumDraftTokens = None,
@@ -108,7 +108,18 @@ def bench(
 def _plan(given: Mapping[str, Any]) -> "BenchPlan":
     from paceline.benchmarking.plan import BenchPlan
 
-    same = ["model", "gguf_file", "quant", "draft_model", "num_draft_tokens", "prompts", "spec_bench", "batch_size", "offline", "rounds"]
+    same = [
+        "model",
+        "gguf_file",
+        "quantization",
+        "draft_model",
+        "num_draft_tokens",
+        "prompts",
+        "spec_bench",
+        "batch_size",
+        "offline",
+        "rounds",
+    ]
     same += ["tokens", "num_prompts", "minutes", "threads", "seed"]
     return BenchPlan(
         **{name: given[name] for name in same},

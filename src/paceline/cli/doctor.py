@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, named_directories, named_values
+from paceline.cli.options import MEMORY, METAVARS, MODEL, SPECULATION, DraftQuant, KVCacheDtypeName, named_directories, named_values
 from paceline.cli.reporting import EXIT_FAILURE, reported_errors
 from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, quant_options
 from paceline.errors import ConfigError
@@ -32,14 +32,14 @@ def doctor(
     model: Annotated[str, typer.Option("--model", help=MODEL.options["model"])] = "mini",
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
     drafter: Drafters = None,
-    quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
-    draft_quant: DraftQuant = "auto",
+    quantization: Annotated[str, typer.Option("--quantization", help=MODEL.options["quantization"], metavar="|".join(QUANT))] = "none",
+    draft_quantization: DraftQuant = "auto",
     draft_adapter: Annotated[str | None, typer.Option("--draft-adapter", help=SPECULATION.options["draft_adapter"])] = None,
     drafter_options: DrafterOptions = None,
-    kv_type: Annotated[str, typer.Option("--kv-type", help=MEMORY.options["kv_type"], metavar=METAVARS["kv_type"])] = "auto",
+    kv_cache_dtype: KVCacheDtypeName = "auto",
     adapter: Adapters = None,
     merge_adapter: Annotated[str | None, typer.Option("--merge-adapter", help=MODEL.options["merge_adapter"])] = None,
-    max_context: Annotated[int | None, typer.Option("--max-context", help=MEMORY.options["max_context"])] = None,
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help=MEMORY.options["max_model_len"])] = None,
     device: Annotated[str, typer.Option("--device", help=MODEL.options["device"], metavar="|".join(DEVICES))] = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
     memory_gb: Annotated[float | None, typer.Option("--memory-gb", help=MEMORY_HELP)] = None,
@@ -54,11 +54,11 @@ def doctor(
     with reported_errors(debug=debug):
         names = tuple(drafter or ("auto",))
         engine = EngineConfig(
-            model=model, gguf_file=gguf_file, quant=quant, kv_type=kv_type, max_context=max_context, device=device, threads=threads,
-            merge_adapter=merge_adapter, offline=True,
+            model=model, gguf_file=gguf_file, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len, device=device, threads=threads, merge_adapter=merge_adapter, offline=True,
         )  # fmt: skip
         speculation = SpeculationConfig(
-            drafter=names[0] if len(names) == 1 else names, draft_quant=draft_quant, draft_adapter=draft_adapter,
+            drafter=names[0] if len(names) == 1 else names, draft_quantization=draft_quantization, draft_adapter=draft_adapter,
             drafter_options=named_values(drafter_options or ()),
         )  # fmt: skip
         from paceline.proof.doctor import DoctorQuestion, diagnose
@@ -66,7 +66,8 @@ def doctor(
         question = DoctorQuestion(
             model=model, gguf_file=gguf_file, drafters=names, drafter_options=speculation.drafter_options,
             adapters=named_directories(adapter or ()), merge_adapter=merge_adapter, draft_adapter=draft_adapter,
-            quant=quant_options("quant", engine.quant), draft_quant=speculation.draft_quant, kv_type=kv_type, max_context=max_context,
+            quantization=quant_options("quantization", engine.quantization), draft_quantization=speculation.draft_quantization,
+            kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
             device=device, memory_bytes=None if memory_gb is None else _bytes(memory_gb),
             probe_arguments=_probe_arguments(engine, speculation) if probe else None,
         )  # fmt: skip
@@ -91,10 +92,10 @@ def _bytes(memory_gb: float) -> int:
 
 
 def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> dict[str, object]:
-    of_engine = ("model", "gguf_file", "quant", "kv_type", "max_context", "device", "threads", "merge_adapter", "offline")
+    of_engine = ("model", "gguf_file", "quantization", "kv_cache_dtype", "max_model_len", "device", "threads", "merge_adapter", "offline")
     return {name: getattr(engine, name) for name in of_engine} | {
         "drafter": speculation.drafter,
-        "draft_quant": speculation.draft_quant,
+        "draft_quantization": speculation.draft_quantization,
         "draft_adapter": speculation.draft_adapter,
         "drafter_options": speculation.drafter_options,
     }

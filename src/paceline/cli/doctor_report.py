@@ -46,7 +46,7 @@ def _layers(count: int) -> str:
 def _network(model: dict[str, Any]) -> str:
     return (
         f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
-        f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_context']} tokens, "
+        f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
         f"vocabulary {model['vocabulary_rows']} rows"
         + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer knows {model['vocabulary_ids']}")
     )

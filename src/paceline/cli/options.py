@@ -34,14 +34,14 @@ MODEL = Panel(
         "gguf_weights": "exact: the file's own values. regroup: quantise them again so that they run faster; it changes tokens.",
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
         "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded in front of quantised matrices.",
-        "quant": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
+        "quantization": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use; more are not used.",
         "oversubscribe": "Use as many threads as --threads says, even where there are fewer processors.",
         "merge_adapter": "Directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.",
         "device": "Where to run.",
         "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",
         "revision": "Branch, tag or commit of a model from the Hugging Face Hub.",
-        "token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
+        "hf_token": "Access token for the Hugging Face Hub. Better: log in with its own client, then no shell history holds the token.",
         "offline": "Use only what is on this machine.",
     },
 )
@@ -57,11 +57,11 @@ MEMORY = Panel(
     "Memory",
     EngineConfig,
     {
-        "max_context": "Longest prompt + output, in tokens. Default: what the model was made for.",
-        "kv_type": "Type of keys and values: f32, bf16, f16, int8; auto = that of computation (quantised GGUF: f16). Each: another target.",
-        "cache_gb": "Memory for keys and values at most, in gigabytes. Default: 4 full contexts, at most a quarter of the memory.",
-        "prefix_cache": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
-        "state_stride": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
+        "max_model_len": "Longest prompt + output, in tokens. Default: what the model was made for.",
+        "kv_cache_dtype": "Type of keys and values: f32, bf16, f16, int8; auto = as computed (quantised GGUF: f16). It changes tokens.",
+        "kv_cache_gb": "Memory for keys and values at most, in gigabytes. Default: 4 full contexts, at most a quarter of the memory.",
+        "enable_prefix_caching": "Keep rows of earlier prompts and answers while there is room, for what begins with the same tokens.",
+        "state_interval": "Rows between the states of recurrent layers that are kept for that, a multiple of 32.",
     },
 )
 SAMPLING = Panel(
@@ -92,8 +92,8 @@ SPECULATION = Panel(
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
-        "draft_quant": "Quantise draft models and heads while loading; auto: draft models on the CPU, to 4 bits beside a quantised target, "
-        "to 8 beside one in 16. It changes the speed alone.",
+        "draft_quantization": "Quantise draft models and heads while loading; auto: draft models on the CPU, to 4 bits with a quantised "
+        "target, to 8 with a 16-bit one. It changes the speed alone.",
         "draft_adapter": "Directory of a LoRA adapter that the draft model computes with. It changes the speed alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
         "(eagle3) or num_ids=32768, ids_of=FILE (mtp); may be given several times. docs/methods lists them.",
@@ -104,8 +104,8 @@ BATCHES = Panel(
     EngineConfig,
     {
         "max_num_seqs": "Samples that run at a time; others wait.",
-        "max_step_rows": "Rows of one pass, known tokens and drafts of all.",
-        "chunk_rows": "Prompt rows of a pass, of all requests together; fewer make the gaps between other requests' tokens shorter.",
+        "max_num_batched_tokens": "Rows of one pass, known tokens and drafts of all.",
+        "prefill_chunk_size": "Prompt rows of a pass, of all requests together; fewer shorten the gaps between other requests' tokens.",
     },
 )
 SERVER = Panel(
@@ -114,7 +114,7 @@ SERVER = Panel(
     {
         "host": "Address to listen on. Other machines (0.0.0.0) need keys.",
         "port": "Port to listen on; 0 = any free one.",
-        "served_name": "Name of the model in requests. Default: its id, or the last part of its path.",
+        "served_model_name": "Name of the model in requests. Default: its id, or the last part of its path.",
         "allowed_hosts": "A further name that a Host header may have while only this machine can reach the server, such as a proxy's; "
         "may be given several times.",
         "allow_origin": "An origin whose web pages may use the server from a browser (CORS), such as http://localhost:3000; * = all; "
@@ -145,20 +145,20 @@ REPLICAS = Panel(
 REQUESTS = Panel(
     "Requests",
     ServerSettings,
-    {name: SERVER.options[name] for name in ("served_name", "max_body_mb", "max_prompt_chars", "max_n")},
+    {name: SERVER.options[name] for name in ("served_model_name", "max_body_mb", "max_prompt_chars", "max_n")},
 )
 OUTPUT = "Output"
 PANELS = (MODEL, ADAPTERS, MEMORY, SAMPLING, SPECULATION)
 SERVING = (SERVER, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
 BATCHING = (REQUESTS, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
-FLAGS = {"adapters": "--adapter"}
-"""Of fields that hold what is given several times, one at a time."""
+FLAGS = {"enable_prefix_caching": "--prefix-caching", "adapters": "--adapter"}
+"""Options whose flag is not spelled like the field: repeatable ones in the singular, and shorter forms."""
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
-    "kv_type": "<str>",
-    "quant": "|".join(QUANT),
-    "draft_quant": "|".join(DRAFT_QUANT),
+    "kv_cache_dtype": "<str>",
+    "quantization": "|".join(QUANT),
+    "draft_quantization": "|".join(DRAFT_QUANT),
     "acceptance": "|".join(ACCEPTANCE),
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column
@@ -174,7 +174,10 @@ METAVARS = {
     "allowed_hosts": "<str>",
     "allow_origin": "ORIGIN",
 }
-DraftQuant = Annotated[str, typer.Option("--draft-quant", help=SPECULATION.options["draft_quant"], metavar=METAVARS["draft_quant"])]
+DraftQuant = Annotated[
+    str, typer.Option("--draft-quantization", help=SPECULATION.options["draft_quantization"], metavar=METAVARS["draft_quantization"])
+]
+KVCacheDtypeName = Annotated[str, typer.Option("--kv-cache-dtype", help=MEMORY.options["kv_cache_dtype"], metavar="<str>")]
 REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_origin", "adapters")
 
 
@@ -300,13 +303,13 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
     parser = None
     if name in REPEATABLE:
         hint, default = list[str], [default] if default else []
-    elif name in ("quant", "draft_quant"):
+    elif name in ("quantization", "draft_quantization"):
         hint = str
     elif name == "num_draft_tokens":
         hint, parser = str, _count_or_word
     flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
     if default is True:  # it needs a --no form
-        flag += f"/--no-{name.replace('_', '-')}"
+        flag += flag.replace("--", "/--no-")
     option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
 

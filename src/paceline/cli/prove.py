@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from paceline.proof.exactness.prove import Proof, ProofQuestion
     from paceline.proof.exactness.tally import Tally
 
-_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_context", "kv_type", "cache_gb")})
+_ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_model_len", "kv_cache_dtype", "kv_cache_gb")})
 _DRAFTERS = Panel(
     "Speculation",
     SpeculationConfig,
     {
         "drafter": "Who guesses, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
         "Two adversaries always guess too.",
-        "draft_quant": SPECULATION.options["draft_quant"],
+        "draft_quantization": SPECULATION.options["draft_quantization"],
         "draft_adapter": SPECULATION.options["draft_adapter"],
         "drafter_options": SPECULATION.options["drafter_options"],
     },

@@ -26,8 +26,8 @@ def recommend(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL.options["model"])] = "mini",
     gguf_file: Annotated[str | None, typer.Option("--gguf-file", help=MODEL.options["gguf_file"])] = None,
-    quant: Annotated[str, typer.Option("--quant", help=MODEL.options["quant"], metavar="|".join(QUANT))] = "none",
-    draft_quant: DraftQuant = "auto",
+    quantization: Annotated[str, typer.Option("--quantization", help=MODEL.options["quantization"], metavar="|".join(QUANT))] = "none",
+    draft_quantization: DraftQuant = "auto",
     threads: Annotated[int | None, typer.Option("--threads", help=MODEL.options["threads"])] = None,
     look_in: Annotated[list[Path] | None, typer.Option("--look-in", help=LOOK_IN_HELP, metavar="<dir>")] = None,
     download: Annotated[str | None, typer.Option("--download", help=DOWNLOAD_HELP, metavar="<id>")] = None,
@@ -40,8 +40,8 @@ def recommend(
     Exit code 1: the model itself cannot be run here.
     """
     with reported_errors(debug=debug):
-        EngineConfig(model=model, gguf_file=gguf_file, quant=quant, threads=threads)
-        SpeculationConfig(draft_quant=draft_quant)
+        EngineConfig(model=model, gguf_file=gguf_file, quantization=quantization, threads=threads)
+        SpeculationConfig(draft_quantization=draft_quantization)
         if json_file is not None and not json_file.parent.is_dir():
             raise ConfigError(f"--json is {json_file}: there is no directory {json_file.parent}; create it, or name another file")
         from paceline.proof.recommendation.recommend import RecommendQuestion
@@ -57,8 +57,8 @@ def recommend(
         question = RecommendQuestion(
             model=model,
             gguf_file=gguf_file,
-            quant=(quant, quant_options("quant", quant)),
-            draft_quant=draft_quant,
+            quantization=(quantization, quant_options("quantization", quantization)),
+            draft_quantization=draft_quantization,
             threads=threads,
             look_in=tuple(look_in or ()),
             download=download,

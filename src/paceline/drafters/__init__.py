@@ -165,7 +165,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
         return PreparedDrafters((), DrafterNeeds.of(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.of(speculation.drafter_options)
-    found = [prepare_one(name, target, token=engine.token, offline=engine.offline) for name in names]
+    found = [prepare_one(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
     drafters = tuple(drafter for drafter in found if drafter is not None)
     options.check_read(drafter.name for drafter in drafters)
     if options.num_ids is not None:
@@ -332,14 +332,14 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         )
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     expansion = 1.0 if has_all_ids else _expansion(target.tokenizer, tokenizer)
-    max_context = min(math.ceil(target.max_context * expansion), config.max_positions)
+    max_model_len = min(math.ceil(target.max_model_len * expansion), config.max_positions)
     adapter = None if target.speculation.draft_adapter is None else Path(target.speculation.draft_adapter)
     options = RuntimeOptions(
         numerics=Numerics.FAST,
         num_threads=target.engine.num_threads,
-        max_context=max_context,
+        max_model_len=max_model_len,
         device=target.engine.device,
-        quant=target.draft_model_quant,
+        quantization=target.draft_model_quant,
         quant_directory=cache_directory(),
         memory_bytes=None if adapter is None else target.memory_bytes,
         merge_adapter=adapter,
@@ -347,9 +347,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     runtime = load_runtime(directory, options).runtime
     num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
     kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
-    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_stride, max_kept=kept_states))
+    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_interval, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
-    passes = time_passes(runtime, cache, (READ_ROWS,), max_context=max_context, repeats=1, wants_logits=False)
+    passes = time_passes(runtime, cache, (READ_ROWS,), max_model_len=max_model_len, repeats=1, wants_logits=False)
     translation, by_text = None, None
     if not has_all_ids:
         ours, theirs = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
@@ -363,9 +363,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         vocab_size=target.vocab_size,
         num_known_ids=min(tokenizer.vocab_size, runtime.config.vocab_size),
         translation=translation,
-        max_context=max_context,
+        max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
-        note=_note(comparison, max_context, math.ceil(target.max_context * expansion), adapter),
+        note=_note(comparison, max_model_len, math.ceil(target.max_model_len * expansion), adapter),
         read_s=passes[READ_ROWS] / READ_ROWS,
     )
     return drafter if by_text is None else TextDrafter(drafter, *by_text)
@@ -377,10 +377,10 @@ def _expansion(target: Tokenizer, draft: Tokenizer) -> float:
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 
 
-def _note(comparison: VocabularyComparison, max_context: int, wanted_context: int, adapter: Path | None) -> str:
+def _note(comparison: VocabularyComparison, max_model_len: int, wanted_context: int, adapter: Path | None) -> str:
     """What the banner says of a pair that is not an obvious one, and of an adapter."""
     note = "" if adapter is None else f"; with the adapter {adapter.name or adapter}"
     note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
-    if max_context < wanted_context:
-        note += f"; no drafts behind its context of {max_context} tokens"
+    if max_model_len < wanted_context:
+        note += f"; no drafts behind its context of {max_model_len} tokens"
     return note

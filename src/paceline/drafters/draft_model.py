@@ -117,7 +117,7 @@ class DraftModelDrafter(Drafter):
         vocab_size: V of the target; draft ids beyond it are never proposed.
         num_known_ids: ids the draft model's tokenizer knows; its rows beyond them are padding, never proposed.
         translation: for a draft model with other ids.
-        max_context: longest text the draft model is prepared for, in its own tokens; None = what it was made for.
+        max_model_len: longest text the draft model is prepared for, in its own tokens; None = what it was made for.
         tree_width: guesses per position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: what a user should know of the pair, for the banner.
         read_s: seconds to prefill one token of a long text; 0 = not measured yet.
@@ -133,7 +133,7 @@ class DraftModelDrafter(Drafter):
         vocab_size: int,
         num_known_ids: int | None = None,
         translation: IdTranslation | None = None,
-        max_context: int | None = None,
+        max_model_len: int | None = None,
         tree_width: int = 1,
         note: str = "",
         read_s: float = 0.0,
@@ -142,7 +142,7 @@ class DraftModelDrafter(Drafter):
         self._vocab_size = vocab_size
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
-        self.max_context = runtime.config.max_positions if max_context is None else max_context
+        self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
         self._tree_width = tree_width
         self.traits = DrafterTraits(_description(runtime, tree_width, note), cache_bytes_per_token=cache.bytes_per_token)
         self._states = RequestState[_State]()
@@ -154,7 +154,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
-            depth = min(budget.max_depth, budget.row_budget - 1, self.max_context - len(context))
+            depth = min(budget.max_depth, budget.row_budget - 1, self.max_model_len - len(context))
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.wants_draws and not request.params.is_greedy
@@ -173,7 +173,7 @@ class DraftModelDrafter(Drafter):
         """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
-            depth = min(count, self.max_context - len(context))
+            depth = min(count, self.max_model_len - len(context))
             writing = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
             drafts.append(self._begin(request, context, num_unchanged, depth, writing))
         self._grow(requests, drafts)

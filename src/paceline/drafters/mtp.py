@@ -261,20 +261,20 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     )
 
 
-def with_ids(module: MtpModule, ids: GuessedIds, quant: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
+def with_ids(module: MtpModule, ids: GuessedIds, quantization: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
     """The module that guesses some ids alone: frequent ones, which the first are, where the vocabulary is in the order of its merges.
 
     Guesses are drawn from the distribution over these ids.
 
     Args:
         ids: ascending; a range begins at 0, and its rows of the vocabulary matrix are read where they lie.
-        quant: to so many bits these rows are copied; None, or where they take no more: they stay as they are stored.
+        quantization: to so many bits these rows are copied; None, or where they take no more: they stay as they are stored.
     """
     rows = some_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
     stored = Weights({**module.weights, "lm_head.weight": rows})
     weights = stored
-    if quant is not None:
-        others_stay = replace(quant, overrides=(("lm_head.weight", quant.bits), ("*", None)))
+    if quantization is not None:
+        others_stay = replace(quantization, overrides=(("lm_head.weight", quantization.bits), ("*", None)))
         weights = quantized_weights(stored, others_stay, None, num_threads=num_threads)
     return replace(module, weights=weights, ids=ids, is_copy=weights is not stored or not isinstance(ids, range))
 
@@ -359,7 +359,7 @@ def open_mtp_head(
     module: MtpModule,
     *,
     num_threads: int,
-    max_context: int,
+    max_model_len: int,
     backend: str = "auto",
     device: str = "cpu",
     lm_head_of: Network | None = None,
@@ -371,7 +371,7 @@ def open_mtp_head(
         module.config.layers,
         module.weights,
         num_threads=num_threads,
-        max_context=max_context,
+        max_model_len=max_model_len,
         backend=backend,
         device=device,
         lm_head_of=None if module.config.own_lm_head or module.is_copy else lm_head_of,
@@ -404,14 +404,14 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
     module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
     modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
 
-    def opened(config: PairConfig, max_context: int, ids: GuessedIds | None = None) -> PairHead:
+    def opened(config: PairConfig, max_model_len: int, ids: GuessedIds | None = None) -> PairHead:
         own = config.own_embedding, config.own_lm_head
         one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
         one, num_threads = replace(one, config=config), target.engine.num_threads
         if ids is not None:
             one = with_ids(one, ids, target.copy_quant, num_threads=num_threads)
         shared = target.lm_head_of
-        return open_mtp_head(one, num_threads=num_threads, max_context=max_context, device=target.device, lm_head_of=shared)
+        return open_mtp_head(one, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
 
     named = target.head_options.variant_for(files.kind)
     if named is None:
@@ -420,7 +420,7 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
         flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
         admitted = (replace(module.config, normed_recurrence=flag),)
     config, notices = settle(files, admitted, opened, target, target.vocab_size)
-    head = opened(config, target.max_context, ids)
+    head = opened(config, target.max_model_len, ids)
     return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
 
 

@@ -30,7 +30,7 @@ class LoadedTarget:
         directory: its checkpoint.
         runtime, cache: the target itself; the rows of heads lie beside its own.
         vocab_size: V, ids that can be drawn.
-        max_context: prompt + output at most, in tokens.
+        max_model_len: prompt + output at most, in tokens.
         collected_layers: layer boundaries that the runtime collects, ascending.
         weight_bits: bits a value of its matrices.
         memory_bytes: that can be had beside it; None = no limit.
@@ -43,7 +43,7 @@ class LoadedTarget:
     cache: KVCache
     tokenizer: Tokenizer
     vocab_size: int
-    max_context: int
+    max_model_len: int
     collected_layers: tuple[int, ...] = ()
     weight_bits: float = 32.0
     memory_bytes: int | None = None
@@ -58,17 +58,17 @@ class LoadedTarget:
     @property
     def head_quant(self) -> QuantOptions | None:
         """How to quantise heads; None = they stay as they are stored."""
-        return draft_quant_options(self.speculation.draft_quant, None)
+        return draft_quant_options(self.speculation.draft_quantization, None)
 
     @property
     def draft_model_quant(self) -> QuantOptions | None:
         """How to quantise draft models; None = they stay as they are stored."""
-        return draft_quant_options(self.speculation.draft_quant, self.weight_bits, device=self.device)
+        return draft_quant_options(self.speculation.draft_quantization, self.weight_bits, device=self.device)
 
     @property
     def copy_quant(self) -> QuantOptions | None:
         """How to quantise rows that a head copies of the vocabulary matrix; None = it reads them where they lie."""
-        return copy_quant_options(self.draft_model_quant, quant_options("quant", self.engine.quant))
+        return copy_quant_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
 
     @property
     def head_options(self) -> HeadOptions:

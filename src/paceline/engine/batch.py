@@ -52,7 +52,7 @@ class RequestMaker:
 
     Attributes:
         vocab_size: ids that may stand in a prompt and be drawn.
-        max_context: prompt + output at most.
+        max_model_len: prompt + output at most.
         cache_tokens: that the cache holds, where that may be less: outputs end there; None = no less.
         eos_token_ids: ids that end an output.
         way_out: what to do about a longer prompt.
@@ -65,7 +65,7 @@ class RequestMaker:
 
     tokenizer: Tokenizer
     vocab_size: int
-    max_context: int
+    max_model_len: int
     eos_token_ids: Sequence[int]
     way_out: str = "shorten the prompt"
     suppressed_token_ids: Sequence[int] = ()
@@ -92,7 +92,7 @@ class RequestMaker:
         if not ids:
             raise RequestError("the prompt is empty: give at least one token", parameter="prompt")
         self._check_ids(ids, "prompt")
-        if len(ids) > self.max_context:
+        if len(ids) > self.max_model_len:
             raise self._too_long(len(ids))
         return ids
 
@@ -127,7 +127,7 @@ class RequestMaker:
             RequestError: it has more characters than so many tokens can have.
         """
         longest = self.tokenizer.max_piece_chars
-        if num_chars > self.max_context * longest:
+        if num_chars > self.max_model_len * longest:
             num_tokens = -(-num_chars // longest)
             raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
 
@@ -137,7 +137,7 @@ class RequestMaker:
         Raises:
             RequestError: there are more than the context has tokens.
         """
-        if num_messages > self.max_context:
+        if num_messages > self.max_model_len:
             raise self._too_long(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
 
     def notify(self, notice: str) -> None:
@@ -198,7 +198,7 @@ class RequestMaker:
                 not only to be scored: with `prompt_logprobs`, and one token, which is not read by the model.
         """
         prompt = list(prompt_token_ids)
-        if len(prompt) >= self.max_context and (params.prompt_logprobs is None or params.max_tokens > 1):
+        if len(prompt) >= self.max_model_len and (params.prompt_logprobs is None or params.max_tokens > 1):
             raise self._too_long(len(prompt))
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
@@ -333,11 +333,11 @@ class RequestMaker:
     def _max_len(self, num_prompt_tokens: int) -> int:
         """Prompt + output at most. `Engine.check` refuses a prompt that fills the cache."""
         if self.cache_tokens is None or num_prompt_tokens >= self.cache_tokens:
-            return self.max_context
-        return min(self.max_context, self.cache_tokens)
+            return self.max_model_len
+        return min(self.max_model_len, self.cache_tokens)
 
     def _too_long(self, num_tokens: int, why: str = "") -> RequestError:
-        text = prompt_too_long(num_tokens, self.max_context, self.way_out, why=why)
+        text = prompt_too_long(num_tokens, self.max_model_len, self.way_out, why=why)
         return RequestError(text, parameter="prompt", code=CONTEXT_LENGTH_EXCEEDED)
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:

@@ -66,7 +66,7 @@ class PromptLimits(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def max_context(self) -> int: ...
+    def max_model_len(self) -> int: ...
 
     def check_num_chars(self, num_chars: int) -> None:
         """Raise RequestError if a text of `num_chars` characters has more tokens than the context."""
@@ -116,7 +116,7 @@ class _Conversation:
             tools=self.tools,
             options=self.options,
             add_generation_prompt=self.add_generation_prompt and not self.continues,
-            max_context=self.limits.max_context,
+            max_model_len=self.limits.max_model_len,
         )
 
 

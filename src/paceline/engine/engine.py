@@ -196,7 +196,7 @@ class Engine:
             raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
 
     def _too_long(self, request: Request) -> str:
-        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise cache_gb"
+        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
         if request.num_prompt_tokens < size:
             return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
         return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
@@ -304,7 +304,7 @@ class Engine:
         self._stats.num_steps += 1
         num_before = [len(request.token_ids) for request in picked]
         try:
-            step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_step_rows)
+            step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_num_batched_tokens)
         except PassInterrupted as error:  # nothing was changed
             raise error.__cause__ or error from None
         except BaseException as error:
@@ -340,11 +340,11 @@ class Engine:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]
         self.scheduler.remove(request)
-        num_rows = request.num_next_tokens(self.scheduler.limits.chunk_rows)
+        num_rows = request.num_next_tokens(self.scheduler.limits.prefill_chunk_size)
         request.fail(
             CapacityError(
                 f"{num_rows} rows of a request found no room: {self.cache.pool.num_free} of "
-                f"{self.cache.pool.num_blocks} blocks are free and none can be made free; raise cache_gb"
+                f"{self.cache.pool.num_blocks} blocks are free and none can be made free; raise kv_cache_gb"
             )
         )
         self._release(request)

@@ -1,6 +1,6 @@
-"""How much memory keys and values get. The context depends on the model or `max_context` alone, never on the memory.
+"""How much memory keys and values get. The context depends on the model or `max_model_len` alone, never on the memory.
 
-    cache_gb given   as many blocks as that holds
+    kv_cache_gb given   as many blocks as that holds
     else             a few full contexts, within a share of the machine's memory and of what is free
 
 Blocks are reserved, not filled: on the CPU the system provides a block's memory when a row is first written to it.
@@ -17,11 +17,11 @@ from paceline.kv_cache.row_plan import blocks_for
 from paceline.kv_cache.window import PassLimits, window_blocks
 from paceline.machine import available_memory_bytes, total_memory_bytes
 from paceline.models.config import ModelConfig
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 
 DEFAULT_CONTEXTS = 4
-"""Full contexts that the cache holds where `cache_gb` is not given."""
+"""Full contexts that the cache holds where `kv_cache_gb` is not given."""
 DEFAULT_TOKENS_PER_SEQUENCE = 2048
 """Tokens that it then holds at least of each request that may run, where the context is that long."""
 
@@ -36,7 +36,7 @@ class CachePlan:
 
     Attributes:
         num_blocks: to allocate.
-        max_context: prompt and output of a request, at most.
+        max_model_len: prompt and output of a request, at most.
         way_out: for the error of a prompt that is longer.
         num_bytes: that the cache may take, states of recurrent layers included.
         notice: on what does not fit; None = everything does.
@@ -45,7 +45,7 @@ class CachePlan:
     """
 
     num_blocks: int
-    max_context: int
+    max_model_len: int
     way_out: str
     num_bytes: int = 0
     notice: str | None = None
@@ -59,40 +59,44 @@ class CachePlan:
 
     def describe(self) -> str:
         """One line on the size, for the user."""
-        contexts = f"{self.num_tokens / self.max_context:.3g} contexts of {self.max_context:,}"
+        contexts = f"{self.num_tokens / self.max_model_len:.3g} contexts of {self.max_model_len:,}"
         return f"cache: up to {self.num_bytes / 1e9:.2g} GB ({self.num_tokens:,} tokens, {contexts}), memory is taken as it is used"
 
 
-def plan_cache(model: ModelConfig, config: EngineConfig, kv_type: KVType, limits: PassLimits | None = None, num_sets: int = 1) -> CachePlan:
-    """Size the cache: `cache_gb`, else `DEFAULT_CONTEXTS` full contexts within what `_default_bytes` allows.
+def plan_cache(
+    model: ModelConfig, config: EngineConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None = None, num_sets: int = 1
+) -> CachePlan:
+    """Size the cache: `kv_cache_gb`, else `DEFAULT_CONTEXTS` full contexts within what `_default_bytes` allows.
 
     Args:
-        kv_type: of the keys and values.
+        kv_cache_dtype: of the keys and values.
         limits: as `Network.new_cache` gets them; None = layers with a window keep every row.
         num_sets: of keys and values: 2 where scaling passes keep theirs.
 
     Raises:
-        ConfigError: `max_context` is beyond what the model was made for.
-        CapacityError: there is no room for one block, or for one context although `max_context` is given.
+        ConfigError: `max_model_len` is beyond what the model was made for.
+        CapacityError: there is no room for one block, or for one context although `max_model_len` is given.
     """
-    if config.max_context is not None and config.max_context > model.max_positions:
-        raise ConfigError(f"max_context is {config.max_context}, the model was made for {model.max_positions} tokens: lower max_context")
-    context = config.max_context or model.max_positions
-    cache_bytes = _CacheBytes(model, kv_type, limits, num_sets)
+    if config.max_model_len is not None and config.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for {model.max_positions} tokens: lower max_model_len"
+        )
+    context = config.max_model_len or model.max_positions
+    cache_bytes = _CacheBytes(model, kv_cache_dtype, limits, num_sets)
     per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
-    limit = int(config.cache_gb * 1e9) if config.cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
+    limit = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
     states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
     blocks_in(limit - state_bytes, cache_bytes(1))
-    if config.cache_gb is None:
+    if config.kv_cache_gb is None:
         wanted = _default_blocks(context, config.max_num_seqs)
     else:
         wanted = cache_bytes.most_in(limit - state_bytes, config.max_num_seqs * per_context)
     num_blocks = cache_bytes.blocks_in(limit - state_bytes, most=wanted)
     num_tokens = num_blocks * BLOCK_SIZE
-    if num_tokens < context and config.max_context is not None:
+    if num_tokens < context and config.max_model_len is not None:
         raise CapacityError(
             f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
-            f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_context or raise cache_gb"
+            f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_model_len or raise kv_cache_gb"
         )
     notices = _notices(context, num_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
@@ -106,7 +110,7 @@ def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
     """
     free = available_memory_bytes()
     allowed = min(total_memory_bytes() // 4, free // 2)
-    return allowed if config.max_context is None else max(allowed, min(context_bytes, free // 4 * 3))
+    return allowed if config.max_model_len is None else max(allowed, min(context_bytes, free // 4 * 3))
 
 
 def _default_blocks(context: int, max_num_seqs: int) -> int:
@@ -125,11 +129,11 @@ def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: 
     if num_tokens < context:
         found.append(
             f"the cache holds {num_tokens} tokens, less than the context of {context}: longer prompts are refused, longer outputs end "
-            "there; raise cache_gb or lower max_context"
+            "there; raise kv_cache_gb or lower max_model_len"
         )
     if max_num_seqs < wanted_num_seqs:
         found.append(
-            f"the states of recurrent layers leave room for {max_num_seqs} of {wanted_num_seqs} requests at a time: raise cache_gb"
+            f"the states of recurrent layers leave room for {max_num_seqs} of {wanted_num_seqs} requests at a time: raise kv_cache_gb"
         )
     return found
 
@@ -145,17 +149,17 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     layout = StateLayout.of(model.recurrents)
     of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if of_state == 0:
-        return StateLimits(stride=config.state_stride, max_kept=0), config.max_num_seqs, 0
+        return StateLimits(stride=config.state_interval, max_kept=0), config.max_num_seqs, 0
     least = of_state + of_text  # and one that a prompt's chunk is bringing forward
     if least > num_bytes:
         raise CapacityError(
             f"the state of recurrent layers takes {least / 1e9:.2g} GB for one text, {num_bytes / 1e9:.2g} GB of cache are to be had: "
-            "raise cache_gb"
+            "raise kv_cache_gb"
         )
     count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
     running = of_state + count * of_text
-    kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.prefix_cache else 0
-    return StateLimits(stride=config.state_stride, max_kept=kept), count, running + kept * of_state
+    kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.enable_prefix_caching else 0
+    return StateLimits(stride=config.state_interval, max_kept=kept), count, running + kept * of_state
 
 
 class _CacheBytes:
@@ -166,10 +170,10 @@ class _CacheBytes:
         num_sets: how often keys and values are kept.
     """
 
-    def __init__(self, model: ModelConfig, kv_type: KVType, limits: PassLimits | None, num_sets: int) -> None:
+    def __init__(self, model: ModelConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None, num_sets: int) -> None:
         self._block_bytes: dict[int | None, int] = {}
         for group in model.kv_groups():
-            row_bytes = num_sets * group.bytes_per_token(kv_type)
+            row_bytes = num_sets * group.bytes_per_token(kv_cache_dtype)
             self._block_bytes[group.window] = self._block_bytes.get(group.window, 0) + row_bytes * BLOCK_SIZE
         self._limits = limits
 
@@ -193,5 +197,5 @@ class _CacheBytes:
 def _way_out(model: ModelConfig, context: int) -> str:
     """For a prompt that a context of the size asked for does not hold."""
     if context < model.max_positions or model.may_grow:
-        return "shorten the prompt or raise max_context"
+        return "shorten the prompt or raise max_model_len"
     return f"shorten the prompt (the model was made for {model.max_positions} tokens)"

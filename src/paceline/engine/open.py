@@ -22,7 +22,7 @@ from paceline.models.adapters.read import check_name
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.adapters.xlora_settings import is_xlora
 from paceline.models.config import WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
@@ -192,7 +192,7 @@ def open_engine(
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
     """
-    directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.token, offline=config.offline)
+    directory = resolve(config.model, gguf_file=config.gguf_file, revision=config.revision, token=config.hf_token, offline=config.offline)
     tokenizer = Tokenizer.open(directory)
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
@@ -205,7 +205,7 @@ def open_engine(
         cache=cache,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        max_context=plan.max_context,
+        max_model_len=plan.max_model_len,
         collected_layers=prepared.layers,
         weight_bits=loaded.weight_bits,
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
@@ -213,16 +213,14 @@ def open_engine(
         speculation=speculation,
     )
     drafters = prepared.open(target)
-    policy = _policy(speculation, runtime, cache, plan.max_context) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
+    policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    step_limits = Limits(
-        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs), max_step_rows=config.max_step_rows, chunk_rows=config.chunk_rows
-    )
-    engine = Engine(runtime, cache, speculator, step_limits)
+    limits = Limits(min(config.max_num_seqs, plan.max_num_seqs), config.max_num_batched_tokens, config.prefill_chunk_size)
+    engine = Engine(runtime, cache, speculator, limits)
     ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_context, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)
+    maker = RequestMaker(tokenizer, vocab_size, plan.max_model_len, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)
     of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
     shown = tuple(printable(one) for one in notices if one)  # they name files and tensors
@@ -235,11 +233,11 @@ def open_engine(
 def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
     """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
     limits = _max_pass_size(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_type, limits, 2 if takes_mixtures else 1)
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if takes_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
     if takes_mixtures:
         runtime.keep_scaling_passes(cache)
-    cache.prefix_caching = config.prefix_cache
+    cache.prefix_caching = config.enable_prefix_caching
     return plan, cache
 
 
@@ -247,14 +245,14 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
     return RuntimeOptions(
         numerics=Numerics(config.numerics),
         dtype=None if config.dtype == "auto" else WeightType(config.dtype),
-        kv_type=None if config.kv_type == "auto" else KVType(config.kv_type),
+        kv_cache_dtype=None if config.kv_cache_dtype == "auto" else KVCacheDtype(config.kv_cache_dtype),
         num_threads=config.num_threads,
-        max_context=config.max_context,
+        max_model_len=config.max_model_len,
         device=config.device,
         backend=config.backend,
         collect_layers=collect_layers,
         profile_directory=cache_directory(),
-        quant=quant_options("quant", config.quant),
+        quantization=quant_options("quantization", config.quantization),
         quant_directory=cache_directory(),
         regroup=config.gguf_weights == "regroup",
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
@@ -265,7 +263,7 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 def _max_pass_size(config: EngineConfig) -> PassLimits:
     """Return the largest pass in the target's cache: a step, or a measurement or calibration pass while the engine is opened."""
     opening_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
-    return PassLimits(config.max_num_seqs, max(config.max_step_rows, opening_rows))
+    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, opening_rows))
 
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
@@ -275,10 +273,10 @@ def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
     return count, 1 + count * speculation.tree_width
 
 
-def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_context: int) -> FixedDraftLength:
+def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
     """What decides how much to draft, with the target's forward profile on this machine."""
     count, row_budget = _draft_size(speculation)
-    profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_context=max_context)
+    profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
     return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 
 

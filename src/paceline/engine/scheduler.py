@@ -3,7 +3,7 @@
     waiting   in order of arrival; preempted requests keep their place in it
     running   in order of arrival; these hold blocks of the cache
 
-**Rows.** Each decoding request has one row in every pass. Prompts share `chunk_rows` further rows: half of these go to the oldest
+**Rows.** Each decoding request has one row in every pass. Prompts share `prefill_chunk_size` further rows: half of these go to the oldest
 prompts, the other half to the prompts with the fewest tokens left. So a short prompt runs at once next to any number of long ones, and
 the oldest prompt gets half of the rows whatever arrives (two queues, FIFO and shortest remaining processing time).
 
@@ -68,26 +68,26 @@ class BlockManager(Protocol[RequestIn]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What a pass may hold.
 
     Attributes:
-        max_num_seqs: requests that run at a time, at most `max_step_rows`.
-        max_step_rows: rows of a pass, known tokens and drafts.
-        chunk_rows: prompt rows of a pass, of all requests together.
+        max_num_seqs: requests that run at a time, at most `max_num_batched_tokens`.
+        max_num_batched_tokens: rows of a pass, known tokens and drafts.
+        prefill_chunk_size: prompt rows of a pass, of all requests together.
         spare_blocks: blocks that must be left for each running request when another one begins, so that it is not preempted at once.
     """
 
     max_num_seqs: int = 16
-    max_step_rows: int = 512
-    chunk_rows: int = 256
+    max_num_batched_tokens: int = 512
+    prefill_chunk_size: int = 256
     spare_blocks: int = 1
 
     @property
     def num_seats(self) -> int:
         """Requests that run at a time: no more than a pass has rows."""
-        return min(self.max_num_seqs, self.max_step_rows)
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_unfinished_prompts(self) -> int:
@@ -195,7 +195,7 @@ class Scheduler(Generic[Request]):
     def next_pass(self) -> list[Scheduled[Request]]:
         """Choose the requests of the next pass, oldest first; empty only if nothing fits even where one request is alone."""
         decoding = {request for request in self.running if request.num_uncached == 1}
-        row_budget = max(0, min(self.limits.chunk_rows, self.limits.max_step_rows - len(decoding)))
+        row_budget = max(0, min(self.limits.prefill_chunk_size, self.limits.max_num_batched_tokens - len(decoding)))
         if self.waiting and row_budget > 0 and len(self.running) < self.limits.num_seats:
             self._begin_requests(decoding, row_budget)
         prompts = [request for request in self.running if request not in decoding]

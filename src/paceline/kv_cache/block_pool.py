@@ -16,7 +16,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
         if num_blocks < 1:
-            raise CapacityError(f"a cache needs at least 1 block, got {num_blocks}; raise cache_gb")
+            raise CapacityError(f"a cache needs at least 1 block, got {num_blocks}; raise kv_cache_gb")
         self.num_blocks = num_blocks
         self._index = index
         self._free = list(reversed(range(num_blocks)))  # low ids are handed out first
@@ -40,7 +40,7 @@ class BlockPool:
         if count > self.num_free:
             raise CapacityError(
                 f"the KV cache is full: {count} blocks wanted, {self.num_free} of {self.num_blocks} free; "
-                "raise cache_gb, or run fewer or shorter sequences at once"
+                "raise kv_cache_gb, or run fewer or shorter sequences at once"
             )
         blocks = [self._free.pop() if self._free else self._index.evict() for _ in range(count)]
         for block in blocks:

@@ -350,6 +350,6 @@ def blocks_in(num_bytes: int, block_bytes: int) -> int:
     count = num_bytes // block_bytes
     if count < 1:
         raise CapacityError(
-            f"a cache of {num_bytes / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise cache_gb above {block_bytes / 1e9:.2g}"
+            f"a cache of {num_bytes / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
         )
     return count

@@ -175,7 +175,7 @@ class WindowKeyValues(PagedRows):
 
     def _take(self, count: int) -> list[int]:
         if count > self.num_free:
-            raise CapacityError(f"{count} blocks of layers with a window were asked for, {self.num_free} are free: raise cache_gb")
+            raise CapacityError(f"{count} blocks of layers with a window were asked for, {self.num_free} are free: raise kv_cache_gb")
         taken = []
         for _ in range(count):
             if not self._free:

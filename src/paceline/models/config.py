@@ -16,7 +16,7 @@ from paceline.models.containers.table import container_of
 from paceline.models.families import family_of
 from paceline.models.family import Family
 from paceline.models.json_fields import JsonFields
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_reader import LayerReader
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
@@ -52,13 +52,13 @@ class KVGroup:
         """[2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
-    def stored_shape(self, num_blocks: int, block_size: int, kv_type: KVType) -> tuple[int, int, int, int]:
+    def stored_shape(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int, int, int]:
         """[2 * layers, num_blocks, K, bytes]: as `shape`, the rows of a block and head as the native runtime packs them."""
-        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_type.row_bytes(self.head_size)
+        return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
 
-    def bytes_per_token(self, kv_type: KVType) -> int:
+    def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
         """Bytes of one position."""
-        return math.prod(self.stored_shape(1, 1, kv_type))
+        return math.prod(self.stored_shape(1, 1, kv_cache_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,9 @@ class ModelConfig:
         """That of the first layer that has one."""
         return next(iter(self.attentions.values()))
 
-    def kv_bytes_per_token(self, kv_type: KVType) -> int:
+    def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
         """Bytes of one position's keys and values in all layers."""
-        return sum(group.bytes_per_token(kv_type) for group in self.kv_groups())
+        return sum(group.bytes_per_token(kv_cache_dtype) for group in self.kv_groups())
 
     def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
         """The same with another attention in every layer that has one; layers that were alike still share one object."""
@@ -167,15 +167,15 @@ class ModelConfig:
         }
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
-    def for_context(self, max_context: int | None) -> "ModelConfig":
-        """The network as a run of up to `max_context` positions computes it.
+    def for_context(self, max_model_len: int | None) -> "ModelConfig":
+        """The network as a run of up to `max_model_len` positions computes it.
 
         Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, which then
-        limits the context; beyond it those for `max_context`. None = the original length.
+        limits the context; beyond it those for `max_model_len`. None = the original length.
         """
         if not any(rope.type.depends_on_length for rope, _ in self.rotations):
             return self
-        chosen = self.with_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_context)))
+        chosen = self.with_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_model_len)))
         short = [rope.context_len for rope, _ in chosen.rotations if rope.is_for_short_contexts]
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 

@@ -79,7 +79,7 @@ def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tu
     size, stored = floats_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.stored)
     return (
         f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
-        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quant='int8' or 'int4' makes them smaller",
+        f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
     )
 
 

@@ -34,14 +34,14 @@ _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
 _AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
 
-def matrix_bits(weights: Weights, quant: QuantOptions | None = None) -> float:
+def matrix_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
     """Bits that a value of the matrices takes on average, scales included.
 
     Args:
-        quant: how they will be quantised.
+        quantization: how they will be quantised.
     """
-    if quant is not None:
-        return quant.bits
+    if quantization is not None:
+        return quantization.bits
     matrices = [facts for facts in map(weights.facts, weights) if len(facts.shape) > 1]
     return 8 * sum(facts.nbytes for facts in matrices) / max(1, sum(math.prod(facts.shape) for facts in matrices))
 

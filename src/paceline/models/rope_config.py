@@ -66,11 +66,11 @@ class RopeConfig:
         """How many of a head's values rotate."""
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
-    def for_context(self, max_context: int | None) -> "RopeConfig":
-        """The same with the frequencies of a run of up to `max_context` positions, by default those of the original length."""
+    def for_context(self, max_model_len: int | None) -> "RopeConfig":
+        """The same with the frequencies of a run of up to `max_model_len` positions, by default those of the original length."""
         if not self.type.depends_on_length:
             return self
-        return replace(self, context_len=max(max_context or 0, self.original_max_positions))
+        return replace(self, context_len=max(max_model_len or 0, self.original_max_positions))
 
 
 def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:

@@ -67,7 +67,7 @@ class CheckpointFacts:
             "heads": config.attention.num_heads,
             "kv_heads": config.attention.num_kv_heads,
             "head_size": config.attention.head_size,
-            "max_context": config.max_positions,
+            "max_model_len": config.max_positions,
             "sliding_window": config.sliding_window,
             "vocabulary_rows": config.vocab_size,
             "vocabulary_ids": None if self.tokenizer is None else len(self.tokenizer.pieces),
@@ -76,16 +76,16 @@ class CheckpointFacts:
 
 
 @memory_errors("the checkpoint's metadata")
-def read_checkpoint(path: Path, max_context: int | None = None) -> CheckpointFacts:
+def read_checkpoint(path: Path, max_model_len: int | None = None) -> CheckpointFacts:
     """Read what a checkpoint says of itself, and check its headers against its config.
 
     Args:
-        max_context: what it is to be run with; some models compute differently for long texts.
+        max_model_len: what it is to be run with; some models compute differently for long texts.
 
     Raises:
         CheckpointError: a file is missing, damaged or not one we run.
     """
-    config = read_model_config(path).for_context(max_context)
+    config = read_model_config(path).for_context(max_model_len)
     weights = open_weights(path, config)
     weight_type = _main_type(path) if is_gguf(path) else weights.container or config.weight_type.value
     return CheckpointFacts(

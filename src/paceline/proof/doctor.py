@@ -13,7 +13,7 @@ from paceline.machine import available_memory_bytes
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
 from paceline.models.adapters.xlora import read_any_adapter
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
@@ -36,10 +36,10 @@ class DoctorQuestion:
         drafter_options: settings of single methods by name, as `paceline run` takes them.
         adapters: directories of LoRA adapters by name.
         merge_adapter, draft_adapter: directories of those merged into the target, and into its draft model; None = there is none.
-        quant: how the target is quantised while it is loaded; None = not at all.
-        draft_quant: as in `SpeculationConfig`.
-        kv_type: of the target's keys and values; "auto" = its own.
-        max_context: longest text; None = what the target was made for.
+        quantization: how the target is quantised while it is loaded; None = not at all.
+        draft_quantization: as in `SpeculationConfig`.
+        kv_cache_dtype: of the target's keys and values; "auto" = its own.
+        max_model_len: longest text; None = what the target was made for.
         device: "auto", "cpu" or "cuda"; auto is judged as cpu.
         memory_bytes: memory to assume; None = what this machine has free.
         probe_arguments: arguments of `paceline.LLM` to load it with and time passes; None = load nothing.
@@ -52,10 +52,10 @@ class DoctorQuestion:
     adapters: Mapping[str, str] = field(default_factory=dict)
     merge_adapter: str | None = None
     draft_adapter: str | None = None
-    quant: QuantOptions | None = None
-    draft_quant: Quant = "auto"
-    kv_type: str = "auto"
-    max_context: int | None = None
+    quantization: QuantOptions | None = None
+    draft_quantization: Quant = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
     device: str = "auto"
     memory_bytes: int | None = None
     probe_arguments: dict[str, Any] | None = None
@@ -163,15 +163,15 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     found = Diagnosis(question.model)
     try:
         path = resolve(question.model, gguf_file=question.gguf_file, offline=True)
-        found.target = read_checkpoint(path, question.max_context)
+        found.target = read_checkpoint(path, question.max_model_len)
         if question.merge_adapter is not None:
-            found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quant)
+            found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quantization)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
-    if question.max_context is not None and question.max_context > found.target.config.max_positions:
+    if question.max_model_len is not None and question.max_model_len > found.target.config.max_positions:
         found.problems.append(
-            f"max_context is {question.max_context}, the model was made for {found.target.config.max_positions} tokens: lower max_context"
+            f"max_model_len is {question.max_model_len}, the model's limit is {found.target.config.max_positions}: lower max_model_len"
         )
     try:
         options = HeadOptions.of(question.drafter_options)
@@ -214,18 +214,18 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
     return AdapterDiagnosis.of(_read_adapter(name, directory, target, read_any_adapter))
 
 
-def with_merged(model: CheckpointFacts, directory: str, quant: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
+def with_merged(model: CheckpointFacts, directory: str, quantization: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
     """A model with the adapter of a directory merged, and what there is to say of that.
 
     Args:
-        quant: how the model is quantised behind it; None = not at all.
+        quantization: how the model is quantised behind it; None = not at all.
 
     Raises:
         PacelineError: it does not fit the model, or cannot be read.
     """
     path = Path(directory)
     adapter = _read_adapter(merged_name(path), path, model, read_adapter)
-    config, weights = with_adapter(adapter, model.config, model.weights, RuntimeOptions(quant=quant))
+    config, weights = with_adapter(adapter, model.config, model.weights, RuntimeOptions(quantization=quantization))
     return replace(model, config=config, weights=weights), AdapterDiagnosis.of(adapter)
 
 
@@ -248,9 +248,11 @@ def examine_drafter(
         if prepared is None or prepared.path is None:
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
-            head, pair = judge_head(prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quant))
+            head, pair = judge_head(
+                prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quantization)
+            )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
-        facts, adapter = read_checkpoint(prepared.path, question.max_context), None
+        facts, adapter = read_checkpoint(prepared.path, question.max_model_len), None
         if question.draft_adapter is not None:
             facts, adapter = with_merged(facts, question.draft_adapter, _draft_quant(target, question))
     except PacelineError as error:
@@ -265,22 +267,24 @@ def examine_drafter(
 def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
     """Memory and numerics, from the facts."""
     device = _device(question)
-    found.notes += target.weights.notices if question.quant is None else ()
-    kv_type = None if question.kv_type == "auto" else KVType(question.kv_type)
-    main = estimate_memory(target, question.quant, device, found.notes, kv_type=kv_type, max_context=question.max_context)
+    found.notes += target.weights.notices if question.quantization is None else ()
+    kv_cache_dtype = None if question.kv_cache_dtype == "auto" else KVCacheDtype(question.kv_cache_dtype)
+    main = estimate_memory(
+        target, question.quantization, device, found.notes, kv_cache_dtype=kv_cache_dtype, max_model_len=question.max_model_len
+    )
     if mixed := [repr(adapter.name) for adapter in found.adapters if adapter.num_mixed]:
         main = replace(
             main, cache_bytes_per_1k=2 * main.cache_bytes_per_1k, windows=tuple((rows, 2 * row_bytes) for rows, row_bytes in main.windows)
         )
         found.notes.append(f"X-LoRA ({', '.join(mixed)}): a step with it takes two passes, and keys and values are kept twice")
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
-    context = min(question.max_context or target.config.max_positions, target.config.max_positions)
+    context = min(question.max_model_len or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
     found.memory = memory = MemoryEstimate(main, _together(drafts), context, available, sum(adapter.nbytes for adapter in found.adapters))
     if not memory.fits:
         found.problems.append(
             f"weights take {memory.weights_bytes / _GIGABYTE:.3g} GB and 1000 tokens of cache "
-            f"{memory.cache_bytes_per_1k / _GIGABYTE:.3g} GB, {available / _GIGABYTE:.3g} GB are free: use --quant int8 or int4, "
+            f"{memory.cache_bytes_per_1k / _GIGABYTE:.3g} GB, {available / _GIGABYTE:.3g} GB are free: use --quantization int8 or int4, "
             "a smaller model, or close other programs"
         )
     elif memory.context_that_fits < context:
@@ -288,7 +292,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
             f"a text of {context} tokens needs {memory.full_context_bytes / _GIGABYTE:.3g} GB in all, {available / _GIGABYTE:.3g} GB are "
             f"free: there is room for {memory.context_that_fits} tokens"
         )
-    if question.quant is not None and (note := _cache_note()) is not None:
+    if question.quantization is not None and (note := _cache_note()) is not None:
         found.notes.append(note)
     found.numerics, found.numerics_reason = expected_numerics(main)
 
@@ -310,11 +314,11 @@ def draft_memory(
 ) -> ModelMemory | None:
     """The memory of a drafter's own network; None where it has none."""
     if drafter.head is not None:
-        return drafter.head.memory(draft_quant_options(question.draft_quant, None))
+        return drafter.head.memory(draft_quant_options(question.draft_quantization, None))
     if drafter.facts is None:
         return None
-    quant = _draft_quant(target, question)
-    return estimate_memory(drafter.facts, quant, device, notes, is_draft=True, max_context=question.max_context)
+    quantization = _draft_quant(target, question)
+    return estimate_memory(drafter.facts, quantization, device, notes, is_draft=True, max_model_len=question.max_model_len)
 
 
 def _device(question: DoctorQuestion) -> str:
@@ -322,8 +326,8 @@ def _device(question: DoctorQuestion) -> str:
 
 
 def _draft_quant(target: CheckpointFacts, question: DoctorQuestion) -> QuantOptions | None:
-    bits = matrix_bits(target.weights, question.quant)
-    return draft_quant_options(question.draft_quant, bits, device=_device(question))
+    bits = matrix_bits(target.weights, question.quantization)
+    return draft_quant_options(question.draft_quantization, bits, device=_device(question))
 
 
 def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:

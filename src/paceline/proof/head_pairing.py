@@ -20,14 +20,14 @@ from paceline.drafters.medusa.checkpoint import load_medusa
 from paceline.drafters.mtp import load_mtp, with_ids
 from paceline.drafters.pairs.config import PairConfig
 from paceline.models.config import WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import schemes_for
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
 from paceline.proof.pairing import PairVerdict
 
-_CACHE_TYPE = KVType.F32
+_CACHE_TYPE = KVCacheDtype.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class HeadFacts:
     cache_bytes_per_1k: int
     copied_bytes: int = 0
 
-    def memory(self, quant: QuantOptions | None) -> ModelMemory:
+    def memory(self, quantization: QuantOptions | None) -> ModelMemory:
         """The memory it takes once loaded."""
-        schemes = {} if quant is None else schemes_for(Weights(self.weights), quant)
+        schemes = {} if quantization is None else schemes_for(Weights(self.weights), quantization)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 

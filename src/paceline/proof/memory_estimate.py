@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config import EngineConfig, QuantOptions
 from paceline.models.adapters.merge import MergedWeights
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import schemes_for
 from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
@@ -118,26 +118,26 @@ class MemoryEstimate:
 
 def estimate_memory(
     checkpoint: CheckpointFacts,
-    quant: QuantOptions | None,
+    quantization: QuantOptions | None,
     device: str,
     notices: list[str],
     *,
-    kv_type: KVType | None = None,
+    kv_cache_dtype: KVCacheDtype | None = None,
     is_draft: bool = False,
-    max_context: int | None = None,
+    max_model_len: int | None = None,
 ) -> ModelMemory:
     """What one model takes.
 
     Args:
-        quant: how its matrices are quantised while it is loaded; None = not at all.
+        quantization: how its matrices are quantised while it is loaded; None = not at all.
         device: "cpu" or "cuda".
         notices: gets a line where a runtime has to take over from another.
-        kv_type: of its keys and values; None = its own.
+        kv_cache_dtype: of its keys and values; None = its own.
         is_draft: it keeps all rows, also those behind windows.
-        max_context: tokens of the longest text; None = what the model was made for.
+        max_model_len: tokens of the longest text; None = what the model was made for.
     """
     config = checkpoint.config
-    schemes = {} if quant is None else schemes_for(checkpoint.weights, quant)
+    schemes = {} if quantization is None else schemes_for(checkpoint.weights, quantization)
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
@@ -147,8 +147,8 @@ def estimate_memory(
         for name in checkpoint.weights
         if name not in looked_up
     )
-    natural = natural_kv_type(config, checkpoint.weights) if backend == "native" else KVType(config.weight_type.value)
-    kept = kv_type or natural
+    natural = natural_kv_type(config, checkpoint.weights) if backend == "native" else KVCacheDtype(config.weight_type.value)
+    kept = kv_cache_dtype or natural
     windows = () if backend == "torch" or is_draft else config.windows
     return ModelMemory(
         weights,
@@ -156,7 +156,7 @@ def estimate_memory(
         backend,
         tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
         4 * StateLayout.of(config.recurrents).state_size,
-        _pass_bytes(checkpoint, schemes, max_context) if backend == "native" else 0,
+        _pass_bytes(checkpoint, schemes, max_model_len) if backend == "native" else 0,
     )
 
 
@@ -180,10 +180,10 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
 
 
-def _pass_bytes(checkpoint: CheckpointFacts, schemes: Collection[str], max_context: int | None) -> int:
+def _pass_bytes(checkpoint: CheckpointFacts, schemes: Collection[str], max_model_len: int | None) -> int:
     from paceline.runtimes.native.pass_memory import pass_bytes
 
-    context = min(max_context or checkpoint.config.max_positions, checkpoint.config.max_positions)
-    num_rows = min(EngineConfig().chunk_rows, context)
+    context = min(max_model_len or checkpoint.config.max_positions, checkpoint.config.max_positions)
+    num_rows = min(EngineConfig().prefill_chunk_size, context)
     wanted = min(_WANTED_ROWS, context)
     return pass_bytes(checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_wanted=wanted, num_positions=context)

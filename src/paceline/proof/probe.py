@@ -135,10 +135,10 @@ def probe(**arguments: Any) -> ProbeResult:
     llm = LLM(**arguments)
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
-    pass_s = time_passes(llm.runtime, llm.engine.cache, rows, max_context=llm.max_context)
+    pass_s = time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len)
     writer = getattr(llm.drafter, "writer", llm.drafter)  # a drafter that translates text keeps its network there
     runtime, cache = getattr(writer, "runtime", None), getattr(writer, "cache", None)
-    draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_context=llm.max_context)[1]
+    draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
     trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
     if trial is not None and draft_s == 0.0:
         draft_s = trial.draft_s
@@ -165,7 +165,7 @@ def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
     setattr(drafter, "propose", timed)  # noqa: B010  # on this instance only, which nothing else uses
     words = SAMPLE_TEXT.split(" ")
     prompts = [" ".join(words[len(words) * index // _NUM_TEXTS :][:_PROMPT_WORDS]) for index in range(_NUM_TEXTS)]
-    params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_context // 2)), ignore_eos=True)
+    params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_model_len // 2)), ignore_eos=True)
     stats = [output.speculation for output in llm.generate(prompts, params)]
     num_drafted = sum(one.drafted for one in stats)
     num_steps = sum(one.steps - one.plain_steps for one in stats)

@@ -19,7 +19,7 @@ from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.weights import Weights
 from paceline.runtimes.decoder import BLOCK_MAX, COLLECTED, HIDDEN_STATES, LOGITS, RANKED, TOKEN_IDS, Compose
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
@@ -199,7 +199,7 @@ class Capabilities:
     tree_layout: TreeLayout
     device: str
     weight_type: WeightType
-    kv_type: KVType = KVType.F32
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32
 
 
 class Network(ABC):
@@ -294,13 +294,13 @@ class Network(ABC):
     def beside(self, compose: Compose) -> "Network":
         """Another network of the same weights and the same cache."""
 
-    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "Network":
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
         """A network of other weights that reads the keys and values of this one, in whatever cache it has, and writes none.
 
         Args:
             config: of its layers; `AttentionConfig.kv_layer` of each is the layer of this network that it reads.
             weights: under the names `compose` uses; computed with as stored, in float32 on the CPU.
-            max_context: positions to prepare for.
+            max_model_len: positions to prepare for.
 
         Raises:
             BackendUnavailableError: this kind of network has none.

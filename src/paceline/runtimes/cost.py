@@ -88,35 +88,35 @@ class ForwardProfile:
         return profile if is_usable else None
 
 
-def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_context: int) -> ForwardProfile:
+def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_model_len: int) -> ForwardProfile:
     """Return the forward profile: the stored one if three passes agree with it, else a new one.
 
     Args:
         cache: the runtime's current cache.
         profiles: where they are kept, by network, weights' type, threads and processor.
-        max_context: positions the runtime is prepared for.
+        max_model_len: positions the runtime is prepared for.
     """
     key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
     kept = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if kept is not None:
-        measured = time_passes(runtime, cache, _CHECKED, max_context=max_context, repeats=1)
+        measured = time_passes(runtime, cache, _CHECKED, max_model_len=max_model_len, repeats=1)
         if all(abs(seconds / kept.at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
             return kept
-    table = measure_passes(runtime, cache, max_context=max_context)
+    table = measure_passes(runtime, cache, max_model_len=max_model_len)
     if runtime.version:
         profiles.put(key, table.as_json())
     return table
 
 
-def measure_passes(runtime: Network, cache: KVCache, *, max_context: int, seconds: float = MEASURING_S) -> ForwardProfile:
+def measure_passes(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = MEASURING_S) -> ForwardProfile:
     """A table of passes, measured in about so many seconds: the fastest of each, and what reading the cache adds.
 
     The row counts take turns, so that a drift of the machine's speed hits all of them alike.
 
     Args:
-        max_context: positions the runtime is prepared for. Where that or the cache is short, larger passes are left out.
+        max_model_len: positions the runtime is prepared for. Where that or the cache is short, larger passes are left out.
     """
-    room = min(max_context, cache.max_slots)
+    room = min(max_model_len, cache.max_slots)
     counts = [count for count in ROW_COUNTS if count <= max(1, room // 2)]
     if len(counts) < 2:
         counts = [1, 2] if room > 2 else [1]
@@ -147,7 +147,7 @@ def time_passes(
     cache: KVCache,
     row_counts: Sequence[int],
     *,
-    max_context: int,
+    max_model_len: int,
     cached_len: int = PROFILED_CONTEXT_LEN,
     repeats: int = 5,
     wants_logits: bool = True,
@@ -159,11 +159,11 @@ def time_passes(
 
     Args:
         cache: the runtime's current cache.
-        max_context: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
+        max_model_len: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
             that has no room is timed with the rows that have.
         wants_logits: of all rows, as in verification; of none, as in prefill.
     """
-    room = min(max_context, cache.max_slots)
+    room = min(max_model_len, cache.max_slots)
     cached_len = max(1, min(cached_len, room - max(row_counts)))
     times: dict[int, list[float]] = {count: [] for count in row_counts}
     with _Measuring(runtime, cache, cached_len, wants_logits=wants_logits) as measuring:

@@ -12,7 +12,7 @@ from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.packed_weights import floats_bytes
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import quantized_weights
@@ -32,15 +32,15 @@ class RuntimeOptions:
 
     Attributes:
         numerics: what is wanted; the runtime's capabilities say what holds.
-        kv_type: of keys and values; None = `natural_kv_type`.
+        kv_cache_dtype: of keys and values; None = `natural_kv_type`.
         dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
         num_threads: CPU threads.
-        max_context: of the longest text there can be; None = what the model was made for.
+        max_model_len: of the longest text there can be; None = what the model was made for.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries to return.
         profile_directory: where facts measured on this machine are kept; None = nowhere.
-        quant: how to quantise the matrices; None = they stay as they are stored.
+        quantization: how to quantise the matrices; None = they stay as they are stored.
         quant_directory: where quantised matrices are kept for the next time; None = nowhere.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
         memory_bytes: that can be had: what must become floats in it and does not fit is refused. None = no limit.
@@ -49,14 +49,14 @@ class RuntimeOptions:
 
     numerics: Numerics = Numerics.EXACT
     dtype: WeightType | None = None
-    kv_type: KVType | None = None
+    kv_cache_dtype: KVCacheDtype | None = None
     num_threads: int = 1
-    max_context: int | None = None
+    max_model_len: int | None = None
     device: str = "auto"
     backend: str = "auto"
     collect_layers: Sequence[int] = ()
     profile_directory: Path | None = None
-    quant: QuantOptions | None = None
+    quantization: QuantOptions | None = None
     quant_directory: Path | None = None
     regroup: bool = False
     memory_bytes: int | None = None
@@ -84,28 +84,28 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
         BackendUnavailableError: the device or its library is absent.
     """
     stored = read_model_config(path)
-    config = stored.for_context(options.max_context)
+    config = stored.for_context(options.max_model_len)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
     if options.merge_adapter is not None:
         name, free = merged_name(options.merge_adapter), options.memory_bytes
         adapter = read_adapter(options.merge_adapter, name=name, config=config, weights=weights, memory_bytes=free)
         config, weights = with_adapter(adapter, config, weights, options)
     own_head, notices = weights.own_head, list(weights.notices)
-    if options.quant is None:
+    if options.quantization is None:
         _check_floats(weights, config, options.memory_bytes)
     if isinstance(weights, MergedWeights):
         _check_merged(weights, options.memory_bytes)
     if weights.has_encoders:
         notices.append("the checkpoint's image and audio encoders are left out: texts alone are read")
-    if config.max_positions < stored.max_positions and options.max_context is None:
+    if config.max_positions < stored.max_positions and options.max_model_len is None:
         notices.append(
-            f"context is the {config.max_positions} tokens the model was first made for: with max_context up to {stored.max_positions} "
+            f"context is the {config.max_positions} tokens the model was first made for: with max_model_len up to {stored.max_positions} "
             "its frequencies for long texts are taken"
         )
-    if options.quant is not None:
+    if options.quantization is not None:
         weights = quantized_weights(
             weights,
-            options.quant,
+            options.quantization,
             options.quant_directory,
             files=(*weight_files(path), *(() if options.merge_adapter is None else adapter_files(options.merge_adapter))),
             num_threads=options.num_threads,
@@ -126,7 +126,7 @@ def with_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, option
 
     Files of blocks compute in float32. What was a block becomes float16, whose binary digits are many more than a block's.
     """
-    is_quantised = options.quant is not None
+    is_quantised = options.quantization is not None
     weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
     is_f16 = weight_type is WeightType.F32 and not is_quantised and options.dtype is None
     merged = MergedWeights(
@@ -145,8 +145,8 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
     size = weights.made_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
-            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quant='int8' or 'int4' "
-            "(draft_quant for a draft model), or the adapter beside the target (adapters), which leaves its weights as they are stored"
+            f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quantization='int8' or "
+            "'int4' (draft_quantization for a draft model), or adapters, which leaves the weights as they are stored"
         )
 
 
@@ -156,7 +156,7 @@ def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | Non
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
             f"matrices packed as {weights.container} take {size / 1e9:.3g} GB as {config.weight_type.value}, {memory_bytes / 1e9:.3g} GB "
-            "are free: use quant='int8' or 'int4', or a GGUF file of the model"
+            "are free: use quantization='int8' or 'int4', or a GGUF file of the model"
         )
 
 
@@ -177,9 +177,9 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         config,
         weights,
         num_threads=options.num_threads,
-        max_context=min(options.max_context or config.max_positions, config.max_positions),
+        max_model_len=min(options.max_model_len or config.max_positions, config.max_positions),
         round_to=round_to,
-        kv_type=options.kv_type or natural_kv_type(config, weights, options.dtype),
+        kv_cache_dtype=options.kv_cache_dtype or natural_kv_type(config, weights, options.dtype),
         panels=None if options.dtype is WeightType.F32 else {},
         takes_adapters=True,
     )
@@ -193,7 +193,7 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
     return network
 
 
-def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVType:
+def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVCacheDtype:
     """The type of keys and values that loses nothing which the type of computation holds.
 
     A quantised file in float32 around its matrices does not say in which type its model was made: float16, which such files are run with
@@ -203,8 +203,8 @@ def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | N
         dtype: to compute in; None = as stored.
     """
     if dtype is None and config.weight_type is WeightType.F32 and any(weights.facts(name).bits is not None for name in weights):
-        return KVType.F16
-    return KVType((dtype or config.weight_type).value)
+        return KVCacheDtype.F16
+    return KVCacheDtype((dtype or config.weight_type).value)
 
 
 def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions, device: str, notices: list[str]) -> Network:
@@ -213,10 +213,10 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
     if options.numerics is Numerics.EXACT:
         notices.append("torch picks kernels by a pass's shape, so near-ties may fall otherwise than in plain decoding: numerics is fast")
     weight_type = options.dtype or config.weight_type
-    if options.kv_type not in (None, KVType(weight_type.value)):
+    if options.kv_cache_dtype not in (None, KVCacheDtype(weight_type.value)):
         raise ConfigError(
-            f"kv_type is {options.kv_type.value!r}, torch keeps keys and values in the type it computes in, {weight_type.value!r}: "
-            "leave kv_type out, or use backend='native'"
+            f"kv_cache_dtype is {options.kv_cache_dtype.value!r}, torch keeps keys and values in its compute type, {weight_type.value!r}: "
+            "leave kv_cache_dtype out, or use backend='native'"
         )
     network = TorchNetwork(decoder(config, options.collect_layers), config, weights, device=device, weight_type=weight_type)
     _warm_up(network)
@@ -236,7 +236,7 @@ def open_head(
     weights: Weights,
     *,
     num_threads: int,
-    max_context: int,
+    max_model_len: int,
     backend: str = "auto",
     device: str = "cpu",
     lm_head_of: Network | None = None,
@@ -251,7 +251,7 @@ def open_head(
         compose: what it computes.
         config: sizes of its layers; the blocks read nothing else of it but `norm_eps` and `norm_offset`.
         weights: under the names `compose` uses, with `.weight` or `.bias`.
-        max_context: positions to prepare for.
+        max_model_len: positions to prepare for.
         backend: "native", "torch" or "auto": native where there are kernels and the device is no GPU.
         device: of torch, "cpu" or "cuda".
         lm_head_of: whose vocabulary matrix `lm_head.weight` is, or its first rows; None = the head's own.
@@ -269,7 +269,7 @@ def open_head(
         if isinstance(lm_head_of, NativeNetwork):
             shared = lm_head_of.vocabulary_panels(weights.facts("lm_head.weight").shape[0])
         panels = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
-        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=max_context, panels=panels)
+        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, panels=panels)
     if backend == "torch":
         from paceline.runtimes.torch.network import TorchNetwork
 

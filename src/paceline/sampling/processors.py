@@ -288,7 +288,7 @@ def _checked_max(logits: ScoreArray) -> np.float32:
         found = "NaN" if np.isnan(max_logit) else str(max_logit)
         raise CheckpointError(
             f"the target produced {found} logits (largest of a row of {len(logits)}): its weights are damaged or overflow in this "
-            "precision; verify the checkpoint's files or load it with a wider dtype or kv_type"
+            "precision; verify the checkpoint's files or load it with a wider dtype or kv_cache_dtype"
         )
     return max_logit
 

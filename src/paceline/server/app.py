@@ -45,7 +45,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     """
     settings = settings or ServerSettings()
     engine.opened.maker.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
-    name = settings.served_name or served_name(engine.opened.config.model)
+    name = settings.served_model_name or served_model_name(engine.opened.config.model)
     formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
     metrics = Metrics(engine.opened, name)
@@ -53,7 +53,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     chat, texts = ChatService(generation, formats), TokenTexts(engine.opened.maker.tokenizer)
     service = Service(engine, settings, name, admission, metrics, generation, chat, texts)
     for adapter in filter(service.is_own_name, engine.adapters):
-        raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_name")
+        raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_model_name")
     # the pages of the docs load code from other hosts, and a redirect would follow the Host header
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
@@ -74,7 +74,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
     return app
 
 
-def served_name(model: str) -> str:
+def served_model_name(model: str) -> str:
     """Return the name of a model in requests; of a path only its last part, as clients need not see folders."""
     return Path(os.path.abspath(model)).name if Path(model).exists() else model
 

@@ -105,7 +105,7 @@ class Generation:
         if not request.takes_the_rest:
             return prompts, [params] * len(prompts)
         opened = self.engine.opened
-        room = min(opened.maker.max_context, opened.engine.cache.max_slots - BLOCK_SIZE)
+        room = min(opened.maker.max_model_len, opened.engine.cache.max_slots - BLOCK_SIZE)
         return prompts, [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
     def _finish(self, output: RequestOutput, deadline_s: float, request: GenerationRequest) -> None:

@@ -55,7 +55,7 @@ def model_routes(service: Service) -> APIRouter:
             "object": "model",
             "created": started_s,
             "owned_by": "paceline",
-            "max_model_len": maker.max_context,
+            "max_model_len": maker.max_model_len,
             "drafters": sorted(service.drafters),
             **({} if adapter is None else {"parent": service.model}),
         }
@@ -94,7 +94,7 @@ def _props(service: Service) -> dict[str, Any]:
     opened = service.engine.opened
     tokenizer = opened.maker.tokenizer
     return {
-        "default_generation_settings": {"n_ctx": opened.maker.max_context},
+        "default_generation_settings": {"n_ctx": opened.maker.max_model_len},
         "total_slots": opened.engine.scheduler.limits.max_num_seqs,
         "model_alias": service.model,
         "model_path": service.model,
@@ -107,7 +107,7 @@ def _props(service: Service) -> dict[str, Any]:
 def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
     ids = _ids(fields, service)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.opened.maker.max_context, "tokens": ids}
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.opened.maker.max_model_len, "tokens": ids}
     if fields.return_token_strs:
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
     if fields.with_pieces:

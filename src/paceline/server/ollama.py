@@ -154,7 +154,7 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.get("/api/ps")
     async def running() -> Response:
         """The same: all of them are loaded, and stay so."""
-        context = service.engine.opened.maker.max_context
+        context = service.engine.opened.maker.max_model_len
         more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": context}
         return JSONResponse({"models": [{**one, **more} for one in _models(service)]})
 
@@ -230,7 +230,7 @@ def _sampling(fields: RequestFields) -> SamplingFields:
 
 def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
     """Fields that a `ChatRequest` and a `GenerationRequest` share."""
-    options, longest = fields.options or Options(), service.engine.opened.maker.max_context
+    options, longest = fields.options or Options(), service.engine.opened.maker.max_model_len
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
@@ -403,7 +403,7 @@ def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
     variables = {"tools": "tools", "thinking": "enable_thinking"} if tokenizer.has_chat_template else {}
     return {
         "details": _details(service, adapter),
-        "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_context},
+        "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_model_len},
         "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_uses(variable))],
         "parameters": "",
         "template": "",

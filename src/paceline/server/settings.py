@@ -43,7 +43,7 @@ class ServerSettings:
 
     Attributes:
         host, port: address to listen on; port 0 = any free one.
-        served_name: the model's name in requests and answers; None = "mini", the Hub's id, or the last part of a path.
+        served_model_name: the model's name in requests and answers; None = "mini", the Hub's id, or the last part of a path.
         api_keys: keys that are accepted; none = no key is needed.
         allowed_hosts: names that a Host header may have in addition to localhost; checked only on a loopback address.
         allow_origin: origins of web pages whose scripts may use the server (CORS); "*" = all.
@@ -71,7 +71,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_name: str | None = None
+    served_model_name: str | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     allow_origin: tuple[str, ...] = ()

@@ -66,14 +66,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool,
-        max_context: int | None = None,
+        max_model_len: int | None = None,
     ) -> str:
         """Render a conversation.
 
         Args:
             tools: functions that may be called, in OpenAI's format.
             options: further variables of the template.
-            max_context: largest number of tokens of a prompt; limits the length of the text (`max_rendered_chars`).
+            max_model_len: largest number of tokens of a prompt; limits the length of the text (`max_rendered_chars`).
 
         Raises:
             RequestError: the messages are invalid, or the template rejects them, fails or exceeds a limit.
@@ -85,7 +85,7 @@ class ChatTemplate:
         text = f"[{', '.join(message_texts)}]"
         tools_text, options_text = _dump_json("tools", lambda: list(tools) or None), _dump_json("options", lambda: options or {})
         num_input_chars = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)
-        limit = max_rendered_chars(num_input_chars, max_context)
+        limit = max_rendered_chars(num_input_chars, max_model_len)
         settings = json.dumps({"add_generation_prompt": add_generation_prompt, "special_tokens": self._special_tokens, "max_chars": limit})
         conversation = f'{{"messages": {text}, "options": {options_text}, {settings[1:-1]}, "tools": '
         try:
@@ -111,14 +111,14 @@ def _reason(error: IsolatedError) -> str:
     return f"{str(error) or 'it failed'} ({error.error_type})"
 
 
-def max_rendered_chars(num_input_chars: int, max_context: int | None) -> int:
+def max_rendered_chars(num_input_chars: int, max_model_len: int | None) -> int:
     """Return the largest length of a rendered text: twice the input, 32 characters for each token of the context, and a constant.
 
     Args:
         num_input_chars: length of the template's input as JSON.
-        max_context: None = 131,072 tokens.
+        max_model_len: None = 131,072 tokens.
     """
-    return 2 * num_input_chars + _CHARACTERS_PER_TOKEN * (max_context or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
+    return 2 * num_input_chars + _CHARACTERS_PER_TOKEN * (max_model_len or _DEFAULT_MAX_TOKENS) + _MIN_CHARACTERS
 
 
 def _plain_message(message: object) -> dict[str, Any]:

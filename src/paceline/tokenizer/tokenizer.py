@@ -151,13 +151,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        max_context: int | None = None,
+        max_model_len: int | None = None,
     ) -> str:
         """Render a conversation with the chat template; the text contains the template's special tokens.
 
         Args:
             tools, options: as for `ChatTemplate.render`. If the model has several templates, `tool_use` renders conversations with tools.
-            max_context: largest number of tokens of a prompt; limits the length of the text (`chat_template.max_rendered_chars`).
+            max_model_len: largest number of tokens of a prompt; limits the length of the text (`chat_template.max_rendered_chars`).
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
@@ -168,7 +168,9 @@ class Tokenizer:
             raise RequestError("this model has no chat template, so it cannot take messages; send a plain prompt", parameter="messages")
         if not messages:
             raise RequestError("messages is empty; send at least one message", parameter="messages")
-        return template.render(messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_context=max_context)
+        return template.render(
+            messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_model_len=max_model_len
+        )
 
     def template_renders(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
         """Return whether the rendered conversation contains all of `texts`; the result is cached by these.

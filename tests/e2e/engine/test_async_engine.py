@@ -207,7 +207,7 @@ def test_callers_may_live_in_loops_of_their_own(serve: Serve, solo: dict[str, li
 
 
 def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
-    options: dict[str, Any] = {"threads": 2, "device": "cpu", "cache_gb": 0.01}
+    options: dict[str, Any] = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.01}
     engine = AsyncEngine.open(directory, drafter=["ngram", "suffix"], max_num_seqs=3, **options)
     assert engine.opened.drafter_name == "ngram+suffix"
     assert engine.opened.config.max_num_seqs == 3
@@ -245,7 +245,7 @@ def test_a_closed_engine_says_so_before_it_is_asked(serve: Serve) -> None:
 def test_a_prompt_that_leaves_no_room_has_a_code_for_programs(serve: Serve) -> None:
     async def work(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError) as caught:
-            await engine.generate([1] * engine.opened.maker.max_context)
+            await engine.generate([1] * engine.opened.maker.max_model_len)
         assert caught.value.code == "context_length_exceeded"
 
     run(serve(), work)

@@ -47,7 +47,7 @@ class Spy(Drafter):
 def test_the_second_time_a_prompt_is_found_and_gives_the_same_tokens(open_llm: Open, drafter: str) -> None:
     llm = open_llm(40, drafter)
     for params in (GREEDY, SAMPLED):
-        (first,) = open_llm(40, prefix_cache=False).generate([PROMPT], params)
+        (first,) = open_llm(40, enable_prefix_caching=False).generate([PROMPT], params)
         outputs = [llm.generate([PROMPT], params)[0] for _ in range(2)]
         assert [output.token_ids for output in outputs] == [first.token_ids] * 2
         assert outputs[1].usage.num_cached_tokens == 2 * BLOCK, "80 tokens fill two blocks"
@@ -90,7 +90,7 @@ def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path,
 
 
 def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
-    llm = open_llm(40, prefix_cache=False)
+    llm = open_llm(40, enable_prefix_caching=False)
     assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
     assert llm.engine.cache.num_cached_blocks == 0
 
@@ -99,7 +99,7 @@ def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
 
 
 def test_samples_share_their_prompt_and_are_what_each_would_be_alone(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = open_llm(40, prefix_cache=False)
+    alone = open_llm(40, enable_prefix_caching=False)
     expected = alone.generate([PROMPT], replace(SAMPLED, n=4))
     llm = open_llm(40)
     rows: list[int] = []

@@ -77,11 +77,15 @@ def test_no_more_run_at_once_than_may_and_all_come_to_an_end(open_llm: Open, sol
 
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_requests_get_the_tokens_they_get_alone(open_llm: Open, directory: Path, prefix_cache: bool, drafter: str) -> None:
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preempted_requests_get_the_tokens_they_get_alone(
+    open_llm: Open, directory: Path, enable_prefix_caching: bool, drafter: str
+) -> None:
     alone = open_llm(40)
     expected = [alone.generate([prompt], LONG)[0] for prompt in PROMPTS]
-    llm = spare(open_llm(5, str(directory) if drafter == "self" else drafter, prefix_cache=prefix_cache, max_context=160), 0)
+    llm = spare(
+        open_llm(5, str(directory) if drafter == "self" else drafter, enable_prefix_caching=enable_prefix_caching, max_model_len=160), 0
+    )
     outputs = llm.generate(PROMPTS, LONG)
     for output, one in zip(outputs, expected, strict=True):
         assert (output.token_ids, output.logprobs, output.text) == (one.token_ids, one.logprobs, one.text)
@@ -116,7 +120,7 @@ def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(op
 def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: Open, solo: list[list[int]], num_blocks: int) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
     with opened_as("paths"):  # each with blocks of its own
-        llm = open_llm(num_blocks, BushyDrafter(answers), max_context=110)
+        llm = open_llm(num_blocks, BushyDrafter(answers), max_model_len=110)
     llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
@@ -128,7 +132,7 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: 
 
 
 def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = spare(open_llm(9, max_context=200), 2)
+    llm = spare(open_llm(9, max_model_len=200), 2)
     prompts = [[5] * 64 + [6], [5] * 64 + [7, *range(20, 50)], [9] * 3, [5] * 64 + [8]]
     refusals = []
     refuse = llm.engine.scheduler._blocks.return_prefix
@@ -158,27 +162,27 @@ def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
     assert sum(rows) == 1 + 3 * 300 + 4 * 23
 
 
-@pytest.mark.parametrize("max_step_rows", [5, 9, 14])
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 9, 14])
 def test_guesses_take_what_known_tokens_leave_of_a_pass(
-    open_llm: Open, directory: Path, solo: list[list[int]], max_step_rows: int, monkeypatch: pytest.MonkeyPatch
+    open_llm: Open, directory: Path, solo: list[list[int]], max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = open_llm(40, str(directory), max_step_rows=max_step_rows)
+    llm = open_llm(40, str(directory), max_num_batched_tokens=max_num_batched_tokens)
     llm.engine.speculator.policy = FixedDraftLength(4)
     rows: list[int] = []
     forward = llm.runtime.forward
     monkeypatch.setattr(llm.runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
     outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
     assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
-    assert max(rows) <= max_step_rows
-    assert sum(output.speculation.plain[SkipReason.PASS_FULL] for output in outputs) == 0 or max_step_rows < 14
-    assert all(output.speculation.drafted > 0 for output in outputs) or max_step_rows == 5
+    assert max(rows) <= max_num_batched_tokens
+    assert sum(output.speculation.plain[SkipReason.PASS_FULL] for output in outputs) == 0 or max_num_batched_tokens < 14
+    assert all(output.speculation.drafted > 0 for output in outputs) or max_num_batched_tokens == 5
 
 
 def test_a_cache_smaller_than_the_context_is_noticed(open_llm: Open) -> None:
-    assert open_llm(4).max_context == 512
+    assert open_llm(4).max_model_len == 512
     assert "the cache holds 128 tokens, less than the context of 512" in open_llm(4).notices[-1]
     plenty = open_llm(16)
-    assert plenty.max_context == 512
+    assert plenty.max_model_len == 512
     assert [notice for notice in plenty.notices if not notice.startswith("threads is 2")] == []
 
 
@@ -254,7 +258,7 @@ def test_an_abort_from_within_a_step_ends_with_the_step(open_llm: Open, solo: li
 
 def test_requests_that_come_go_and_are_preempted_at_random_leave_nothing_behind(open_llm: Open, seed: int, large_counts: bool) -> None:
     generator = np.random.default_rng(seed)
-    alone, llm = open_llm(40), spare(open_llm(7, "ngram", max_context=120, max_num_seqs=5), 0)
+    alone, llm = open_llm(40), spare(open_llm(7, "ngram", max_model_len=120, max_num_seqs=5), 0)
     expected = {index: alone.generate([prompt], LONG)[0].token_ids for index, prompt in enumerate(PROMPTS)}
     live: dict[Request, int] = {}
     num_finished = 0
@@ -321,7 +325,7 @@ def test_a_row_of_nan_ends_its_own_request_and_nobody_finds_what_it_left(tmp_pat
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][NAN_ID] = np.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    llm = LLM(str(directory), threads=2, device="cpu", drafter="none", cache_gb=0.001)
+    llm = LLM(str(directory), threads=2, device="cpu", drafter="none", kv_cache_gb=0.001)
     params = replace(GREEDY, banned_token_ids=[NAN_ID])
     (expected,) = llm.generate([PROMPTS[1]], params)
     bad, good = make(llm, [NAN_ID] * 300, params), make(llm, PROMPTS[1], params)

@@ -37,7 +37,7 @@ def open_llm(directory: Path) -> Iterator[Open]:
     opened: list[LLM] = []
 
     def open_it(path: Path = directory, **options: Any) -> LLM:
-        given = {"device": "cpu", "drafter": "ngram", "cache_gb": 0.01, "max_num_seqs": 2, "max_context": 2_000, **options}
+        given = {"device": "cpu", "drafter": "ngram", "kv_cache_gb": 0.01, "max_num_seqs": 2, "max_model_len": 2_000, **options}
         opened.append(LLM(str(path), **given))
         return opened[-1]
 
@@ -51,8 +51,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_of_those_that_share(open_llm: Open) -> None:
-    smallest = {"max_num_seqs": 1, "max_step_rows": 64, "chunk_rows": 64}
-    llm = open_llm(drafter="none", cache_gb=0.006, max_context=None, **smallest)
+    smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "prefill_chunk_size": 64}
+    llm = open_llm(drafter="none", kv_cache_gb=0.006, max_model_len=None, **smallest)
     (local,) = (memory for memory in llm.engine.cache.memories if isinstance(memory, WindowKeyValues))
     (whole,) = (memory for memory in llm.engine.cache.memories if memory is not local)
     num_blocks = llm.engine.cache.pool.num_blocks

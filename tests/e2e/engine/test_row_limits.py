@@ -1,4 +1,4 @@
-"""A pass never has more rows than `max_step_rows`, whatever prompts, guesses and grammars want, and drafters run in parts."""
+"""A pass never has more rows than `max_num_batched_tokens`, whatever prompts, guesses and grammars want, and drafters run in parts."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
-    llm = LLM(str(mini_dir), drafter="draft_model", max_num_seqs=32, max_step_rows=4096, max_context=300, cache_gb=0.5, threads=2)
+    llm = LLM(
+        str(mini_dir), drafter="draft_model", max_num_seqs=32, max_num_batched_tokens=4096, max_model_len=300, kv_cache_gb=0.5, threads=2
+    )
     llm.engine.speculator.policy = FixedDraftLength(2)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
     assert CATCH_UP_ROWS > 240
@@ -44,27 +46,27 @@ def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
 
 
 @pytest.mark.spread(0.6)
-@pytest.mark.parametrize("max_step_rows", [3, 7, 20])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 7, 20])
 def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
-    mini_dir: Path, max_step_rows: int, monkeypatch: pytest.MonkeyPatch
+    mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
     pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))
     prompts = ["One: ", "Two: ", "Three: "]
-    plain = LLM(str(mini_dir), drafter="none", max_context=300, cache_gb=0.1, threads=2).generate(prompts, params)
-    llm = LLM(str(mini_dir), drafter="ngram", max_step_rows=max_step_rows, max_context=300, cache_gb=0.1, threads=2)
+    plain = LLM(str(mini_dir), drafter="none", max_model_len=300, kv_cache_gb=0.1, threads=2).generate(prompts, params)
+    llm = LLM(str(mini_dir), drafter="ngram", max_num_batched_tokens=max_num_batched_tokens, max_model_len=300, kv_cache_gb=0.1, threads=2)
     monkeypatch.setattr(llm.engine.speculator.policy, "plan", plan_nothing)
     rows = count_rows(llm, monkeypatch)
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
-    assert max(rows) <= max_step_rows
-    assert (sum(output.speculation.accepted for output in outputs) > 20) == (max_step_rows > 3)
+    assert max(rows) <= max_num_batched_tokens
+    assert (sum(output.speculation.accepted for output in outputs) > 20) == (max_num_batched_tokens > 3)
 
 
 def test_a_long_prompt_goes_on_beside_older_requests_that_decode(mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks shrink to the rows that are left, and the limit holds."""
-    llm = LLM(str(mini_dir), drafter="none", max_step_rows=16, max_context=600, cache_gb=0.1, threads=2)
+    llm = LLM(str(mini_dir), drafter="none", max_num_batched_tokens=16, max_model_len=600, kv_cache_gb=0.1, threads=2)
     rows = count_rows(llm, monkeypatch)
     older = llm.stream("Once upon a time", SamplingParams(max_tokens=300, ignore_eos=True))
     next(older)
@@ -76,7 +78,9 @@ def test_a_long_prompt_goes_on_beside_older_requests_that_decode(mini_dir: Path,
 
 @pytest.mark.parametrize("num_long", [1, 2, 5])
 def test_a_short_prompt_gets_its_first_token_in_the_next_pass(mini_dir: Path, num_long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(mini_dir), drafter="none", max_step_rows=64, chunk_rows=32, max_context=600, cache_gb=0.2, threads=2)
+    llm = LLM(
+        str(mini_dir), drafter="none", max_num_batched_tokens=64, prefill_chunk_size=32, max_model_len=600, kv_cache_gb=0.2, threads=2
+    )
     short = [100 + token for token in range(12)]
     (alone,) = llm.generate([short], SamplingParams(max_tokens=4, ignore_eos=True))
     rows = count_rows(llm, monkeypatch)
@@ -95,7 +99,7 @@ def test_a_short_prompt_gets_its_first_token_in_the_next_pass(mini_dir: Path, nu
     assert sum(rows) == num_long * (500 + 1) + 3 * (12 + 3)
 
 
-@pytest.mark.parametrize("name", ["chunk_rows", "max_step_rows"])
+@pytest.mark.parametrize("name", ["prefill_chunk_size", "max_num_batched_tokens"])
 def test_limits_of_rows_are_settings_and_checked(mini_dir: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         EngineConfig(**{name: 0})

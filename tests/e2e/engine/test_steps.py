@@ -126,7 +126,7 @@ def test_a_stream_hands_each_step_out_once_with_its_tokens(open_llm: Open) -> No
 
 def test_samples_streamed_by_the_asyncio_front_have_steps_of_their_own(directory: object) -> None:
     async def ask() -> None:
-        async with AsyncEngine.open(str(directory), drafter="ngram", threads=1, cache_gb=0.02) as engine:
+        async with AsyncEngine.open(str(directory), drafter="ngram", threads=1, kv_cache_gb=0.02) as engine:
             steps: dict[int, list[StepRecord]] = {0: [], 1: []}
             async for chunk in engine.stream(PROMPTS[2], replace(SAMPLED, n=2), speculation=TREES):
                 steps[chunk.sample_index] += chunk.steps

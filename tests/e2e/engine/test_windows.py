@@ -38,7 +38,7 @@ def open_llm(directory: Path) -> Iterator[Open]:
     opened: list[LLM] = []
 
     def open_it(**options: Any) -> LLM:
-        given = {"device": "cpu", "drafter": "ngram", "cache_gb": 0.2, "max_num_seqs": 4, "max_context": 34_000, **options}
+        given = {"device": "cpu", "drafter": "ngram", "kv_cache_gb": 0.2, "max_num_seqs": 4, "max_model_len": 34_000, **options}
         opened.append(LLM(str(directory), **given))
         return opened[-1]
 
@@ -77,7 +77,7 @@ def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: b
 
 
 def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_llm: Open) -> None:
-    llm, alone = open_llm(max_num_seqs=1), open_llm(prefix_cache=False)
+    llm, alone = open_llm(max_num_seqs=1), open_llm(enable_prefix_caching=False)
     talk = prompt_of(900)
     for count in (900, 940, 300, 33, 901, 64, 970):
         prompt = [*talk, *prompt_of(70, 1)][:count]
@@ -92,7 +92,7 @@ def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(open_llm: Open, tmp_path: Path, drafter: str) -> None:
     """Passes are timed and texts drawn for a calibration, with more rows and sequences than the steps of this engine will have."""
-    smallest = {"max_num_seqs": 1, "max_step_rows": 1, "chunk_rows": 1}
+    smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_size": 1}
     if drafter == "eagle3":
         values = {**EAGLE3, "hidden_size": 64, "head_dim": 16, "rope_theta": 1e6, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         drafter = str(write_head(tmp_path, values, eagle3_tensors(values, target_hidden=64)))
@@ -108,7 +108,7 @@ class Windowed:
 
     model: Path
     drafter: str
-    cache_gb: float
+    kv_cache_gb: float
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_aborts_leak_no_block(
     windowed: Windowed, seed: int, large_counts: bool, tally: "dict[str, int]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_always(monkeypatch)
-    options = {"cache_gb": windowed.cache_gb, "max_context": 400, "max_num_seqs": 3}
+    options = {"kv_cache_gb": windowed.kv_cache_gb, "max_model_len": 400, "max_num_seqs": 3}
     llm, random = LLM(str(windowed.model), drafter=windowed.drafter, device="cpu", **options), np.random.default_rng(seed)
     memory, count = memory_of(llm), 10_000 if large_counts else 300
     for number in range(count):

@@ -20,7 +20,7 @@ def engine() -> Iterator[AsyncEngine]:
 @pytest.fixture(scope="package")
 def short_engine() -> Iterator[AsyncEngine]:
     """One for answers that take all of the context: of 2,048 tokens each takes seconds."""
-    yield from _opened(max_context=128)
+    yield from _opened(max_model_len=128)
 
 
 def _opened(**options: Any) -> Iterator[AsyncEngine]:

@@ -187,7 +187,7 @@ def test_without_the_key_nothing_is_loaded(served: Callable[..., HttpClient], se
 @pytest.mark.parametrize("name", ["first", "first:latest"])
 def test_an_adapter_with_the_models_name_is_refused(name: str, engine: AsyncEngine) -> None:
     with pytest.raises(ConfigError, match="an adapter is called 'first', as the model is"):
-        create_app(engine, ServerSettings(served_name=name))
+        create_app(engine, ServerSettings(served_model_name=name))
 
 
 @pytest.mark.parametrize(("drain_s", "status"), [(30.0, 200), (0.05, 503)])

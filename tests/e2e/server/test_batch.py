@@ -150,7 +150,7 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
 def test_an_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
-        run([request(0), request(1)], served_name="other")
+        run([request(0), request(1)], served_model_name="other")
 
 
 def test_a_batch_with_adapters_goes_on_where_it_was(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:

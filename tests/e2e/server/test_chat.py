@@ -119,7 +119,7 @@ def test_a_schema_holds_the_answer(client: HttpClient) -> None:
 def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = short_client.json(PATH, fields)["usage"]
-    assert usage["total_tokens"] == short_engine.opened.maker.max_context
+    assert usage["total_tokens"] == short_engine.opened.maker.max_model_len
 
 
 def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpClient) -> None:
@@ -247,7 +247,7 @@ def test_what_is_wrong_is_named(client: HttpClient, fields: dict[str, Any], name
 def test_another_model_is_not_found(client: HttpClient, served: Callable[..., HttpClient]) -> None:
     error = client.refusal(PATH, changed(model="gpt-5"), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    own = served(served_name="owner/mine")
+    own = served(served_model_name="owner/mine")
     assert own.json(PATH, changed(model="owner/mine"))["model"] == "owner/mine"
     assert own.get("/v1/models/owner/mine").json()["id"] == "owner/mine"
 

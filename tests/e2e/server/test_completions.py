@@ -138,7 +138,7 @@ def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: 
 
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
-    assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_context)
+    assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_model_len)
     assert listed["drafters"] == ["ngram", "prediction"]
     assert client.get("/v1/models/mini").json() == listed
     assert client.get("/v1/models/other").status_code == 404
@@ -169,7 +169,7 @@ def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) 
 
 
 def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> None:
-    engine = AsyncEngine.open("mini", drafter="ngram", max_context=64, max_num_seqs=2, threads=1)
+    engine = AsyncEngine.open("mini", drafter="ngram", max_model_len=64, max_num_seqs=2, threads=1)
     client = HttpClient(create_app(engine, ServerSettings()))
     longer = (ids_of(engine, "The old fisherman ") * 30)[:65]
     scored = {"temperature": 0, "max_tokens": 0, "echo": True, "logprobs": 1}

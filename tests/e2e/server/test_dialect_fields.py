@@ -195,7 +195,7 @@ def test_a_message_has_the_reason_of_its_end(client: HttpClient, short_client: H
     assert client.json(MESSAGES.path, asked(MESSAGES, max_tokens=2))["stop_reason"] == "max_tokens"
     full = short_client.json(MESSAGES.path, asked(MESSAGES, max_tokens=10_000, ignore_eos=True))
     assert full["stop_reason"] == "model_context_window_exceeded"
-    assert MESSAGES.ending(full)[1] + MESSAGES.ending(full)[2] == short_engine.opened.maker.max_context
+    assert MESSAGES.ending(full)[1] + MESSAGES.ending(full)[2] == short_engine.opened.maker.max_model_len
 
 
 def test_turns_of_one_role_are_one_turn(client: HttpClient) -> None:

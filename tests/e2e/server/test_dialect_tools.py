@@ -38,7 +38,7 @@ CUT = {"chat": "length", "messages": ("max_tokens", None), "responses": ("incomp
 @pytest.fixture(scope="module")
 def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
     engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path_factory.mktemp("talking"))), drafter="ngram", threads=1)
-    yield HttpClient(create_app(engine, ServerSettings(served_name="mini")))
+    yield HttpClient(create_app(engine, ServerSettings(served_model_name="mini")))
     asyncio.run(engine.close())
 
 

@@ -216,7 +216,7 @@ def test_the_schema_of_a_tool_is_named_where_it_stands_in_its_dialect(mini_dir: 
     import asyncio
 
     engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path / "mini")), drafter="none", threads=1)
-    client = HttpClient(create_app(engine, ServerSettings(served_name="mini", grammar_timeout_s=600)))
+    client = HttpClient(create_app(engine, ServerSettings(served_model_name="mini", grammar_timeout_s=600)))
     schema = {"type": "object", "properties": {"a": {"type": "strange"}}}
     asked: list[tuple[Spoken, dict[str, Any], str]] = [
         (MESSAGES, {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),

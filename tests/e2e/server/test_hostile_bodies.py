@@ -156,7 +156,7 @@ def with_value(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict
 @pytest.fixture(scope="module")
 def talking(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpClient]:
     engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path_factory.mktemp("talking"))), drafter="ngram", threads=1)
-    yield HttpClient(create_app(engine, ServerSettings(served_name="mini")))
+    yield HttpClient(create_app(engine, ServerSettings(served_model_name="mini")))
     asyncio.run(engine.close())
 
 

@@ -19,7 +19,7 @@ from paceline import LLM, AsyncEngine
 from paceline.server.app import create_app
 
 MAX_GROWTH_BYTES = 40_000_000
-SMALL_CACHE = ("--cache-gb", "0.03")  # its memory is the system's until it is first written
+SMALL_CACHE = ("--kv-cache-gb", "0.03")  # its memory is the system's until it is first written
 
 
 def resident_bytes() -> int:
@@ -83,7 +83,7 @@ def test_every_answer_of_many_is_the_one_it_gets_alone(
 
 @pytest.mark.long
 def test_far_more_than_it_can_do_fills_the_queue_and_no_more(tmp_path: Path) -> None:
-    """Ten minutes at twice the capacity are in docs/dev/experiments.md."""
+    """Ten minutes at twice the capacity are in docs/dev/findings.md."""
     found = overload("mini", seconds=60.0, factor=4.0, num_seqs=8, max_queue=8, max_tokens=32, log=tmp_path / "log", more=SMALL_CACHE)
     check_overload(found)
     for line in (tmp_path / "log").read_text().splitlines():

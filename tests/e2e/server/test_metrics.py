@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draw_imports import REPOSITORY
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
-from paceline.server.app import served_name
+from paceline.server.app import served_model_name
 
 CHAT = "/v1/chat/completions"
 FIELDS = {"messages": [{"role": "user", "content": "Repeat: one two three one two three one two"}], "temperature": 0, "max_tokens": 40}
@@ -90,8 +90,8 @@ def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncE
 
 @pytest.mark.parametrize(("model", "name"), [("mini", "mini"), ("owner/name", "owner/name"), ("/usr/lib/", "lib"), (".", None)])
 def test_a_path_is_served_by_its_last_part(model: str, name: str | None) -> None:
-    assert "/" not in served_name(model) or model == "owner/name"
-    assert name is None or served_name(model) == name
+    assert "/" not in served_model_name(model) or model == "owner/name"
+    assert name is None or served_model_name(model) == name
 
 
 def test_every_pause_between_tokens_is_counted(client: HttpClient) -> None:

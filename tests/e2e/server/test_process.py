@@ -86,7 +86,7 @@ def number_of(client: httpx.Client, name: str) -> float:
 def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-the-file-one\nkey-of-the-file-two\n")
-    server = start("--api-key-file", str(keys), "--served-name", "mine", PACELINE_API_KEYS=KEY)
+    server = start("--api-key-file", str(keys), "--served-model-name", "mine", PACELINE_API_KEYS=KEY)
     with server.client() as client:
         assert client.get("/v1/models").status_code == 401
         assert client.get("/v1/models", headers={"x-api-key": KEY}).status_code == 401, "the file stands for the environment"

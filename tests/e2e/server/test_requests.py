@@ -46,7 +46,9 @@ def picky(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     directory = write_tool_model(mini_dir, tmp_path_factory.mktemp("picky") / "mini", TEMPLATE)
     engine = AsyncEngine.open(str(directory), drafter="ngram", max_num_seqs=4, threads=1)
     yield HttpClient(
-        create_app(engine, ServerSettings(served_name="mini", tool_call_parser="hermes", reasoning_parser="none", grammar_timeout_s=60))
+        create_app(
+            engine, ServerSettings(served_model_name="mini", tool_call_parser="hermes", reasoning_parser="none", grammar_timeout_s=60)
+        )
     )
     asyncio.run(engine.close())
 
@@ -417,7 +419,7 @@ def test_limit_of_minus_one_is_the_rest_of_the_context(short_client: HttpClient,
     for path, prompt in ((CHAT.path, {"messages": [USER]}), ("/v1/completions", {"prompt": "I need"})):
         for limit in ({"max_tokens": -1}, {"n_predict": -1}):
             usage = short_client.json(path, {**prompt, **limit, "ignore_eos": True, "temperature": 0})["usage"]
-            assert usage["total_tokens"] == short_engine.opened.maker.max_context
+            assert usage["total_tokens"] == short_engine.opened.maker.max_model_len
 
 
 def test_paths_are_served_without_v1_too(picky: HttpClient) -> None:
@@ -497,7 +499,7 @@ def test_streamed_line_ends_are_escaped(picky: HttpClient, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", DIALECTS)
 def test_answers_can_be_sent_back_as_they_are(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     dialect = DIALECTS[name]
-    strict = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(served_name="mini", unknown_fields="refuse")))
+    strict = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(served_model_name="mini", unknown_fields="refuse")))
     write_down(monkeypatch, '<think>\nHm.\n</think>\n\nSee.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
     fields = {**dialect.fields([USER], max_tokens=40), "tools": TOOLS[name]}
     answer = dialect.whole(strict, fields)

@@ -28,7 +28,7 @@ def test_the_minis_file_says_what_the_mini_says(kind: str, mini_dir: Path, tmp_p
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     said = []
     for path in (mini_dir, file):
-        with LLM(str(path), threads=1, max_context=128, dtype="f32", drafter="none") as llm:
+        with LLM(str(path), threads=1, max_model_len=128, dtype="f32", drafter="none") as llm:
             said.append(list(llm.generate([ids], params)[0].token_ids))
     assert said[0] == said[1]
 
@@ -39,7 +39,7 @@ def test_families_with_biases_and_norms_of_heads_are_written(family: str, tmp_pa
     (directory / "tokenizer.json").unlink()  # of words, which has no GGUF form
     file = tmp_path / "model.gguf"
     export_gguf(directory, file, "F32")
-    options = RuntimeOptions(numerics=Numerics.EXACT, dtype=None, num_threads=1, max_context=64, device="cpu")
+    options = RuntimeOptions(numerics=Numerics.EXACT, dtype=None, num_threads=1, max_model_len=64, device="cpu")
     nats = [mean_nats(load_runtime(path, options).runtime, [[3, 1, 4, 1, 5, 9, 2, 6] * 4], rows=32)[0] for path in (directory, file)]
     assert nats[0] == pytest.approx(nats[1], rel=1e-6)
 

@@ -73,7 +73,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
         ({"minutes": 0.0}, "minutes is 0.0"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
         ({"temperatures": ()}, "there is no temperature"),
-        ({"quant": "int3"}, "quant is 'int3'"),
+        ({"quantization": "int3"}, "quantization is 'int3'"),
         ({"batch_size": 2, "peers": ("x",)}, "peers are asked one request at a time"),
     ],
 )

@@ -15,7 +15,7 @@ from paceline.runtimes.native import library
 from paceline.sampling.params import SamplingParams
 
 PROMPT = [40, 50, 60, 70, 80, 90, 100]
-OPTIONS = {"quant": "none", "max_num_seqs": 4}
+OPTIONS = {"quantization": "none", "max_num_seqs": 4}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> Non
     assert ready["ready"] is True
     assert (ready["name"], ready["drafter"], ready["numerics"]) == ("paceline", "ngram", "exact")
     assert len(found) == 2
-    with LLM("mini", drafter="none", threads=1, max_context=512) as llm:
+    with LLM("mini", drafter="none", threads=1, max_model_len=512) as llm:
         for one, temperature in zip(found, (0.0, 0.8), strict=True):
             params = SamplingParams(max_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
             assert one["token_ids"] == llm.generate([PROMPT], params)[0].token_ids

@@ -35,7 +35,7 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     tensors = {name: plain_tensor(random.normal(0, 0.5, shape).astype(np.float32)) for name, shape in shapes.items()}
     tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the best guess
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, feature_size=HIDDEN)
-    runtime = open_head(true_pairs(config), LAYERS, Weights(tensors), num_threads=1, max_context=100)
+    runtime = open_head(true_pairs(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
     head = PairHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
     cache = KVCache([], 16, TreeLayout.MASK)
     drafter = PairDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)

@@ -363,7 +363,7 @@ def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.4, top_p=0.9)])
 def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path, params: SamplingParams) -> None:
     """Sampled too: both draw with the same noise."""
-    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     for output in llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, temperature=params.temperature, top_p=params.top_p)):
@@ -376,7 +376,7 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path,
 
 
 def test_by_rejection_too_a_draft_model_with_the_targets_weights_is_right_and_a_seed_repeats_its_text(directory: Path) -> None:
-    llm = LLM(str(directory), threads=2, device="cpu", cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=4)

@@ -102,7 +102,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_llm(target: Path, drafter: Any, **options: Any) -> LLM:
-    return LLM(str(target), drafter=drafter, backend="native", threads=1, max_context=128, cache_gb=0.05, **options)
+    return LLM(str(target), drafter=drafter, backend="native", threads=1, max_model_len=128, kv_cache_gb=0.05, **options)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", ("ngram", "suffix")])

@@ -45,7 +45,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_llm(target: Path, head: Path, *, row_budget: int | None = None, **options: object) -> LLM:
-    given = {"backend": "native", "threads": 1, "max_context": 256, "cache_gb": 0.05, "num_draft_tokens": DEPTH, **options}
+    given = {"backend": "native", "threads": 1, "max_model_len": 256, "kv_cache_gb": 0.05, "num_draft_tokens": DEPTH, **options}
     llm = LLM(str(target), drafter=str(head), **given)  # type: ignore[arg-type]
     llm.engine.speculator.policy = FixedDraftLength(DEPTH, row_budget=row_budget)
     return llm
@@ -86,7 +86,7 @@ def test_what_is_drawn_by_other_rules_is_guessed_by_them(changes: dict[str, floa
     """Rows that more than the temperature changes: the path before a masked position counts."""
     params = replace(GREEDY, **changes)  # type: ignore[arg-type]
     texts = prompts(40, 33)
-    plain = LLM(str(target), drafter="none", backend="native", threads=1, max_context=256, prefix_cache=False)
+    plain = LLM(str(target), drafter="none", backend="native", threads=1, max_model_len=256, enable_prefix_caching=False)
     expected = [plain.generate([text], params)[0].token_ids for text in texts]
     for row_budget, width in ((None, 1), (16, 3)):
         outputs = open_llm(target, head, row_budget=row_budget, tree_width=width).generate(texts, params)
@@ -127,7 +127,7 @@ def test_sampled_guesses_are_drawn_with_the_noise_of_their_positions(target: Pat
 
 
 def test_a_draft_that_crosses_the_border_of_a_block_takes_a_spare_one(target: Path, head: Path) -> None:
-    llm = open_llm(target, head, prefix_cache=False)
+    llm = open_llm(target, head, enable_prefix_caching=False)
     for length in range(26, 36):
         (output,) = llm.generate(prompts(length), replace(GREEDY, max_tokens=14))
         assert output.speculation.acceptance_rate == 1.0

@@ -89,7 +89,7 @@ def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     draft = make_drafter(str(directory), directory)
     assert isinstance(draft, DraftModelDrafter)
-    options = {"threads": 2, "device": "cpu", "cache_gb": 0.02}
+    options = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.02}
     prompts = [[5, 6, 7], [9, 8] * 30]
     plain = [output.token_ids for output in LLM(str(directory), drafter="none", **options).generate(prompts, GREEDY)]
     llm = LLM(str(directory), drafter=[Refusing(), draft], **options)

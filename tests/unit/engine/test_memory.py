@@ -10,7 +10,7 @@ from paceline.engine import memory
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.errors import CapacityError
 from paceline.kv_cache.window import PassLimits
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 
 FULL = make_config(num_layers=2, max_positions=100_000)
 SLIDING = with_attention(FULL, window=64)
@@ -19,8 +19,8 @@ SLIDING = with_attention(FULL, window=64)
 LIMITS = PassLimits(max_sequences=2, max_rows=64)
 
 
-def plan_of(config, cache_gb, limits=LIMITS):
-    return plan_cache(config, EngineConfig(model="", cache_gb=cache_gb, max_num_seqs=2), KVType.F32, limits)
+def plan_of(config, kv_cache_gb, limits=LIMITS):
+    return plan_cache(config, EngineConfig(model="", kv_cache_gb=kv_cache_gb, max_num_seqs=2), KVCacheDtype.F32, limits)
 
 
 def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contexts():
@@ -36,12 +36,12 @@ def test_a_cache_too_small_for_one_block_is_refused():
         plan_of(SLIDING, 1e-6)
 
 
-# Without cache_gb
+# Without kv_cache_gb
 
 
 GB = 10**9
 LONG_TEXT = make_config(num_layers=2, max_positions=8192)
-ROW_BYTES = LONG_TEXT.kv_bytes_per_token(KVType.F32)
+ROW_BYTES = LONG_TEXT.kv_bytes_per_token(KVCacheDtype.F32)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def default_plan(monkeypatch: pytest.MonkeyPatch):
     def plan(model=LONG_TEXT, *, total: float = 1000 * GB, free: float = 1000 * GB, **settings: object) -> CachePlan:
         monkeypatch.setattr(memory, "total_memory_bytes", lambda: int(total))
         monkeypatch.setattr(memory, "available_memory_bytes", lambda: int(free))
-        return plan_cache(model, EngineConfig(model="", **settings), KVType.F32)
+        return plan_cache(model, EngineConfig(model="", **settings), KVCacheDtype.F32)
 
     return plan
 
@@ -73,7 +73,7 @@ def test_the_default_cache_holds_all_contexts_of_a_short_model(default_plan):
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
 def test_the_context_does_not_depend_on_memory_or_batch_settings(default_plan, free, max_num_seqs):
     plan = default_plan(free=free, total=4 * free, max_num_seqs=max_num_seqs)
-    assert plan.max_context == 8192
+    assert plan.max_model_len == 8192
     assert plan.num_bytes <= free / 2
     assert (plan.notice is not None) == (plan.num_tokens < 8192)
 
@@ -86,10 +86,10 @@ def test_the_default_cache_takes_a_quarter_of_the_memory_and_half_of_what_is_fre
 
 def test_a_context_that_the_user_gave_takes_more_where_it_is_needed(default_plan):
     context_bytes = (8192 + 64) * ROW_BYTES
-    plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_context=8192)
+    plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_model_len=8192)
     assert 8192 <= plan.num_tokens <= 8192 + 64
-    with pytest.raises(CapacityError, match=r"a context of 8192 tokens needs .* lower max_context or raise cache_gb"):
-        default_plan(free=context_bytes, max_context=8192)
+    with pytest.raises(CapacityError, match=r"a context of 8192 tokens needs .* lower max_model_len or raise kv_cache_gb"):
+        default_plan(free=context_bytes, max_model_len=8192)
 
 
 def test_memory_for_less_than_a_block_is_refused(default_plan):
@@ -101,7 +101,7 @@ def test_a_cache_smaller_than_the_context_is_noticed_with_the_way_out():
     plan = plan_of(FULL, 0.01)
     assert plan.notice is not None
     assert f"the cache holds {plan.num_tokens} tokens, less than the context of 100000" in plan.notice
-    assert plan.notice.endswith("raise cache_gb or lower max_context")
+    assert plan.notice.endswith("raise kv_cache_gb or lower max_model_len")
 
 
 def test_the_banner_names_the_most_that_the_cache_takes(default_plan):

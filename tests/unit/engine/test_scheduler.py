@@ -88,7 +88,7 @@ class Simulation:
 
     def __init__(self, num_blocks: int, *, shared: int = 0, **limits: int) -> None:
         self.blocks = CountedBlocks(num_blocks, shared=shared)
-        self.limits = Limits(**{"max_num_seqs": 4, "max_step_rows": 16, "chunk_rows": 8, "spare_blocks": 0, **limits})
+        self.limits = Limits(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk_size": 8, "spare_blocks": 0, **limits})
         self.scheduler: Scheduler[Job] = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
         self.rows: list[list[int]] = []
@@ -112,8 +112,8 @@ class Simulation:
         picked = [one.request for one in scheduled]
         self.passes.append([job.name for job in picked])
         self.rows.append([one.num_rows for one in scheduled])
-        assert sum(self.rows[-1]) <= self.limits.max_step_rows
-        assert all(0 < one.num_rows <= self.limits.chunk_rows for one in scheduled)
+        assert sum(self.rows[-1]) <= self.limits.max_num_batched_tokens
+        assert all(0 < one.num_rows <= self.limits.prefill_chunk_size for one in scheduled)
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in picked])
         for one in scheduled:
@@ -148,16 +148,16 @@ def test_prompts_share_the_chunk_rows_that_a_pass_has_next_to_decoding():
 
 
 def test_a_chunk_shrinks_to_the_rows_that_are_left():
-    simulation = Simulation(100, max_step_rows=4)
+    simulation = Simulation(100, max_num_batched_tokens=4)
     simulation.add(Job("a", 10))
     for _ in range(3):
         simulation.step()
     assert simulation.rows == [[4], [4], [2]]
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 8, 100])
-def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_has(chunk_rows):
-    simulation = Simulation(100, max_step_rows=4, chunk_rows=chunk_rows)
+@pytest.mark.parametrize("prefill_chunk_size", [1, 4, 8, 100])
+def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_has(prefill_chunk_size):
+    simulation = Simulation(100, max_num_batched_tokens=4, prefill_chunk_size=prefill_chunk_size)
     simulation.run_already(*(_decoding(name, 3) for name in "abc"))
     simulation.add(Job("long", 5))
     for _ in range(5):
@@ -166,7 +166,7 @@ def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_
 
 
 def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
-    simulation = Simulation(100, max_step_rows=8)
+    simulation = Simulation(100, max_num_batched_tokens=8)
     simulation.run_already(Job("long", 30), *(_decoding(name, 3) for name in "abc"))
     simulation.step()
     assert simulation.passes == [["long", "a", "b", "c"]]
@@ -176,7 +176,11 @@ def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
 def test_nobody_who_decodes_waits_where_there_are_blocks(seed):
     generator = np.random.default_rng(seed)
     for case in range(40):
-        limits = {"max_num_seqs": 8, "max_step_rows": int(generator.integers(1, 20)), "chunk_rows": int(generator.integers(1, 20))}
+        limits = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": int(generator.integers(1, 20)),
+            "prefill_chunk_size": int(generator.integers(1, 20)),
+        }
         simulation = Simulation(10_000, **limits)
         simulation.add(*(Job(f"{case}/{index}", *_lengths(generator, 60)) for index in range(20)))
         while simulation.scheduler.running or simulation.scheduler.waiting:
@@ -185,7 +189,7 @@ def test_nobody_who_decodes_waits_where_there_are_blocks(seed):
 
 
 def test_no_more_run_at_a_time_than_a_pass_has_rows():
-    simulation = Simulation(100, max_step_rows=3, max_num_seqs=8)
+    simulation = Simulation(100, max_num_batched_tokens=3, max_num_seqs=8)
     simulation.add(*(Job(name, 1, num_output=3) for name in "abcdef"))
     simulation.step()
     assert simulation.passes == [["a", "b", "c"]]
@@ -239,7 +243,7 @@ def test_who_finds_no_room_and_has_nobody_younger_keeps_what_it_has():
 
 @pytest.mark.parametrize(("spare_blocks", "begin"), [(0, "abc"), (1, "ab"), (2, "a")])
 def test_blocks_are_left_for_those_that_run_when_others_begin(spare_blocks, begin):
-    simulation = Simulation(6, spare_blocks=spare_blocks, max_step_rows=100, chunk_rows=100)
+    simulation = Simulation(6, spare_blocks=spare_blocks, max_num_batched_tokens=100, prefill_chunk_size=100)
     simulation.add(*(Job(name, 7, num_output=9) for name in "abcd"))
     simulation.step()
     assert simulation.passes == [list(begin)]
@@ -253,7 +257,7 @@ def test_who_would_run_alone_needs_to_leave_nothing():
 
 
 def test_a_request_that_lacks_blocks_is_looked_up_again_after_one_is_freed():
-    simulation = Simulation(4, shared=4, max_step_rows=100, chunk_rows=100)
+    simulation = Simulation(4, shared=4, max_num_batched_tokens=100, prefill_chunk_size=100)
     first, large, small = Job("first", 7, num_output=5), Job("large", 15), Job("small", 1)
     simulation.add(first, large, small)
     assert simulation.step() == [first, small]
@@ -306,8 +310,8 @@ def test_whatever_comes_everybody_comes_to_an_end_and_the_oldest_always_goes_on(
             num_blocks,
             shared=int(generator.integers(0, 3)) * BLOCK_SIZE,
             max_num_seqs=int(generator.integers(1, 9)),
-            max_step_rows=int(generator.integers(1, 33)),
-            chunk_rows=int(generator.integers(1, 17)),
+            max_num_batched_tokens=int(generator.integers(1, 33)),
+            prefill_chunk_size=int(generator.integers(1, 17)),
             spare_blocks=spare_blocks,
         )
         largest = num_blocks * BLOCK_SIZE
@@ -341,7 +345,7 @@ def _lengths(generator: np.random.Generator, largest: int) -> tuple[int, int]:
 # Fair rows
 
 
-DEFAULTS = {"max_num_seqs": 16, "max_step_rows": 512, "chunk_rows": 256, "spare_blocks": 1}
+DEFAULTS = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "prefill_chunk_size": 256, "spare_blocks": 1}
 
 
 def _passes_until_begun(simulation: Simulation, job: Job) -> int:
@@ -455,7 +459,7 @@ def test_further_samples_begin_once_the_rows_of_the_first_are_there():
 
 
 def test_a_request_that_lacks_blocks_is_overtaken_a_bounded_number_of_times():
-    simulation = Simulation(40, max_num_seqs=4, max_step_rows=256, chunk_rows=128, spare_blocks=0)
+    simulation = Simulation(40, max_num_seqs=4, max_num_batched_tokens=256, prefill_chunk_size=128, spare_blocks=0)
     holder, large = Job("holder", 60, num_output=90), Job("large", 100, num_output=4)  # 25 blocks while 15 of 40 are held
     simulation.add(holder)
     simulation.step()

@@ -257,5 +257,5 @@ def test_lengths_and_sizes_are_those_of_the_storage():
 
 def test_a_budget_that_holds_no_block_is_refused():
     assert blocks_in(1_000, 100) == 10
-    with pytest.raises(CapacityError, match="holds no block of 100 bytes: raise cache_gb"):
+    with pytest.raises(CapacityError, match="holds no block of 100 bytes: raise kv_cache_gb"):
         blocks_in(99, 100)

@@ -12,7 +12,7 @@ import pytest
 from harness.model_configs import make_config
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType, config_from_values, read_config
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layers import Activation, NormOrder, QKNorm
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig, RopeType
@@ -292,10 +292,10 @@ def test_phi3_chooses_its_factors_by_the_context(tmp_path: Path, name: str) -> N
         short_factors=(1.0, 1.1, 1.2),
         long_factors=(2.0, 3.0, 4.0),
     )
-    for max_context, positions, context_len in ((None, 128, 128), (64, 128, 128), (128, 128, 128), (129, 512, 129), (512, 512, 512)):
-        chosen = config.for_context(max_context)
-        assert (chosen.max_positions, chosen.attention.rope.context_len) == (positions, context_len), max_context
-        assert chosen.for_context(max_context) == chosen
+    for max_model_len, positions, context_len in ((None, 128, 128), (64, 128, 128), (128, 128, 128), (129, 512, 129), (512, 512, 512)):
+        chosen = config.for_context(max_model_len)
+        assert (chosen.max_positions, chosen.attention.rope.context_len) == (positions, context_len), max_model_len
+        assert chosen.for_context(max_model_len) == chosen
     assert read(tmp_path, LLAMA).for_context(100).max_positions == 512
 
 
@@ -450,7 +450,7 @@ def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing(
     assert [(group.window, group.layers) for group in config.kv_groups()] == [(None, (0, 3)), (None, (1,)), (16, (2,))]
     assert [group.layers for group in config.kv_groups(by_window=False)] == [(0, 2, 3), (1,)]
     assert [group.shape(8, 32) for group in config.kv_groups()] == [(4, 8, 2, 32, 16), (2, 8, 1, 32, 32), (2, 8, 2, 32, 16)]
-    assert config.kv_bytes_per_token(KVType.F32) == 4 * 2 * 32 * 4
+    assert config.kv_bytes_per_token(KVCacheDtype.F32) == 4 * 2 * 32 * 4
     assert [config.kv_owner(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
     assert [config.tables_of(layer) for layer in range(4)] == [0, 0, 1, 0]
 
@@ -478,7 +478,7 @@ def test_gemma4_in_published_sizes_keeps_what_its_layers_own(values: dict[str, A
     given = {"model_type": "gemma4_text", "vocab_size": 262144, "dtype": "bfloat16", "rms_norm_eps": 1e-6, **values}
     config = config_from_values(given, Path("config.json"))
     assert sum(len(group.layers) for group in config.kv_groups()) == owners
-    assert config.kv_bytes_per_token(KVType.BF16) == 2 * row_values
+    assert config.kv_bytes_per_token(KVCacheDtype.BF16) == 2 * row_values
     read = {config.kv_owner(layer) for layer in range(config.num_layers - 6, config.num_layers)}
     assert last <= read
     assert {layer.mixer.head_size for layer in config.layers} == {256, 512}

@@ -235,11 +235,11 @@ def test_memory_beside_the_result_does_not_grow_with_the_matrix() -> None:
 
 
 def test_settings_are_named_or_spelt_out_and_checked() -> None:
-    assert quant_options("quant", "none") is None
-    assert quant_options("quant", "int4") == QuantOptions(bits=4)
-    assert quant_options("quant", "int8") == QuantOptions() == QuantOptions(bits=8, embedding_bits=8, lm_head_bits=8)
+    assert quant_options("quantization", "none") is None
+    assert quant_options("quantization", "int4") == QuantOptions(bits=4)
+    assert quant_options("quantization", "int8") == QuantOptions() == QuantOptions(bits=8, embedding_bits=8, lm_head_bits=8)
     custom = QuantOptions(bits=4, group=32, overrides=(("layers.0.*", None),))
-    assert EngineConfig(quant=custom).quant is SpeculationConfig(draft_quant=custom).draft_quant is custom
+    assert EngineConfig(quantization=custom).quantization is SpeculationConfig(draft_quantization=custom).draft_quantization is custom
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,13 @@ def test_on_a_gpu_a_draft_model_stays_as_it_is_stored_unless_told_otherwise() ->
 
 @pytest.mark.parametrize("value", ["int3", "INT8", "", None, 8, True])
 def test_an_unknown_setting_is_named_with_its_value(value: Any) -> None:
-    for make, name in ((lambda: EngineConfig(quant=value), "quant"), (lambda: SpeculationConfig(draft_quant=value), "draft_quant")):
+    for make, name in (
+        (lambda: EngineConfig(quantization=value), "quantization"),
+        (lambda: SpeculationConfig(draft_quantization=value), "draft_quantization"),
+    ):
         with pytest.raises(ConfigError) as caught:
             make()
-        names = "none, int8, int4" if name == "quant" else "auto, none, int8, int4"
+        names = "none, int8, int4" if name == "quantization" else "auto, none, int8, int4"
         assert str(caught.value) == f"{name} is {value!r}: use one of {names}"
 
 

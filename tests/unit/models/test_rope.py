@@ -91,9 +91,9 @@ LONGROPE = RopeConfig(
 
 def test_longrope_divides_each_pair_by_its_own_factor() -> None:
     plain, _ = inverse_frequencies(RopeConfig(), 8)
-    for max_context, factors in ((None, LONGROPE.short_factors), (4096, LONGROPE.short_factors), (4097, LONGROPE.long_factors)):
-        scaled, attention_factor = inverse_frequencies(LONGROPE.for_context(max_context), 8)
-        assert np.allclose(plain / scaled, factors, rtol=1e-6), max_context
+    for max_model_len, factors in ((None, LONGROPE.short_factors), (4096, LONGROPE.short_factors), (4097, LONGROPE.long_factors)):
+        scaled, attention_factor = inverse_frequencies(LONGROPE.for_context(max_model_len), 8)
+        assert np.allclose(plain / scaled, factors, rtol=1e-6), max_model_len
         assert attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
     assert inverse_frequencies(replace(LONGROPE, attention_factor=1.25), 8)[1] == 1.25
     assert inverse_frequencies(replace(LONGROPE, factor=1.0), 8)[1] == 1.0

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from paceline.config import MAX_NUM_SEQS, MAX_PASS_ROWS, MAX_STEP_ROWS
+from paceline.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_PASS_ROWS
 from paceline.errors import PacelineError
 from paceline.runtimes.base import ForwardBatch, in_parts
 
 
 def test_a_pass_larger_than_any_is_refused_as_a_mistake_of_ours_not_as_a_want_of_memory():
-    assert MAX_PASS_ROWS >= MAX_STEP_ROWS + MAX_NUM_SEQS
+    assert MAX_PASS_ROWS >= MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
     rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
     ForwardBatch(rows[1:], ())
     with pytest.raises(ValueError, match=f"{MAX_PASS_ROWS + 1} rows .* at most {MAX_PASS_ROWS}.* in parts") as refusal:

@@ -65,7 +65,7 @@ def make_cache(num_blocks: int = 8) -> KVCache:
 
 def measure(runtime: ClockedRuntime, cache: KVCache, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, **options: int) -> dict:
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
-    return cost.time_passes(runtime, cache, counts, **{"max_context": 512, **options})  # type: ignore[arg-type]
+    return cost.time_passes(runtime, cache, counts, **{"max_model_len": 512, **options})  # type: ignore[arg-type]
 
 
 def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +94,14 @@ def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("count", [1, 5, 30, 65])
-@pytest.mark.parametrize(("max_context", "num_blocks"), [(2, 8), (10, 8), (40, 8), (512, 2), (512, 3), (512, 4)])
+@pytest.mark.parametrize(("max_model_len", "num_blocks"), [(2, 8), (10, 8), (40, 8), (512, 2), (512, 3), (512, 4)])
 def test_no_row_lies_beyond_the_context_or_the_cache(
-    count: int, max_context: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+    count: int, max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
-    times = measure(runtime, cache, (1, count), monkeypatch, max_context=max_context, repeats=1)
+    times = measure(runtime, cache, (1, count), monkeypatch, max_model_len=max_model_len, repeats=1)
     assert set(times) == {1, count}
-    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_context, cache.max_slots)
+    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_model_len, cache.max_slots)
     assert min(times.values()) > 1
     assert cache.pool.num_free == num_blocks
 
@@ -131,7 +131,7 @@ class Tables:
 def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyPatch) -> ForwardProfile:
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
     runtime.capabilities, runtime.version = "int8", "1"  # type: ignore[attr-defined]
-    return cost.profile_forward(runtime, make_cache(64), facts, max_context=512)  # type: ignore[arg-type]
+    return cost.profile_forward(runtime, make_cache(64), facts, max_model_len=512)  # type: ignore[arg-type]
 
 
 def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +153,12 @@ def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) 
     assert ForwardProfile.from_json(kept).at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("max_context", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])
-def test_a_short_context_makes_a_short_table(max_context: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("max_model_len", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])
+def test_a_short_context_makes_a_short_table(max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
-    table = cost.measure_passes(runtime, cache, max_context=max_context)  # type: ignore[arg-type]
+    table = cost.measure_passes(runtime, cache, max_model_len=max_model_len)  # type: ignore[arg-type]
     assert table.at(1) == pytest.approx(1.1)
-    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_context, cache.max_slots)
+    assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_model_len, cache.max_slots)
     cache.check()
     assert cache.pool.num_free == num_blocks

@@ -55,7 +55,7 @@ def weights(seed: int = 0) -> Weights:
 def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int = 2, num_blocks: int = 8) -> Network:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
-    head = open_head(network, config, weights(), num_threads=num_threads, max_context=512, backend=backend)
+    head = open_head(network, config, weights(), num_threads=num_threads, max_model_len=512, backend=backend)
     head.new_cache(num_blocks)
     return head
 
@@ -151,7 +151,7 @@ def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) ->
         pytest.skip("no native kernels for this machine")
     config, random = make_config(num_layers=2, tied_embeddings=True, logit_soft_cap=5.0), np.random.default_rng(seed)
     tensors = {name: plain_tensor(random.normal(0, 0.3, shape).astype(np.float32)) for name, shape in tensor_shapes(config).items()}
-    target = open_head(decoder(config), config, Weights(tensors), num_threads=2, max_context=64, backend=backend)
+    target = open_head(decoder(config), config, Weights(tensors), num_threads=2, max_model_len=64, backend=backend)
     target.new_cache(4)
     inputs = {"token_ids": random.integers(0, config.vocab_size, 20).astype(np.int32)}
     batch, wanted = batch_of(RowRange(0, 20, 0, table(1)), logits_rows=[19, 3, 4])
@@ -171,4 +171,4 @@ def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) ->
 
 def test_another_backend_is_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="'onnx'"):
-        open_head(network, CONFIG, weights(), num_threads=1, max_context=8, backend="onnx")
+        open_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")

@@ -55,7 +55,7 @@ def open_runtime(
 ) -> NativeNetwork:
     weights = Weights(make_weights(config, seed) if tensors is None else tensors)
     compose = decoder(config, collect_layers)
-    return NativeNetwork(compose, config, weights, num_threads=num_threads, max_context=256, round_to=round_to)
+    return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=256, round_to=round_to)
 
 
 def run_prompt(runtime: NativeNetwork, token_ids: Sequence[int], wanted: Sequence[int] | None = None) -> ForwardOutput:
@@ -175,7 +175,7 @@ def test_a_cache_that_does_not_fit_in_memory_is_a_capacity_error(seed: int, monk
         raise MemoryError
 
     monkeypatch.setattr(network_module.np, "zeros", no_memory)
-    with pytest.raises(CapacityError, match="lower cache_gb"):
+    with pytest.raises(CapacityError, match="lower kv_cache_gb"):
         runtime.new_cache(2)
 
 
@@ -292,7 +292,7 @@ def test_what_is_measured_belongs_to_the_kernels_a_number_of_threads_and_a_type(
     assert "2 threads" in two
     weights = Weights(make_weights(CONFIG, seed))
     versions = {
-        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_context=256, round_to=round_to, panels=panels).version
+        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_model_len=256, round_to=round_to, panels=panels).version
         for round_to in (WeightType.F32, WeightType.BF16)
         for panels in (None, {})
     }

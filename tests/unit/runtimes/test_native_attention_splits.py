@@ -9,7 +9,7 @@ from harness.attention_bench import NUM_BLOCKS, Bench, Random, blocks, random_tr
 from harness.native_network import BUILT
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.packed_rows import PackedRows
@@ -18,14 +18,14 @@ if not BUILT:
     pytest.skip("no native kernels for this machine", allow_module_level=True)
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
-BY_TYPE = pytest.mark.parametrize("kv_type", KVType, ids=lambda kv_type: kv_type.value)
+BY_TYPE = pytest.mark.parametrize("kv_cache_dtype", KVCacheDtype, ids=lambda kv_cache_dtype: kv_cache_dtype.value)
 # What rounding q and the weights costs beside the values as they are stored; else the arithmetic of float32.
-TOLERANCE = {KVType.F32: 3e-6, KVType.BF16: 2e-2, KVType.F16: 5e-6, KVType.INT8: 2e-2}
+TOLERANCE = {KVCacheDtype.F32: 3e-6, KVCacheDtype.BF16: 2e-2, KVCacheDtype.F16: 5e-6, KVCacheDtype.INT8: 2e-2}
 
 
 def as_stored(bench: Bench, table: Sequence[int], count: int) -> tuple[FloatArray, FloatArray]:
     """Keys and values [count, K * D] of the first rows, as the cache keeps them."""
-    rows, attention = PackedRows(bench.kv_type, BLOCK_SIZE), bench.config.attention
+    rows, attention = PackedRows(bench.kv_cache_dtype, BLOCK_SIZE), bench.config.attention
     found = [rows.read(bench.storage, int(table[slot // BLOCK_SIZE]), slot % BLOCK_SIZE) for slot in range(count)]
     keys, values = (np.stack([side[0, :, : attention.head_size].reshape(-1) for side in sides]) for sides in zip(*found, strict=True))
     return keys, values
@@ -50,25 +50,27 @@ def read(bench: Bench, rows: Sequence[FloatArray], sizes: Sequence[int], table: 
 @BY_TYPE
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 64), (6, 1, 24), (2, 2, 5), (7, 1, 80)])
 def test_a_long_text_is_its_definition_over_what_is_stored(
-    heads: int, kv_heads: int, head_size: int, kv_type: KVType, level: str, seed: int
+    heads: int, kv_heads: int, head_size: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
-    bench = Bench.make(heads, kv_heads, head_size, level=level, kv_type=kv_type, num_threads=2)
+    bench = Bench.make(heads, kv_heads, head_size, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     table = shuffled(random, 24)
     rows = bench.rows(random, 700)
     found = read(bench, rows, (250, 3, 4, 300, 120, 23), table)
     keys, values = as_stored(bench, table, 700)
     for row in (0, 249, 255, 256, 257, 511, 512, 640, 699):
         expected = bench.expected(rows[0][row], keys[: row + 1], values[: row + 1])
-        assert np.abs(found[row] - expected).max() <= TOLERANCE[kv_type] * max(1.0, np.abs(values).max())
+        assert np.abs(found[row] - expected).max() <= TOLERANCE[kv_cache_dtype] * max(1.0, np.abs(values).max())
 
 
 @BY_LEVEL
-@pytest.mark.parametrize("kv_type", [KVType.F32, KVType.BF16, KVType.F16], ids=lambda kv_type: kv_type.value)
-def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_type: KVType, level: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    "kv_cache_dtype", [KVCacheDtype.F32, KVCacheDtype.BF16, KVCacheDtype.F16], ids=lambda kv_cache_dtype: kv_cache_dtype.value
+)
+def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
     """So a value that all rows have in common comes back as it is, also where weights are rounded to 8 digits in front of products."""
     random = np.random.default_rng(seed)
-    bench = Bench.make(4, 2, 24, level=level, kv_type=kv_type, num_threads=2)
+    bench = Bench.make(4, 2, 24, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     table = shuffled(random, 24)
     q, k, v = bench.rows(random, 560)
     q *= 3
@@ -78,20 +80,20 @@ def test_the_weights_of_a_row_sum_up_to_one_as_they_are_rounded(kv_type: KVType,
 
 
 @BY_TYPE
-def test_what_is_stored_is_as_near_as_its_type_allows(kv_type: KVType, seed: int) -> None:
-    bench = Bench.make(4, 2, 24, kv_type=kv_type)
+def test_what_is_stored_is_as_near_as_its_type_allows(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 70)
     read(bench, rows, (40, 30), blocks(9, 3, 41))
-    step = {KVType.F32: 0.0, KVType.BF16: 2**-8, KVType.F16: 2**-11, KVType.INT8: 0.5 / 127}[kv_type]
+    step = {KVCacheDtype.F32: 0.0, KVCacheDtype.BF16: 2**-8, KVCacheDtype.F16: 2**-11, KVCacheDtype.INT8: 0.5 / 127}[kv_cache_dtype]
     for given, stored in zip(rows[1:], as_stored(bench, blocks(9, 3, 41), 70), strict=True):
         by_head = np.abs(given.reshape(70, 2, 24))
-        bound = by_head.max(-1, keepdims=True) if kv_type is KVType.INT8 else by_head
+        bound = by_head.max(-1, keepdims=True) if kv_cache_dtype is KVCacheDtype.INT8 else by_head
         assert (np.abs(given - stored).reshape(70, 2, 24) <= step * bound * 1.001).all()
 
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_type: KVType, seed: int) -> None:
+def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     """On all libraries, whatever the passes and the threads: the last rows of a long text, behind the same rows."""
     random = np.random.default_rng(seed)
     results = []
@@ -103,7 +105,7 @@ def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_
         (BUILT[0], 5, (255, 1, 1, 255, 1, 1, 36)),
     ):
         random = np.random.default_rng(seed)
-        bench = Bench.make(6, 2, 48, level=level, kv_type=kv_type, num_threads=num_threads, window=window)
+        bench = Bench.make(6, 2, 48, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=num_threads, window=window)
         results.append(read(bench, bench.rows(random, 550), sizes, shuffled(random, 20)))
     for result in results[1:]:
         assert np.array_equal(result, results[0])
@@ -112,13 +114,15 @@ def test_rows_of_chunks_have_the_bits_of_rows_one_by_one(window: int | None, kv_
 @BY_LEVEL
 @BY_TYPE
 @pytest.mark.parametrize("cached_len", [0, 31, 250, 255, 256, 505])
-def test_a_tree_across_splits_has_the_bits_of_its_paths(cached_len: int, kv_type: KVType, level: str, seed: int) -> None:
-    assert differing_nodes(cached_len, kv_type, level, seed) == 0
+def test_a_tree_across_splits_has_the_bits_of_its_paths(cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int) -> None:
+    assert differing_nodes(cached_len, kv_cache_dtype, level, seed) == 0
 
 
-def differing_nodes(cached_len: int, kv_type: KVType, level: str, seed: int, window: int | None = None, *, shift: int = 0) -> int:
+def differing_nodes(
+    cached_len: int, kv_cache_dtype: KVCacheDtype, level: str, seed: int, window: int | None = None, *, shift: int = 0
+) -> int:
     random = np.random.default_rng(seed + cached_len)
-    bench = Bench.make(4, 2, 24, level=level, kv_type=kv_type, num_threads=2, window=window)
+    bench = Bench.make(4, 2, 24, level=level, kv_cache_dtype=kv_cache_dtype, num_threads=2, window=window)
     prefix, size = bench.rows(random, cached_len), int(random.integers(8, 40))
     tree, parents = bench.rows(random, size), random_tree(random, size)
     tables = shuffled(random, 20), shuffled(random, 20, first=20)
@@ -137,18 +141,18 @@ def differing_nodes(cached_len: int, kv_type: KVType, level: str, seed: int, win
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [7, 64])
-def test_a_tree_behind_a_window_has_the_bits_of_its_paths(window: int, kv_type: KVType, seed: int) -> None:
-    assert sum(differing_nodes(cached_len, kv_type, BUILT[0], seed, window) for cached_len in (3, 250, 256, 300)) == 0
+def test_a_tree_behind_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    assert sum(differing_nodes(cached_len, kv_cache_dtype, BUILT[0], seed, window) for cached_len in (3, 250, 256, 300)) == 0
 
 
 def test_rows_at_other_positions_are_seen(seed: int) -> None:
-    assert differing_nodes(250, KVType.BF16, BUILT[0], seed, shift=1) > 0
+    assert differing_nodes(250, KVCacheDtype.BF16, BUILT[0], seed, shift=1) > 0
 
 
 @BY_TYPE
 @pytest.mark.parametrize("first_slot", [1, 33, 256, 300])
-def test_slots_before_the_first_are_not_seen(first_slot: int, kv_type: KVType, seed: int) -> None:
-    bench = Bench.make(4, 2, 16, kv_type=kv_type, num_threads=2)
+def test_slots_before_the_first_are_not_seen(first_slot: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    bench = Bench.make(4, 2, 16, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     random = np.random.default_rng(seed)
     rows, table = bench.rows(random, 400), shuffled(random, 20)
     found = [
@@ -163,11 +167,11 @@ def test_slots_before_the_first_are_not_seen(first_slot: int, kv_type: KVType, s
 
 
 @BY_TYPE
-def test_a_row_that_is_copied_reads_as_before(kv_type: KVType, seed: int) -> None:
-    bench = Bench.make(4, 2, 24, kv_type=kv_type)
+def test_a_row_that_is_copied_reads_as_before(kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    bench = Bench.make(4, 2, 24, kv_cache_dtype=kv_cache_dtype)
     rows = bench.rows(np.random.default_rng(seed), 40)
     read(bench, rows, (40,), blocks(5, 7))
-    packed = PackedRows(kv_type, BLOCK_SIZE)
+    packed = PackedRows(kv_cache_dtype, BLOCK_SIZE)
     before = packed.read(bench.storage, 5, 18)
     untouched = [packed.read(bench.storage, 7, row) for row in range(8)]
     packed.copy(bench.storage, (5, 18), (7, 3))
@@ -181,8 +185,8 @@ def test_a_row_that_is_copied_reads_as_before(kv_type: KVType, seed: int) -> Non
 
 @BY_TYPE
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_type: KVType, seed: int) -> None:
-    bench = Bench.make(2, 1, 16, kv_type=kv_type)
+def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+    bench = Bench.make(2, 1, 16, kv_cache_dtype=kv_cache_dtype)
     q, k, v = bench.rows(np.random.default_rng(seed), 20)
     v[3, 0] = bad
     found = bench.attend([q, k, v], [RowRange(0, 20, 0, blocks(1))])
@@ -191,7 +195,7 @@ def test_a_value_that_is_not_finite_is_not_hidden(bad: float, kv_type: KVType, s
 
 
 def test_kernels_and_shapes_agree_on_what_rows_take() -> None:
-    for code, kv_type in enumerate(KVType):
+    for code, kv_cache_dtype in enumerate(KVCacheDtype):
         for head_size in (5, 16, 24, 64, 80, 128, 256):
-            assert kernels().paceline_kv_unit_bytes(code, head_size) == BLOCK_SIZE * kv_type.row_bytes(head_size)
+            assert kernels().paceline_kv_unit_bytes(code, head_size) == BLOCK_SIZE * kv_cache_dtype.row_bytes(head_size)
     assert NUM_BLOCKS * BLOCK_SIZE >= 700

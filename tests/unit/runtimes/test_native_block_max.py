@@ -83,7 +83,7 @@ def passed(**fields: Any) -> ForwardOutput:
     config, random = make_config(num_layers=1, vocab_size=700, **fields), np.random.default_rng(1)
     weights = {name: random.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
     tensors = {name: Tensor(array, WeightType.F32, array.shape) for name, array in weights.items()}
-    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_context=64)
+    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
     plans = [cache.reserve(cache.new_sequence(), range(-1, count - 1)) for count in (3, 2)]
     output = network.forward(*assemble(plans, [[1, 2, 3], [4, 5]], [range(3), [1]]))

@@ -29,7 +29,7 @@ ALL_KINDS = [MIXERS["delta"], MIXERS["mamba"], None, MIXERS["convolution"], MIXE
 
 def open_network(config: ModelConfig, seed: int, compose: Compose | None = None, num_threads: int = 2) -> NativeNetwork:
     weights = Weights(recurrent_weights(config, seed))
-    return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_context=2048)
+    return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
 
 
 def memory_of(cache: KVCache) -> RecurrentStates:
@@ -423,7 +423,7 @@ def test_what_is_not_a_number_stays_so(mixer: Recurrent, part: str, seed: int) -
     tensors = recurrent_weights(config, seed)
     name = f"layers.0.{part}" if part != "gates" else f"layers.0.{'a' if isinstance(mixer, GatedDeltaConfig) else 'dt'}_proj.weight"
     tensors[name].array.reshape(-1)[0] = np.nan
-    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_context=64)
+    network = NativeNetwork(decoder(config), config, Weights(tensors), num_threads=1, max_model_len=64)
     cache = network.new_cache(2)
     logits = network.forward(*assemble([cache.reserve(cache.new_sequence(), range(-1, 2))], [[1, 2, 3]], [range(3)])).logits
     assert np.isnan(logits[1:]).all()

@@ -81,7 +81,7 @@ def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
     weights = Weights({name: Tensor(array, WeightType.F32, array.shape) for name, array in arrays.items()})
 
     def hidden(step: int, *, reached: int) -> np.ndarray:
-        runtime = NativeNetwork(decoder(config), config, weights, num_threads=1, max_context=ABSURD)
+        runtime = NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=ABSURD)
         runtime._shared.tables.reach(reached)
         runtime.new_cache(34)
         table, rows = np.arange(1, 34, dtype=np.int32), []
@@ -111,7 +111,7 @@ def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(direc
     texts: list[list[int]] = []
     for directory in (modest, absurd):
         start = time.perf_counter()
-        llm = LLM(str(directory), backend="native", threads=2, cache_gb=0.02, drafter=str(directory), offline=True)
+        llm = LLM(str(directory), backend="native", threads=2, kv_cache_gb=0.02, drafter=str(directory), offline=True)
         assert time.perf_counter() - start < 30.0
         texts.append(llm.generate([5, 6, 7], SamplingParams(max_tokens=300, ignore_eos=True))[0].token_ids)
     assert len(texts[0]) == 300

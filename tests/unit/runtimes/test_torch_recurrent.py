@@ -42,7 +42,7 @@ def test_both_runtimes_compute_the_same(name: str, seed: int) -> None:
     if not BUILT:
         pytest.skip("no native kernels for this machine")
     config = recurrent_config(MIXERS[name], None)
-    native = NativeNetwork(decoder(config), config, Weights(recurrent_weights(config, seed)), num_threads=1, max_context=512)
+    native = NativeNetwork(decoder(config), config, Weights(recurrent_weights(config, seed)), num_threads=1, max_model_len=512)
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, 70).tolist()
     np.testing.assert_allclose(one_pass(open_torch(config, seed), token_ids), one_pass(native, token_ids), atol=BOUND, rtol=BOUND)
 

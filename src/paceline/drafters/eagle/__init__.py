@@ -51,7 +51,7 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
     )
     check_embedded(files, opened.embedded_ids, min(target.tokenizer.vocab_size, vocab_size))
     config, notices = settle(files, configs, weights.open, target, min(vocab_size, opened.embedded_ids))
-    head = weights.open(config, target.max_context)
+    head = weights.open(config, target.max_model_len)
     drafter = ParallelDrafter if head.masked else PairDrafter
     width, collected = target.speculation.tree_width, target.collected_layers
     return drafter(head, target.cache, vocab_size=vocab_size, tree_width=width, collected=collected, notices=notices)

@@ -41,8 +41,8 @@ class EagleWeights:
         self._embedding = target_weights["embedding.weight"] if embedding is None else embedding
         self._checkpoint, self._num_threads, self._device = checkpoint, num_threads, device
 
-    def open(self, config: EagleConfig, max_context: int) -> PairHead:
-        """The head under one of its conventions, prepared for `max_context` positions."""
+    def open(self, config: EagleConfig, max_model_len: int) -> PairHead:
+        """The head under one of its conventions, prepared for `max_model_len` positions."""
         tensors = {name: tensor for name, tensor in self._tensors.items() if config.uses_fc_bias or name != "fc.bias"}
         if config.norms_feature and "feature_norm.weight" not in tensors:  # undoes speculators' move of HASS's norms
             tensors["feature_norm.weight"] = tensors["layers.0.attention_norm.weight"]
@@ -51,7 +51,7 @@ class EagleWeights:
             config.layers,
             Weights(tensors),
             num_threads=self._num_threads,
-            max_context=max_context,
+            max_model_len=max_model_len,
             device=self._device,
             lm_head_of=self._lm_head_of,
         )
@@ -64,12 +64,12 @@ class EagleWeights:
 
 
 def open_eagle_head(
-    files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int, max_context: int, device: str = "cpu"
+    files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int, max_model_len: int, device: str = "cpu"
 ) -> PairHead:
     """The head in `files` by the documented defaults, with the target's matrices where it has none of its own.
 
     Args:
-        max_context: positions to prepare for.
+        max_model_len: positions to prepare for.
         device: "cpu" or "cuda".
 
     Raises:
@@ -77,4 +77,4 @@ def open_eagle_head(
     """
     config = read_eagle_config(files, target)
     checkpoint = open_eagle(files, config, target)
-    return EagleWeights(checkpoint, target, target_weights, num_threads=num_threads, device=device).open(config, max_context)
+    return EagleWeights(checkpoint, target, target_weights, num_threads=num_threads, device=device).open(config, max_model_len)

@@ -139,5 +139,5 @@ def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:
     """
     assistant = load_assistant(files, target.runtime.config, num_threads=target.engine.num_threads)
     assistant = replace(assistant, weights=target.quantized(assistant.weights, files.files))
-    network = AssistantNetwork(assistant, target.runtime, max_context=target.max_context)
+    network = AssistantNetwork(assistant, target.runtime, max_model_len=target.max_model_len)
     return AssistantDrafter(network, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)

@@ -44,9 +44,9 @@ class AssistantNetwork:
         target: whose keys and values it reads, and whose scaled embeddings.
     """
 
-    def __init__(self, assistant: Assistant, target: Network, *, max_context: int) -> None:
+    def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
         self.assistant, self._target = assistant, target
-        self._network = target.reader(self._compose, assistant.config.layers, assistant.weights, max_context=max_context)
+        self._network = target.reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
     def forward(self, nodes: Sequence[NodeRows], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
         """One pass; `feature` [T, E] of every node's children, and `logits` [T, V], or `states` and `centroids` where there are clusters.

@@ -57,7 +57,7 @@ class MedusaNetwork:
             target,
             heads.weights,
             num_threads=num_threads,
-            max_context=1,
+            max_model_len=1,
             backend=backend,
             device=device,
             lm_head_of=lm_head_of,

@@ -68,5 +68,5 @@ def _try_out(
     """None where the runtime does not collect what they read, or its cache has no room for a text."""
     if not {boundary for one in candidates for boundary in one.boundaries} <= set(target.collected_layers):
         return None
-    text = draw_text(target.runtime, target.cache, target.tokenizer, vocab_size=vocab_size, max_context=target.max_context)
+    text = draw_text(target.runtime, target.cache, target.tokenizer, vocab_size=vocab_size, max_model_len=target.max_model_len)
     return None if text is None else calibrate(candidates, lambda config: open_head(config, LENGTH + 1), text, target.collected_layers)

@@ -39,15 +39,15 @@ class TargetText:
     collected: FloatArray
 
 
-def draw_text(target: Network, cache: KVCache, tokenizer: Tokenizer, *, vocab_size: int, max_context: int) -> TargetText | None:
+def draw_text(target: Network, cache: KVCache, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int) -> TargetText | None:
     """Texts drawn from a target, beside whatever its cache holds; None if the cache has too little room.
 
     Args:
         cache: the runtime's.
         vocab_size: ids that may be drawn.
-        max_context: positions the runtime is prepared for.
+        max_model_len: positions the runtime is prepared for.
     """
-    length, count = min(LENGTH, max_context - 1), min(NUM_SEQUENCES, cache.pool.num_free // 2)
+    length, count = min(LENGTH, max_model_len - 1), min(NUM_SEQUENCES, cache.pool.num_free // 2)
     if length < _LEAST_LEN or length * count < _LEAST_ROWS:
         return None
     texts = _beginnings(tokenizer, count)

@@ -106,8 +106,8 @@ class MergedWeights(MadeWeights):
             stored = sum(self._base.facts(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
                 f"{len(quantised)} quantised matrices become {self._quantised_type.value} with the adapter merged: {size / 1e9:.2g} GB in "
-                f"memory for {stored / 1e9:.2g} GB; quant='int8' or 'int4' makes them smaller, and beside the model (adapter) they stay as "
-                "they are"
+                f"memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
+                "they stay as they are"
             )
 
     def _tensor(self, name: str) -> AnyTensor:

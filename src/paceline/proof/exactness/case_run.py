@@ -90,7 +90,7 @@ class CaseRunner:
         """What comes behind the request's prompt and answer, where there is room."""
         answer = self._references.of(request.prompt_token_ids, request.params).output.token_ids
         prompt = (*request.prompt_token_ids, *answer)
-        is_short = len(prompt) + request.params.max_tokens <= self._subject.opened.maker.max_context
+        is_short = len(prompt) + request.params.max_tokens <= self._subject.opened.maker.max_model_len
         return replace(request, prompt_token_ids=prompt) if is_short else request
 
     def _run_others(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:

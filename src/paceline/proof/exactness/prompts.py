@@ -113,7 +113,7 @@ def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPromp
     for number, prompt in enumerate(prompts, 1):
         if len(prompt) > longest:
             raise RequestError(
-                f"prompt {number} of {path} has {len(prompt)} tokens, there is room for {longest}: raise --max-context or shorten it",
+                f"prompt {number} of {path} has {len(prompt)} tokens, there is room for {longest}: raise --max-model-len or shorten it",
                 parameter="prompt",
             )
     return GivenPrompts(prompts)

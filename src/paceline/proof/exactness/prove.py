@@ -177,10 +177,10 @@ class Prover:
         self._started_s = time.monotonic()
         engine = question.engine
         self._directory = resolve(
-            engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.token, offline=engine.offline
+            engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline
         )
-        context = engine.max_context or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
-        self._engine = replace(engine, max_context=context, max_num_seqs=_MOST_REQUESTS)
+        context = engine.max_model_len or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
+        self._engine = replace(engine, max_model_len=context, max_num_seqs=_MOST_REQUESTS)
         self._speculation = _speculation(question.speculation)
         self._subject: Subject | None = open_subject(self._engine, self._speculation)
         self.proof = Proof(question.seed, question.num_tokens)
@@ -323,9 +323,9 @@ def _speculation(given: SpeculationConfig) -> SpeculationConfig:
 
 def _prompts(question: ProofQuestion, subject: Subject) -> PromptSource:
     maker = subject.opened.maker
-    longest = maker.max_context - MOST_TOKENS
-    if maker.max_context < _LEAST_CONTEXT:
-        raise ConfigError(f"max_context is {maker.max_context}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
+    longest = maker.max_model_len - MOST_TOKENS
+    if maker.max_model_len < _LEAST_CONTEXT:
+        raise ConfigError(f"max_model_len is {maker.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
     if question.prompts is None:
         return SamplePrompts(maker, question.seed, longest=longest)
     return read_prompts(question.prompts, maker, longest=longest)

@@ -16,7 +16,7 @@ from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.processor import processor_name
 
 _PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
-_UNSAID = ("token",)  # of the settings: a secret
+_UNSAID = ("hf_token",)  # of the settings: a secret
 
 
 def provenance(
@@ -55,8 +55,10 @@ def provenance(
 
 def _without_token(command: Sequence[str]) -> list[str]:
     """The arguments with the Hub's access token left out: reports are passed on."""
+    previous = ["", *command[:-1]]
     return [
-        "--token=…" if one.startswith("--token=") else "…" if at and command[at - 1] == "--token" else one for at, one in enumerate(command)
+        "--hf-token=…" if one.startswith("--hf-token=") else "…" if before == "--hf-token" else one
+        for before, one in zip(previous, command, strict=True)
     ]
 
 

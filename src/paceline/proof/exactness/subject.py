@@ -75,7 +75,7 @@ class Subject:
 
     def plain(self, asked: Asked, watch: RowWatch) -> RequestOutput:
         """The answer to a request that runs alone, without drafts and without cached rows, its prompt in as few passes as can be."""
-        limits = replace(self._limits, chunk_rows=self._limits.max_step_rows)
+        limits = replace(self._limits, prefill_chunk_size=self._limits.max_num_batched_tokens)
         (output,) = self._run([asked], [watch], limits, self.new_salts(1), np.random.default_rng(0), event="cold")
         return output
 
@@ -170,10 +170,10 @@ class Subject:
 
     def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
         if setting.event == "chunked":
-            return replace(self._limits, chunk_rows=int(random.choice(_CHUNKS)))
+            return replace(self._limits, prefill_chunk_size=int(random.choice(_CHUNKS)))
         if setting.event == "full passes":
             rows = setting.batch + int(random.integers(2, 24))
-            return replace(self._limits, max_step_rows=rows, chunk_rows=rows)
+            return replace(self._limits, max_num_batched_tokens=rows, prefill_chunk_size=rows)
         return replace(self._limits, spare_blocks=0) if setting.event == "preempted" else self._limits
 
     @contextmanager

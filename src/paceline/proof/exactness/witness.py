@@ -78,7 +78,7 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
     """Why transformers cannot be asked about this target; None = it can."""
     if is_gguf(directory):
         return "a GGUF file is not the model that transformers would load"
-    if engine.quant != "none":
+    if engine.quantization != "none":
         return "quantised weights are another model"
     stored = _quantised_as(directory)
     if stored is not None:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)
 PASS_OVER_BYTES = 1.5
-"""A pass of a small network over the time its bytes take to be read: 1.4 to 1.7 (docs/dev/experiments.md, passes of drafting heads)."""
+"""A pass of a small network over the time its bytes take to be read: 1.4 to 1.7 (docs/dev/findings.md, heads)."""
 HOST_S = 1e-4
-"""Of a proposal, beside passes: 0.07 to 0.17 ms for heads, less without a network (docs/dev/experiments.md)."""
+"""Of a proposal, beside passes: 0.07 to 0.17 ms for heads, less without a network (docs/dev/findings.md)."""
 
 _MEASURED_BYTES = 256 << 20  # far more than the processor's caches hold
 _REPEATS = 5
@@ -80,7 +80,7 @@ def _pass_times(llm: "LLM") -> Mapping[int, float]:
     from paceline.runtimes.cost import profile_forward
     from paceline.runtimes.profile_cache import ProfileCache
 
-    table = profile_forward(llm.runtime, llm.engine.cache, ProfileCache(cache_directory()), max_context=llm.max_context)
+    table = profile_forward(llm.runtime, llm.engine.cache, ProfileCache(cache_directory()), max_model_len=llm.max_model_len)
     return {count: table.at(count) for count in (1, *(length + 1 for length in DRAFT_LENGTHS))}
 
 
@@ -96,16 +96,16 @@ def _bytes_per_s(num_threads: int) -> float:
     return _MEASURED_BYTES / statistics.median(times)
 
 
-def model_bytes(facts: CheckpointFacts, quant: QuantOptions | None) -> float:
+def model_bytes(facts: CheckpointFacts, quantization: QuantOptions | None) -> float:
     """What a pass of one row of a language model reads."""
-    config, sizes = facts.config, _sizes(facts.weights, quant)
+    config, sizes = facts.config, _sizes(facts.weights, quantization)
     is_looked_up = {"layer_embedding.weight", *(() if config.tied_embeddings else ("embedding.weight",))}
     return sum(size * _chosen(name, config) for name, size in sizes.items() if name not in is_looked_up)
 
 
-def head_bytes(head: HeadFacts, target: CheckpointFacts, quant: QuantOptions | None) -> float:
+def head_bytes(head: HeadFacts, target: CheckpointFacts, quantization: QuantOptions | None) -> float:
     """What a guess of a head reads; where it has no vocabulary matrix of its own, with the target's."""
-    sizes = _sizes(Weights(head.weights), quant)
+    sizes = _sizes(Weights(head.weights), quantization)
     own = sum(size for name, size in sizes.items() if name not in _LOOKED_UP)
     if any(name.endswith("lm_head.weight") for name in sizes):
         return own
@@ -114,20 +114,20 @@ def head_bytes(head: HeadFacts, target: CheckpointFacts, quant: QuantOptions | N
     return own + vocabulary_bytes(target, None)
 
 
-def vocabulary_bytes(facts: CheckpointFacts, quant: QuantOptions | None) -> int:
+def vocabulary_bytes(facts: CheckpointFacts, quantization: QuantOptions | None) -> int:
     """Bytes of the matrix that makes logits."""
-    sizes = _sizes(facts.weights, quant)
+    sizes = _sizes(facts.weights, quantization)
     return next(sizes[name] for name in _VOCABULARY_MATRICES if name in sizes)
 
 
-def parameter_bytes(parameters: float, quant: QuantOptions | None) -> float:
+def parameter_bytes(parameters: float, quantization: QuantOptions | None) -> float:
     """What a guess of a published head reads, whose files are not here: two bytes a value, or what quantising leaves."""
-    return parameters * (2.0 if quant is None else quant.bits / 8 + 2 / quant.group)
+    return parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
 
 
-def _sizes(weights: Weights | Mapping[str, AnyTensor], quant: QuantOptions | None) -> dict[str, int]:
+def _sizes(weights: Weights | Mapping[str, AnyTensor], quantization: QuantOptions | None) -> dict[str, int]:
     own = weights if isinstance(weights, Weights) else Weights(weights)
-    schemes = {} if quant is None else schemes_for(own, quant)
+    schemes = {} if quantization is None else schemes_for(own, quantization)
     facts = {name: own.facts(name) for name in own}
     return {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
 

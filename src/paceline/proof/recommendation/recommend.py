@@ -53,8 +53,8 @@ class RecommendQuestion:
 
     Attributes:
         model, gguf_file: the target, as `paceline run` takes it.
-        quant: the name of a way to quantise while loading, as `paceline run` takes it; with its options.
-        draft_quant: as `paceline run` takes it.
+        quantization: the name of a way to quantise while loading, as `paceline run` takes it; with its options.
+        draft_quantization: as `paceline run` takes it.
         threads: CPU threads; None = as many as this process may use.
         look_in: further directories to look for drafters in.
         download: hub id of a drafter to fetch first; None = nothing is fetched.
@@ -63,8 +63,8 @@ class RecommendQuestion:
 
     model: str = "mini"
     gguf_file: str | None = None
-    quant: tuple[str, QuantOptions | None] = ("none", None)
-    draft_quant: str = "auto"
+    quantization: tuple[str, QuantOptions | None] = ("none", None)
+    draft_quantization: str = "auto"
     threads: int | None = None
     look_in: Sequence[Path] = ()
     download: str | None = None
@@ -74,7 +74,10 @@ class RecommendQuestion:
         """That runs the model with a drafter."""
         words = ["paceline", "run", "--model", self.model, "--drafter", drafter]
         given = {"--gguf-file": self.gguf_file, "--threads": self.threads}
-        given |= {"--quant": self.quant[0], "--draft-quant": None if self.draft_quant == "auto" else self.draft_quant}
+        given |= {
+            "--quantization": self.quantization[0],
+            "--draft-quantization": None if self.draft_quantization == "auto" else self.draft_quantization,
+        }
         for name, value in given.items():
             words += [] if value in (None, "none") else [name, str(value)]
         return shlex.join(words) + (" --prediction-file FILE" if drafter == "prediction" else "")
@@ -97,7 +100,9 @@ def recommend(question: RecommendQuestion) -> Advice:
         )
         _Advisor(question, advice, None).add_from_tables(here=())
         return advice
-    found = diagnose(DoctorQuestion(model=question.model, gguf_file=question.gguf_file, drafters=("none",), quant=question.quant[1]))
+    found = diagnose(
+        DoctorQuestion(model=question.model, gguf_file=question.gguf_file, drafters=("none",), quantization=question.quantization[1])
+    )
     advice.problems += found.problems
     if found.target is None or not found.works:
         return advice
@@ -106,10 +111,10 @@ def recommend(question: RecommendQuestion) -> Advice:
     if question.measures:
         try:
             advice.costs = measure_costs(
-                model_bytes(target, question.quant[1]),
+                model_bytes(target, question.quantization[1]),
                 model=question.model,
                 gguf_file=question.gguf_file,
-                quant=question.quant[0],
+                quantization=question.quantization[0],
                 threads=question.threads,
                 offline=True,
             )
@@ -127,7 +132,9 @@ class _Advisor:
 
     def __init__(self, question: RecommendQuestion, advice: Advice, target: CheckpointFacts | None) -> None:
         self._question, self._advice, self._target = question, advice, target
-        self._doctor = DoctorQuestion(model=question.model, quant=question.quant[1], draft_quant=question.draft_quant)
+        self._doctor = DoctorQuestion(
+            model=question.model, quantization=question.quantization[1], draft_quantization=question.draft_quantization
+        )
 
     def add_all(self, fetched: LocalDrafter | None) -> None:
         """What is here, what needs no files, what is published."""
@@ -209,7 +216,7 @@ class _Advisor:
         if published.parameters is not None:
             num_bytes = parameter_bytes(published.parameters, self._quant_of(published.method))
             if self._target is not None and published.method in _READS_VOCABULARY:
-                num_bytes += vocabulary_bytes(self._target, self._question.quant[1])
+                num_bytes += vocabulary_bytes(self._target, self._question.quantization[1])
         text = f"published for {published.targets[0]}; whether its files fit, doctor says once they are here"
         self._add_named(published.hub_id, method, text, published.parameters, num_bytes)
 
@@ -266,8 +273,8 @@ class _Advisor:
     def _quant_of(self, kind: HeadKind) -> QuantOptions | None:
         """How a drafter is quantised."""
         if kind is not HeadKind.LANGUAGE_MODEL or self._target is None:
-            return draft_quant_options(self._question.draft_quant, None)
-        return draft_quant_options(self._question.draft_quant, matrix_bits(self._target.weights, self._question.quant[1]))
+            return draft_quant_options(self._question.draft_quantization, None)
+        return draft_quant_options(self._question.draft_quantization, matrix_bits(self._target.weights, self._question.quantization[1]))
 
     def _network_cost(self, method: str, num_bytes: float) -> DraftCost | None:
         costs = self._advice.costs

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.kv_cache.recurrent import RecurrentStates
 from paceline.kv_cache.window import WindowKeyValues
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
 from paceline.runtimes.native.aligned import empty, zeros
@@ -87,7 +87,7 @@ class Execution:
         planes: Sequence[NDArray[np.uint8]],
         windows: Sequence[WindowKeyValues] = (),
         states: RecurrentStates | None = None,
-        kv_type: KVType = KVType.F32,
+        kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
     ) -> None:
         """Read and write keys and values here from now on.
 
@@ -96,13 +96,13 @@ class Execution:
                 (`KVGroup.stored_shape`).
             windows: memories of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
             states: the memory of recurrent layers.
-            kv_type: of the numbers in `planes`.
+            kv_cache_dtype: of the numbers in `planes`.
         """
         self._planes, self.memory.windows = list(planes), windows
         self.memory.memory = states if self._has_states else None
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
-        self._program.kv_kind = KVKind[kv_type.name]
+        self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
     def pieces_taken(self, index: int, phase: int) -> int:
         """Pieces of an operation that threads have taken in the last pass by their places."""

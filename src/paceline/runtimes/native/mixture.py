@@ -91,7 +91,7 @@ def add_memories_of_scaling_passes(cache: KVCache, rows: PackedRows) -> list[Pag
             window = memory.window if isinstance(memory, WindowKeyValues) else None
             memories.append(KeyValues(storage, rows) if window is None else WindowKeyValues(storage, window, BLOCK_SIZE, rows))
     except MemoryError as error:
-        raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower cache_gb") from error
+        raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error
     for memory in memories:
         cache.add(memory)
     return memories

@@ -20,7 +20,7 @@ from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.placed import placed
 from paceline.models.config import KVGroup, ModelConfig, WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
@@ -100,9 +100,9 @@ class NativeNetwork(Network):
         weights: Weights,
         *,
         num_threads: int,
-        max_context: int,
+        max_model_len: int,
         round_to: WeightType = WeightType.F32,
-        kv_type: KVType = KVType.F32,
+        kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
         panels: dict[str, Panels] | None = None,
         cache_of: "NativeNetwork | None" = None,
         takes_adapters: bool = False,
@@ -110,9 +110,9 @@ class NativeNetwork(Network):
         """Record the network; the weights stay where they are.
 
         Args:
-            max_context: of the longest text there can be.
+            max_model_len: of the longest text there can be.
             round_to: type the weights' values are rounded to first, where they are stored in another.
-            kv_type: of its keys and values.
+            kv_cache_dtype: of its keys and values.
             panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
                 groups stay as they are, and so do rows.
             cache_of: whose keys and values it reads; None = its own.
@@ -122,11 +122,11 @@ class NativeNetwork(Network):
             BackendUnavailableError: there are no kernels for this machine.
         """
         self.config, self.weights = config, weights
-        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, kv_type)
-        most = max(max_context, LEAST_POSITIONS) + MAX_PASS_ROWS
+        self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, kv_cache_dtype)
+        most = max(max_model_len, LEAST_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
-        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, kv_type, {} if takes_adapters else None)
+        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, kv_cache_dtype, {} if takes_adapters else None)
         self._cache_config = config
         if cache_of is not None:
             self._cache_config = cache_of.config
@@ -135,7 +135,7 @@ class NativeNetwork(Network):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
         computed = round_to.value if panels is None else "bytes"
-        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_type.value}"
+        self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
         self._compose(compose)
 
     @property
@@ -198,17 +198,17 @@ class NativeNetwork(Network):
         windows = [memory for memory in memories if isinstance(memory, WindowKeyValues)]
         planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), memories)
         self._shared.scaling_program = self._recorded(None)
-        self._shared.scaling_program.execution.use_cache(planes, windows, None, self.capabilities.kv_type)
+        self._shared.scaling_program.execution.use_cache(planes, windows, None, self.capabilities.kv_cache_dtype)
 
     @property
     def _rows(self) -> PackedRows:
-        return PackedRows(self.capabilities.kv_type, BLOCK_SIZE)
+        return PackedRows(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
 
     def _new_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
-            return zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_type), np.uint8)
+            return zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_cache_dtype), np.uint8)
         except MemoryError as error:
-            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower cache_gb") from error
+            raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower kv_cache_gb") from error
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         program, shared = self._programs.get(wanted.ranking) or self._record(wanted.ranking), self._shared
@@ -297,14 +297,14 @@ class NativeNetwork(Network):
         panels = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
         return panels.first(count) if isinstance(panels, Panels) else None
 
-    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "NativeNetwork":
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
         return NativeNetwork(
             compose,
             config,
             weights,
             num_threads=self._shared.num_threads,
-            kv_type=self.capabilities.kv_type,
-            max_context=max_context,
+            kv_cache_dtype=self.capabilities.kv_cache_dtype,
+            max_model_len=max_model_len,
             cache_of=self,
         )
 
@@ -364,7 +364,7 @@ class _Shared:
     weights: NativeWeights
     tables: RotaryTables
     num_threads: int
-    kv_type: KVType
+    kv_cache_dtype: KVCacheDtype
     adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
@@ -382,7 +382,7 @@ class _Shared:
     ) -> None:
         self._cache = planes, windows, states
         for execution in self._executions:
-            execution.use_cache(planes, windows, states, self.kv_type)
+            execution.use_cache(planes, windows, states, self.kv_cache_dtype)
         for reader in self._readers:
             reader.use_cache(planes, windows, states)
 
@@ -399,7 +399,7 @@ class _Shared:
 
     def add(self, execution: Execution) -> None:
         if self._cache is not None:
-            execution.use_cache(*self._cache, self.kv_type)
+            execution.use_cache(*self._cache, self.kv_cache_dtype)
         self._executions.append(execution)
         self.read_too(())
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 
-_ITEMS = {KVType.F32: np.float32, KVType.BF16: np.uint16, KVType.F16: np.float16, KVType.INT8: np.int8}
+_ITEMS = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCacheDtype.F16: np.float16, KVCacheDtype.INT8: np.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class PackedRows:
     of columns of a key, and behind the codes follow the rows' scales in float32.
     """
 
-    kv_type: KVType
+    kv_cache_dtype: KVCacheDtype
     block_size: int
 
     def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
@@ -31,7 +31,7 @@ class PackedRows:
     def read(self, storage: NDArray[np.uint8], block: int, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values [layers, K, columns] of a row, as they count; columns are filled up to whole vectors."""
         keys, values, *scales = self._row(storage, block, row)
-        if self.kv_type is KVType.BF16:
+        if self.kv_cache_dtype is KVCacheDtype.BF16:
             wide = [part.reshape(*part.shape[:2], -1).astype(np.uint32) for part in (keys, values)]
             return (wide[0] << 16).view(np.float32), (wide[1] << 16).view(np.float32)
         found = [part.astype(np.float32).reshape(*part.shape[:2], -1) for part in (keys, values)]
@@ -41,16 +41,16 @@ class PackedRows:
 
     def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
         """Views of its numbers: keys, values, then their scales if there are any."""
-        size, item = self.block_size, np.dtype(_ITEMS[self.kv_type])
-        scales = 4 * size if self.kv_type is KVType.INT8 else 0
+        size, item = self.block_size, np.dtype(_ITEMS[self.kv_cache_dtype])
+        scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)
         units = storage[:, block, :, : size * columns * item.itemsize].view(item)
         keys, values = units[0::2], units[1::2]
-        if self.kv_type is KVType.BF16:
+        if self.kv_cache_dtype is KVCacheDtype.BF16:
             yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
         else:
-            together = 4 if self.kv_type is KVType.INT8 else 1
+            together = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
             yield keys.reshape(*keys.shape[:2], columns // together, size, together)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
         if scales:

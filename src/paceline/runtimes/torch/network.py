@@ -21,7 +21,7 @@ from paceline.kv_cache.window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.placed import placed
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.kv_type import KVType
+from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.adapter_rows import ScalingPart
@@ -74,7 +74,7 @@ class TorchNetwork(Network):
             BackendUnavailableError: it is not there.
         """
         self.config, self.compose, self.weights = config, compose, weights
-        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVType(weight_type.value))
+        self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVCacheDtype(weight_type.value))
         self._layout = StateLayout.of(config.recurrents)
         opened = _open_device(device)
         tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
@@ -120,7 +120,7 @@ class TorchNetwork(Network):
             ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
-                f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower cache_gb"
+                f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower kv_cache_gb"
             ) from error
         return memories, planes_of(self.config, groups, memories)
 
@@ -206,7 +206,7 @@ class TorchNetwork(Network):
             ids = torch.from_numpy(token_ids.astype(np.int64)).to(weights.device)
             return _to_numpy(scaled_rows(F.embedding(ids, weights.plain("embedding")), self.config))
 
-    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_context: int) -> "TorchNetwork":
+    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
         """As in `Network`, in this network's type."""
         can = self.capabilities
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, cache_of=self)

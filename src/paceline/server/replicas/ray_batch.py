@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import CapacityError, library_errors
-from paceline.server.app import create_app, served_name
+from paceline.server.app import create_app, served_model_name
 from paceline.server.batch.input_file import BatchLine, Plan
 from paceline.server.batch.output_file import OutputFile
 from paceline.server.batch.run import BatchResult, Watcher, answer_line, batch_settings, begin_batch, check_model
@@ -59,7 +59,7 @@ def run_batch_on_replicas(
     with OutputFile(target) as output:
         plan = begin_batch(source, output, settings, watcher)
         if plan.num_pending:
-            check_model(output, settings.served_name or served_name(arguments["model"]), arguments.get("adapters", ()))
+            check_model(output, settings.served_model_name or served_model_name(arguments["model"]), arguments.get("adapters", ()))
             with ray_cluster(cluster, arguments, part="data", debug=debug) as ray:
                 for line in _answered(ray, arguments, settings, cluster, plan):
                     output.append(line)

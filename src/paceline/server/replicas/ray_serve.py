@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import BackendUnavailableError, CapacityError, library_errors
 from paceline.installation import install_extra
-from paceline.server.app import served_name
+from paceline.server.app import served_model_name
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.settings import ClusterSettings
@@ -194,7 +194,7 @@ def run_replicas(
     """
     arguments = cluster.engine_arguments(arguments)
     with listening_socket(settings) as listening, ray_cluster(cluster, arguments, part="serve", debug=debug) as ray:
-        model = settings.served_name or served_name(arguments["model"])
+        model = settings.served_model_name or served_model_name(arguments["model"])
         pool = RayPool(ray, f"paceline-{model.replace('#', '_')}", cluster, arguments, settings)
         try:
             facts = pool.describe()
