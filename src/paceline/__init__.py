@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
     from paceline.parsing.parse_output import ParsedOutput, ParsedToolCall, parse_output
-    from paceline.sampling.grammar import Grammar
+    from paceline.sampling.grammars.grammar import Grammar
     from paceline.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -54,7 +54,7 @@ __all__ = [
 # Loaded on first use, so that `import paceline` and `paceline --help` stay instant.
 _LAZY = {
     "AsyncEngine": "paceline.engine.async_engine",
-    "Grammar": "paceline.sampling.grammar",
+    "Grammar": "paceline.sampling.grammars.grammar",
     "LLM": "paceline.llm",
     "ParsedOutput": "paceline.parsing.parse_output",
     "ParsedToolCall": "paceline.outputs",

@@ -10,8 +10,8 @@ import llguidance
 import pytest
 
 from paceline.errors import RequestError
-from paceline.sampling.json_schema import servable_schema
-from paceline.sampling.unique_items import UniqueItemsState, unique_items
+from paceline.sampling.grammars.json_schema import enforceable_schema
+from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MIN_COMPILED = {"draft4": 0.84, "draft6": 0.8, "draft7": 0.78, "draft2019-09": 0.72, "draft2020-12": 0.69}
@@ -27,7 +27,7 @@ class Case:
 
     def __init__(self, file: str, case: dict[str, Any], tokens: Any) -> None:
         self.file, self.name, self.schema, self.tests = file, case["description"], case["schema"], case["tests"]
-        text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(servable_schema(self.schema)), defaults=ONE_LINE)
+        text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(enforceable_schema(self.schema)), defaults=ONE_LINE)
         self._matcher = llguidance.LLMatcher(tokens, text, log_level=0)
         self._matcher.compute_bitmask()
         self.compiles = not self._matcher.is_error()

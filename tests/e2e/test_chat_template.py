@@ -18,7 +18,7 @@ import pytest
 from paceline import isolated
 from paceline.errors import BackendUnavailableError, CheckpointError, RequestError
 from paceline.tokenizer import chat_template
-from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, most_characters
+from paceline.tokenizer.chat_template import MEMORY_BYTES, ChatTemplate, max_rendered_chars
 
 PLAIN = "{{ bos_token }}{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}model: {% endif %}"
@@ -59,7 +59,7 @@ NAMED_LIMITS = {
     "endless loops": "computed longer than 1 seconds",
     "a large constant": "cannot be compiled: it computed longer than 1 seconds",
     "a long text": "needed more than the 512 MB",
-    "a long output": "makes a text of more than",
+    "a long output": "text has more than",
 }
 
 
@@ -93,7 +93,7 @@ def test_a_text_may_grow_with_the_messages_and_with_the_context() -> None:
     assert len(doubled.render(long, add_generation_prompt=False, max_model_len=64)) == 2_000_000
     of_its_own = ChatTemplate("{{ 'x' * 200000 }}", {})
     assert len(of_its_own.render(HELLO, add_generation_prompt=False, max_model_len=8192)) == 200_000
-    with pytest.raises(RequestError, match=f"a text of more than {most_characters(len(json.dumps(HELLO)), 2048)} characters"):
+    with pytest.raises(RequestError, match=f"text has more than {max_rendered_chars(len(json.dumps(HELLO)), 2048)} characters"):
         of_its_own.render(HELLO, add_generation_prompt=False, max_model_len=2048)
 
 
@@ -264,9 +264,9 @@ def test_values_of_other_types_reach_the_template_as_plain_ones() -> None:
 
 @pytest.mark.parametrize("messages", [["hello"], [{"a": {(1, 2): 3}}], [None]], ids=str)
 def test_what_are_no_messages_is_a_request_error(messages: list[object]) -> None:
-    with pytest.raises(RequestError, match="messages hold no plain values"):
+    with pytest.raises(RequestError, match="messages must be JSON values"):
         ChatTemplate(PLAIN, {}).render(messages, add_generation_prompt=False)  # type: ignore[arg-type]
     circular: dict[str, object] = {"role": "user"}
     circular["content"] = circular
-    with pytest.raises(RequestError, match="messages hold no plain values"):
+    with pytest.raises(RequestError, match="messages must be JSON values"):
         ChatTemplate(PLAIN, {}).render([circular], add_generation_prompt=False)

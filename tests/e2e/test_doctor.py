@@ -86,7 +86,7 @@ def test_a_good_pair(target: Path, draft: Path) -> None:
     code, said = text("--model", target, "--drafter", draft)
     assert code == 0
     assert said.endswith("works")
-    assert "pair same vocabularies: 100.0% of the target's ids mean the same to the drafter; ids are passed as they are" in said
+    assert "pair same vocabularies: 100.0% of the target's ids mean the same to the drafter; ids are used unchanged" in said
 
 
 def test_a_padded_pair(target: Path, tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_an_overlapping_pair(target: Path, draft: Path, tmp_path: Path) -> None:
     other = reorder_vocabulary(draft, tmp_path / "other", list(range(VOCAB_SIZE))[::-1])
     code, facts = ask("--model", target, "--drafter", other)
     assert (code, pair_of(facts)["match"], pair_of(facts)["shared_pieces"]) == (0, "overlapping", 1.0)
-    assert "ids are mapped through the pieces both have (100.0% of the target's pieces)" in text("--model", target, "--drafter", other)[1]
+    assert "ids are mapped by the pieces that both have (100.0% of the target's pieces)" in text("--model", target, "--drafter", other)[1]
 
 
 def test_a_disjoint_pair(mini_dir: Path, tmp_path: Path) -> None:
     other = reorder_vocabulary(mini_dir / "draft", tmp_path / "other", list(range(700)))
     code, facts = ask("--drafter", other)
     assert (code, pair_of(facts)["match"], pair_of(facts)["spellable"]) == (0, "disjoint", 1.0)
-    assert "text is passed and cut anew on either side" in pair_of(facts)["summary"]
+    assert "drafts are decoded and encoded again" in pair_of(facts)["summary"]
 
 
 def test_a_pair_that_cannot_work(mini_dir: Path, draft: Path) -> None:

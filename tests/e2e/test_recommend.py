@@ -87,7 +87,7 @@ def test_draft_models_beside_the_target_are_found_and_ranked_by_predicted_speed(
     found = by_name(advice)
     small, middle = found[str(models / "small")], found[str(models / "middle")]
     assert small.place is middle.place is Place.HERE
-    assert "ids are passed as they are" in small.verdict
+    assert "ids are used unchanged" in small.verdict
     order = [one.drafter for one in advice.recommendations]
     assert order.index(small.drafter) < order.index(middle.drafter)
     speeds = [(round(one.forecast.low.speedup, 2), one.forecast.high.speedup) for one in advice.recommendations if one.forecast]

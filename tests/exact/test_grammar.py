@@ -19,8 +19,8 @@ from paceline import LLM, SamplingParams
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native.library import kernels_path
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.speculation import propose
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
@@ -162,7 +162,7 @@ def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path,
 
 def test_without_the_grammar_at_the_nodes_tokens_differ(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that forgets the path is right at the root only."""
-    from paceline.sampling.matcher import GrammarMatcher
+    from paceline.sampling.grammars.matcher import GrammarMatcher
 
     real = GrammarMatcher.mask
     monkeypatch.setattr(GrammarMatcher, "mask", lambda self, scores, path: real(self, scores, path[:0]))

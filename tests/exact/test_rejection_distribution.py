@@ -97,7 +97,7 @@ def _draft(scene: Scene, request: Request) -> DraftTree:
     for node, path in enumerate(paths):  # `paths` grows while it is read
         if len(path) == len(widths):
             break
-        draft_probs[node] = TokenProbs.of(request.processor.process(scene.draft_row((*request.token_ids, *path)), path))
+        draft_probs[node] = TokenProbs.from_distribution(request.processor.process(scene.draft_row((*request.token_ids, *path)), path))
         key = request.seed, request.sample_index, len(request.token_ids)
         drawn = draw_distinct(draft_probs[node], widths[len(path)], *key, len(path))
         paths.extend((*path, token) for token in drawn)

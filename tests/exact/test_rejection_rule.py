@@ -320,7 +320,7 @@ def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
     monkeypatch.setattr(rejection, "step_uniform", remembering)
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=1)
-    distribution = TokenProbs.of(request.processor.process(target.logits(request.token_ids)))
+    distribution = TokenProbs.from_distribution(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
         drafts = [int(np.argmax(distribution.values))] * 3
         tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.many_draws import draw_many
+from paceline.sampling.constraints import GrammarConstraint
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import Constraint, LogitsProcessor
+from paceline.sampling.processors import LogitsProcessor
 
 Tokens = tuple[int, ...]
 TextProbs = dict[Tokens, float]
@@ -50,10 +51,10 @@ class ScriptedTarget:
         return distribution
 
     def generate(
-        self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, constraint: Constraint | None = None
+        self, params: SamplingParams, seed: int, num_tokens: int, sample_index: int = 0, grammar: GrammarConstraint | None = None
     ) -> Tokens:
         """Plain decoding, one token at a time, as the engine does it."""
-        processor = LogitsProcessor(params, self.vocab_size, self.prompt, constraint=constraint)
+        processor = LogitsProcessor(params, self.vocab_size, self.prompt, grammar=grammar)
         text: list[int] = []
         for _ in range(num_tokens):
             context = (*self.prompt, *text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server import chat
 
 TEMPLATE = """

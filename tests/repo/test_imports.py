@@ -76,7 +76,7 @@ ARROWS: dict[str, set[str]] = {
         "outputs",
         "parsing.parse_output",
         "sampling.params",
-        "sampling.grammar",
+        "sampling.grammars.grammar",
     },
     "__main__": {"cli.__init__"},
 }

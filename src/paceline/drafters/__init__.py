@@ -325,9 +325,9 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     config = read_model_config(directory)
     tokenizer = Tokenizer.open(directory)
     comparison = compare_vocabularies(target.tokenizer, tokenizer)
-    if comparison.is_hopeless:
+    if comparison.is_unusable:
         raise IncompatibleDrafterError(
-            f"draft model {directory} cannot guess for {target.directory}: {comparison.why_hopeless()}. "
+            f"draft model {directory} cannot guess for {target.directory}: {comparison.why_unusable()}. "
             "Use a draft model of the same family (same tokenizer), or drafter='ngram'"
         )
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
@@ -380,7 +380,7 @@ def _expansion(target: Tokenizer, draft: Tokenizer) -> float:
 def _note(comparison: VocabularyComparison, max_model_len: int, wanted_context: int, adapter: Path | None) -> str:
     """What the banner says of a pair that is not an obvious one, and of an adapter."""
     note = "" if adapter is None else f"; with the adapter {adapter.name or adapter}"
-    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.method()}"
+    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
     if max_model_len < wanted_context:
         note += f"; no drafts behind its context of {max_model_len} tokens"
     return note

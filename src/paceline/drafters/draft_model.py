@@ -157,8 +157,8 @@ class DraftModelDrafter(Drafter):
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-                draft.reads_ranks = self._translation is None and request.processor.leaves_rows and not is_drawn
-                draft.truncates = request.processor.truncates
+                draft.reads_ranks = self._translation is None and request.processor.keeps_logits and not is_drawn
+                draft.truncates = request.params.truncates
             drafts.append(draft)
         self._grow(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
@@ -304,7 +304,7 @@ class DraftModelDrafter(Drafter):
             if row is None:
                 break
             try:
-                draft_probs[node] = TokenProbs.of(request.processor.process(self._as_target_row(row.logits), path))
+                draft_probs[node] = TokenProbs.from_distribution(request.processor.process(self._as_target_row(row.logits), path))
             except RequestError:  # no token is allowed
                 break
             tokens = draw_distinct(draft_probs[node], count, *key, len(path))
@@ -320,7 +320,7 @@ class DraftModelDrafter(Drafter):
             return NOTHING
         ranked = row.ranked
         if ranked is not None and math.isfinite(ranked.log_sum):
-            if not request.processor.truncates:
+            if not request.params.truncates:
                 return self._guesses.of_ranked(ranked, width, is_greedy=request.params.is_greedy)
             guessed = self._guesses.of_truncated(request, path, ranked, width)
             if guessed is not None:

@@ -161,8 +161,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End all requests with the finish reason "abort", free everything and end the thread; nothing happens the second time."""
         self._worker.close()
-        if (trial := self.opened.maker.compiler.trial) is not None:
-            trial.close()  # what a thread waits for would outlive the engine
+        if (sandbox := self.opened.maker.compiler.sandbox) is not None:
+            sandbox.close()  # else threads that wait for a compilation outlive the engine
         await asyncio.to_thread(self._worker.join)
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:

@@ -18,10 +18,10 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.constraints import bad_word_ids
+from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.sequence_bans import bad_word_ids
 from paceline.speculation.request import FinishReason
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -110,7 +110,7 @@ class RequestMaker:
         Raises:
             RequestError: it has more characters than so many tokens can have.
         """
-        longest = self.tokenizer.longest_piece
+        longest = self.tokenizer.max_piece_chars
         if num_chars > self.max_model_len * longest:
             num_tokens = -(-num_chars // longest)
             raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
@@ -275,7 +275,7 @@ class RequestMaker:
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)
-        constraint = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
+        grammar = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
         words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
@@ -285,7 +285,7 @@ class RequestMaker:
                 temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
             )
         return LogitsProcessor(
-            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, constraint=constraint, bad_word_ids=words, path_sampler=sampler
+            params, self.vocab_size, prompt_token_ids, self.eos_token_ids, grammar=grammar, bad_word_ids=words, path_sampler=sampler
         )
 
     def _encode_plain(self, text: str) -> list[int]:

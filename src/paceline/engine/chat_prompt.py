@@ -162,7 +162,7 @@ def chat_prompt(
         continues=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    takes_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
+    takes_tools = limits.tokenizer.template_uses("tools") or not (described or has_calls(plain))
     if takes_tools:
         prompt, text = _rendered(conversation)
         if all(tool.name in text for tool in described):
@@ -179,7 +179,7 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> 
         RequestError: it does not read one; `parameter` is "template_options".
     """
     for name in options:
-        if name in RESERVED_OPTIONS or not tokenizer.template_takes(name):
+        if name in RESERVED_OPTIONS or not tokenizer.template_uses(name):
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
@@ -228,10 +228,10 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     tokenizer, template = conversation.limits.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     kept = _searched_marks(conversation.messages, template)
-    escaped = tokenizer.control_texts.escaped(given, others=[template], except_in=kept)
+    escaped = tokenizer.control_texts.escape(given, others=[template], except_in=kept)
     is_escaped = escaped.is_needed and not conversation.allow_special_tokens
     *messages, tools, options = escaped.value if is_escaped else given
-    end = escaped.placeholders.unused(1) if conversation.continues else ""
+    end = escaped.placeholders.take_unused(1) if conversation.continues else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
     text, notices = _accepted_text(replace(conversation, messages=messages, tools=tools, options=options))
@@ -239,9 +239,9 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
         text = _cut_after(text, end)
     conversation.limits.check_num_chars(len(text))
     if is_escaped:
-        text = escaped.normalized(text)
+        text = escaped.unescape_json(text)
         ids = tokenizer.control_texts.encode(escaped, text)
-        text = escaped.restored(text)
+        text = escaped.restore(text)
     else:
         ids = tokenizer.encode(text, add_special_tokens=False)
     return ChatPrompt(token_ids=ids, notices=(*conversation.notices, *notices)), text
@@ -269,7 +269,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
     if not any(message.get("role") == "developer" for message in messages):
         return True
     probe = {"role": "developer", "content": _DEVELOPER_PROBE}
-    return tokenizer.template_takes("developer") and tokenizer.template_shows([_DEVELOPER_PROBE], [probe, _USER])
+    return tokenizer.template_uses("developer") and tokenizer.template_renders([_DEVELOPER_PROBE], [probe, _USER])
 
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
@@ -279,11 +279,11 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
         return conversation
     changed = None
     first, later = ({"role": "system", "content": probe} for probe in (_FIRST_PROBE, _LATER_PROBE))
-    if not tokenizer.template_shows([_FIRST_PROBE], [first, _USER], has_tools=has_tools):
+    if not tokenizer.template_renders([_FIRST_PROBE], [first, _USER], has_tools=has_tools):
         changed = with_folded_system([{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages])
     elif (folded := with_folded_later_system(messages)) != messages:
         both = [first, _USER, _ASSISTANT, later, _USER]
-        changed = None if tokenizer.template_shows([_FIRST_PROBE, _LATER_PROBE], both, has_tools=has_tools) else folded
+        changed = None if tokenizer.template_renders([_FIRST_PROBE, _LATER_PROBE], both, has_tools=has_tools) else folded
     if changed is not None:
         return replace(conversation, messages=changed, notices=(*conversation.notices, FOLDED_SYSTEM))
     return conversation

@@ -7,7 +7,7 @@ from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.parsing.tool_call_grammar import ANYTHING, ToolCallGrammar
 from paceline.parsing.tools import Tool, ToolUse
-from paceline.sampling.grammar import Grammar, GrammarKind
+from paceline.sampling.grammars.grammar import Grammar, GrammarKind
 from paceline.tokenizer.tokenizer import Tokenizer
 
 _SPACE = "/[ \\n]{0,4}/"

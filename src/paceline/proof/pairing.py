@@ -47,9 +47,9 @@ def judge_pair(target: CheckpointFacts, draft: CheckpointFacts) -> PairVerdict:
         summary = f"{missing} has no tokenizer.json: how the vocabularies relate shows when the models are loaded"
         return PairVerdict(True, summary, None, notes)
     found = compare_pieces(target.tokenizer.pieces, draft.tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
-    if found.is_hopeless:
-        return PairVerdict(False, f"{found.why_hopeless()}: use a draft model of the target's family, or the drafter ngram", found, notes)
-    return PairVerdict(True, f"{found.explain()}; {found.method()}", found, notes)
+    if found.is_unusable:
+        return PairVerdict(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter ngram", found, notes)
+    return PairVerdict(True, f"{found.describe_match()}; {found.describe_conversion()}", found, notes)
 
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:

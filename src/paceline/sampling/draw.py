@@ -1,4 +1,4 @@
-"""The definition of a draw: the token of a position is argmax_v (score_v - log E_v) with E_v the noise of that position and id."""
+"""The definition of a draw, by Gumbel-max: the token of a position is argmax_v (score_v - log E_v), E_v its exponential noise."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ ProbArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What is left of a row after all processors.
+    """A row after all processors: the tokens that can be drawn and their scores.
 
     Attributes:
-        scores: [M] float32 log-probabilities up to a constant, already divided by the temperature. May be a view of the
-            row they were made from, so they live until the runtime's next pass.
+        scores: [M] float32 log-probabilities up to a constant, divided by the temperature. They may be a view of the row they were made
+            from, which the next forward pass overwrites.
         token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
         greedy: whether the token is the argmax instead of a draw.
     """
@@ -32,7 +32,7 @@ class Distribution:
         return best if self.token_ids is None else int(self.token_ids[best])
 
     def log_probs(self) -> ProbArray:
-        """[M] float64 normalised log-probabilities (of the unscaled logits where `greedy`)."""
+        """[M] float64 normalised log-probabilities; of the logits at temperature 1 if `greedy`."""
         shifted = self.scores.astype(np.float64) - self.scores.max()
         return np.asarray(shifted - np.log(np.exp(shifted).sum()), np.float64)
 
@@ -42,15 +42,15 @@ class Distribution:
 
 
 def draw(distribution: Distribution, seed: int, sample_index: int, position: int) -> int:
-    """Draw the token of one position, or take the plain argmax of a greedy distribution.
+    """Draw the token of one position; the argmax if the distribution is greedy.
 
     Args:
-        seed: the request's, in [0, 2**64).
+        seed: of the request, in [0, 2**64).
         sample_index: which of the request's n samples.
-        position: index in prompt + output of the token being drawn.
+        position: index of the token in prompt + output.
 
     Returns:
-        a vocabulary id; a pure function of the arguments, lowest id on ties.
+        a vocabulary id, lowest on ties; a pure function of the arguments.
     """
     if distribution.greedy:
         return distribution.argmax()
@@ -61,5 +61,5 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
 
 
 def gumbel_scores(scores: NDArray[np.floating], bits: BitsArray) -> NDArray[np.float64]:
-    """score - log E in float64."""
+    """Return score - log E in float64, E from 32 random bits an id; the largest is the drawn token."""
     return np.asarray(scores - np.log(exponential(bits)), np.float64)

@@ -1,7 +1,7 @@
-"""Counter-based noise: the random numbers of one token, a pure function of (seed, sample, position, purpose, vocabulary id).
+"""Counter-based noise: a pure function of (seed, sample, position, purpose, vocabulary id).
 
-Nothing is consumed and nothing is stored, so the noise of a position is the same however often, in whatever order
-and in whatever pass it is asked for. That is what makes speculation reproduce plain decoding.
+There is no generator state, so the noise of a position is the same in every pass, in any order and after any rejected draft. Speculative
+decoding therefore draws the same tokens as plain decoding.
 """
 
 from enum import IntEnum
@@ -23,10 +23,10 @@ _WORD = 2.0**-32
 
 
 class Purpose(IntEnum):
-    """What the noise of a position is used for; purposes share no random numbers."""
+    """What the noise of a position is used for; the random numbers of two purposes are independent."""
 
-    TOKEN = 0  # the draw of the token itself: plain steps, verification and coupled drafting
-    ACCEPT = 1  # the three below serve acceptance="rejection" only
+    TOKEN = 0  # the draw of the token: in plain steps, in verification and in drafting that uses the target's noise
+    ACCEPT = 1  # this and the following are used with acceptance="rejection" only
     RESIDUAL = 2
     DRAFT = 3
 
@@ -36,10 +36,10 @@ def noise_key(seed: int, sample_index: int, position: int, purpose: Purpose) -> 
 @overload
 def noise_key(seed: KeyArray, sample_index: KeyArray, position: KeyArray, purpose: Purpose) -> KeyArray: ...
 def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> Any:
-    """The 64-bit state that all vocabulary ids of one position start from.
+    """Return the 64-bit key of one position, from which the bits of all vocabulary ids follow.
 
-    Takes Python ints, or uint64 arrays of one shape (the keys of many rows at once); both give the same keys.
-    Each stage is a bijection of its word, so two positions (or samples, or seeds) that share the rest never share a key.
+    Takes Python ints, or uint64 arrays of one shape for many rows at once; both give the same keys. Each stage is a bijection, so
+    two argument lists that differ in one number only have different keys.
     """
     state = _mix((seed + _GAMMA) & _MASK)
     state = _mix(state ^ (sample_index << 8) ^ int(purpose))
@@ -47,7 +47,7 @@ def noise_key(seed: Any, sample_index: Any, position: Any, purpose: Purpose) -> 
 
 
 def _mix(state: Any) -> Any:
-    """SplitMix64's finaliser: every input bit flips every output bit with probability close to 1/2.
+    """Apply SplitMix64's finaliser: every input bit flips every output bit with probability close to 1/2.
 
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"; constants: Stafford's variant 13.
     """
@@ -58,17 +58,17 @@ def _mix(state: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _pair_offsets(vocab_size: int) -> KeyArray:
-    """Offsets of the ceil(V / 2) id pairs: one 64-bit mix serves the ids 2i (low half) and 2i + 1 (high half)."""
+    """[ceil(V / 2)] offset of each pair of ids. One 64-bit mix gives the bits of the ids 2i (low half) and 2i + 1 (high half)."""
     offsets: KeyArray = np.arange((vocab_size + 1) // 2, dtype=np.uint64) * np.uint64(_GAMMA)
     offsets.flags.writeable = False
     return offsets
 
 
 def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
-    """32 random bits for each vocabulary id.
+    """Return 32 random bits for each vocabulary id.
 
     Args:
-        keys: uint64, of any shape [..., 1], from `noise_key`.
+        keys: [..., 1] uint64 from `noise_key`.
         token_ids: ids [..., M], or the vocabulary size V for all ids in order (then M = V).
 
     Returns:
@@ -76,7 +76,7 @@ def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
     """
     if isinstance(token_ids, int):
         state: KeyArray = _mix(keys + _pair_offsets(token_ids))
-        # Little-endian by name: the low half belongs to the even id on every machine.
+        # Explicitly little-endian, so that the low half belongs to the even id on every machine.
         bits: BitsArray = state.astype("<u8", copy=False).view("<u4")[..., :token_ids]
         return bits
     ids = token_ids.astype(np.uint64)
@@ -86,17 +86,16 @@ def key_bits(keys: KeyArray, token_ids: IdArray | int) -> BitsArray:
 
 
 def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, token_ids: IdArray | int) -> BitsArray:
-    """32 random bits for each vocabulary id at one position.
+    """Return 32 random bits for each vocabulary id at one position.
 
     Args:
-        seed: the request's, in [0, 2**64).
+        seed: of the request, in [0, 2**64).
         sample_index: which of the request's n samples, in [0, 2**32).
-        position: index in prompt + output of the token being drawn, in [0, 2**64).
-        purpose: what the bits are for.
+        position: index of the token in prompt + output, in [0, 2**64).
         token_ids: ids [M] of the target's vocabulary, or its size V for all of them in order.
 
     Returns:
-        [M] (or [V]) uint32, the same on every machine. The bits of an id do not depend on the other ids asked for.
+        [M] (or [V]) uint32, the same on every machine. The bits of an id do not depend on the other ids.
     """
     key = noise_key(int(seed), int(sample_index), int(position), purpose)
     ids = int(token_ids) if isinstance(token_ids, (int, np.integer)) else np.asarray(token_ids)
@@ -104,25 +103,25 @@ def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, to
 
 
 def exponential(bits: BitsArray) -> NDArray[np.float64]:
-    """Standard exponential variates E = -log1p(-w) with w = (bits + 1/2) / 2**32: finite and > 0 for every bit pattern.
+    """Return standard exponential variates E = -log1p(-w), w = (bits + 1/2) / 2**32; finite and > 0 for all bits.
 
-    The token of a position is argmax_v (log prob_v - log E_v).
+    -log E is a Gumbel variate, so argmax_v (log prob_v - log E_v) is a draw. With the same noise, drafter and target often draw the same
+    token.
 
-    Source: Gumbel-max, in exponential form; shared between drafter and target it couples their choices
-        (Daliri et al. 2024, arXiv:2408.07978).
+    Source: Daliri et al. 2024 (arXiv:2408.07978) for Gumbel coupling of drafter and target.
     """
     uniform = (bits + 0.5) * _WORD  # exact in float64: 33 significant bits, strictly inside (0, 1)
     return np.asarray(-np.log1p(-uniform), np.float64)
 
 
 def step_uniform(seed: int, sample_index: int, first_position: int, purpose: Purpose, depth: int, index: int = 0) -> float:
-    """A number of 48 random bits in (0, 1), for one decision of one step.
+    """Return a uniform number of 48 random bits in (0, 1) for one decision of one step.
 
     Args:
         seed, sample_index: as in `noise_bits`.
-        first_position: position of the first token the step emits, in [0, 2**32): no two steps share numbers.
-        depth: tokens of this step before the one decided on, in [0, 2**32).
-        index: which decision there.
+        first_position: position of the first token that the step emits, in [0, 2**32). It differs between steps.
+        depth: number of the step's tokens before the one that the decision is about, in [0, 2**32).
+        index: number of the decision at this depth.
     """
     key = noise_key(int(seed), int(sample_index), first_position << 32 | depth, purpose)
     bits: int = _mix((key + index * _GAMMA) & _MASK) >> 16

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, validated once and immutable afterwards."""
+"""Sampling parameters of a request: validated once, then immutable."""
 
 import math
 import secrets
@@ -8,54 +8,54 @@ from numbers import Integral, Real
 from typing import Any
 
 from paceline.errors import RequestError
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
-MAX_ADDEND = 1e6  # penalties and biases: far beyond any logit, far below float32's maximum
+MAX_ADDEND = 1e6  # of penalties and biases: far above any logit, far below float32's maximum
 MAX_INT = 2**31 - 1
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
 LOGPROBS_MODES = ("raw", "processed")
 
-# (token ids, scores) -> scores, both arrays [V] float32: without numpy's types, so that `paceline --help` need not import it.
+# (token ids, scores [V] float32) -> scores [V] float32. Without NumPy's types, so that `paceline --help` does not import NumPy.
 CustomProcessor = Callable[[Sequence[int], Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+    """How the tokens of one request are chosen and when its output ends.
 
     Attributes:
-        max_tokens: output tokens at most, >= 1.
-        min_tokens: EOS and `stop_token_ids` cannot be drawn before the output has this many tokens.
+        max_tokens: largest number of output tokens, >= 1.
+        min_tokens: EOS and `stop_token_ids` are banned while the output has fewer tokens.
         temperature: 0 = greedy, else in [1e-4, 100].
-        top_k: keep the k best tokens and those tied with the k-th; 0 or -1 = off.
-        top_p: keep the best tokens until their mass reaches p, in (0, 1]; 1 = off.
-        min_p: keep tokens at least min_p times as probable as the best, in [0, 1]; 0 = off.
-        seed: in [0, 2**64); None = a fresh one is drawn and reported.
-        stop: text that ends the output; a string or several; None = none.
-        stop_token_ids: tokens that end the output, besides EOS.
-        include_stop: whether the stop text or token is part of the output.
-        ignore_eos: whether generation goes on after EOS.
+        top_k: keep the k most probable tokens and ties with the k-th; 0 or -1 = off.
+        top_p: keep the most probable tokens until their mass reaches p, in (0, 1]; 1 = off.
+        min_p: keep tokens at least min_p times as probable as the most probable one, in [0, 1]; 0 = off.
+        seed: in [0, 2**64); None = a random one, which is reported with the output.
+        stop: a string or several that end the output; None = none.
+        stop_token_ids: tokens that end the output, in addition to EOS.
+        include_stop: whether the stop string or token is part of the output.
+        ignore_eos: whether generation continues after EOS.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output; 1 = off.
-        frequency_penalty: subtracted per occurrence in the output.
-        presence_penalty: subtracted once from tokens that occur in the output.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the output.
+        presence_penalty: subtracted once from the logits of tokens that occur in the output.
         logit_bias: added to the logits of these ids before everything else.
-        banned_token_ids: tokens that are never drawn.
-        n: how many samples to draw, in [1, 64]; more than 1 needs a temperature above 0.
-        logprobs: how many of the best tokens to report with each output token's log-probability, in [0, 20]; None = report nothing.
+        banned_token_ids: tokens that are never generated.
+        n: number of samples, in [1, 64]; more than 1 requires a temperature above 0.
+        logprobs: number of most probable tokens to report with each output token's log-probability, in [0, 20]; None = no report.
         prompt_logprobs: the same for the prompt's tokens, always raw.
-        logprobs_mode: "raw" = what the target says, "processed" = after all processors, temperature and restriction.
-        bad_words: texts, or sequences of token ids, whose last token is never drawn where the tokens before it stand.
-        no_repeat_ngram_size: no run of so many tokens of prompt and output may occur twice; 0 = off.
-        processors: called with the token ids so far and a copy of the scores [V] float32, after penalties and bans and before temperature;
-            each returns the scores to go on with. They are called for guesses too, so the result must depend on the arguments only.
+        logprobs_mode: "raw" = of the target's logits, "processed" = after all processors, temperature, top-k, top-p and min-p.
+        bad_words: texts or token sequences; the last token of each is banned after the tokens before it.
+        no_repeat_ngram_size: no n-gram of this size may occur twice in prompt and output; 0 = off.
+        processors: functions of (token ids so far, a copy of the scores [V] float32) that return new scores. They run after penalties
+            and bans and before temperature. They run for draft tokens too, so the result may depend on the arguments only.
         grammar: what the output must match.
 
     Raises:
-        RequestError: a value has the wrong type or is out of range, or there is no such parameter; `parameter` names it.
+        RequestError: a value has the wrong type or is out of range, or a name is unknown; `parameter` is the name.
     """
 
     max_tokens: int = 256
@@ -84,25 +84,25 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        self._set(max_tokens=_integer("max_tokens", self.max_tokens, 1, MAX_INT))
-        self._set(min_tokens=_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        self._set(max_tokens=_checked_integer("max_tokens", self.max_tokens, 1, MAX_INT))
+        self._set(min_tokens=_checked_integer("min_tokens", self.min_tokens, 0, self.max_tokens))
         limits = f"0 (greedy decoding) or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
-        temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
+        temperature = _checked_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE, limits)
         if 0.0 < temperature < MIN_TEMPERATURE:
             _refuse("temperature", temperature, f"is out of range; it must be {limits}")
         self._set(
             temperature=temperature,
-            top_p=_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
-            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
-            top_k=max(0, _integer("top_k", self.top_k, -1, MAX_INT)),
-            min_p=_number("min_p", self.min_p, 0.0, 1.0),
-            frequency_penalty=_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
-            presence_penalty=_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
-            seed=None if self.seed is None else _integer("seed", self.seed, 0, 2**64 - 1),
-            stop=_stop_texts(() if self.stop is None else self.stop),
-            stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
-            banned_token_ids=_ids("banned_token_ids", self.banned_token_ids),
-            logit_bias=_bias(self.logit_bias),
+            top_p=_checked_number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]; temperature=0 is greedy decoding"),
+            repetition_penalty=_checked_number("repetition_penalty", self.repetition_penalty, 1.0 / MAX_ADDEND, MAX_ADDEND),
+            top_k=max(0, _checked_integer("top_k", self.top_k, -1, MAX_INT)),
+            min_p=_checked_number("min_p", self.min_p, 0.0, 1.0),
+            frequency_penalty=_checked_number("frequency_penalty", self.frequency_penalty, -MAX_ADDEND, MAX_ADDEND),
+            presence_penalty=_checked_number("presence_penalty", self.presence_penalty, -MAX_ADDEND, MAX_ADDEND),
+            seed=None if self.seed is None else _checked_integer("seed", self.seed, 0, 2**64 - 1),
+            stop=_checked_stop(() if self.stop is None else self.stop),
+            stop_token_ids=_checked_ids("stop_token_ids", self.stop_token_ids),
+            banned_token_ids=_checked_ids("banned_token_ids", self.banned_token_ids),
+            logit_bias=_checked_bias(self.logit_bias),
         )
         for name in ("include_stop", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
@@ -111,20 +111,22 @@ class SamplingParams:
 
     def _check_output_options(self) -> None:
         self._set(
-            n=_integer("n", self.n, 1, MAX_SAMPLES),
-            logprobs=None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
-            prompt_logprobs=None if self.prompt_logprobs is None else _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
-            bad_words=_bad_words(self.bad_words),
-            no_repeat_ngram_size=_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT),
-            processors=_processors(self.processors),
+            n=_checked_integer("n", self.n, 1, MAX_SAMPLES),
+            logprobs=None if self.logprobs is None else _checked_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            prompt_logprobs=None
+            if self.prompt_logprobs is None
+            else _checked_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            bad_words=_checked_bad_words(self.bad_words),
+            no_repeat_ngram_size=_checked_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_INT),
+            processors=_checked_processors(self.processors),
         )
         if self.n > 1 and self.is_greedy:
-            _refuse("n", self.n, "samples of a greedy request would all be equal; set a temperature above 0, or n=1")
+            _refuse("n", self.n, "samples of a greedy request are all equal; set a temperature above 0, or n=1")
         if self.logprobs_mode not in LOGPROBS_MODES:
-            _refuse("logprobs_mode", self.logprobs_mode, f"is none of {', '.join(LOGPROBS_MODES)}")
+            _refuse("logprobs_mode", self.logprobs_mode, f"must be one of {', '.join(LOGPROBS_MODES)}")
         grammar: object = self.grammar
         if not isinstance(grammar, Grammar | None):
-            _refuse("grammar", grammar, "is no Grammar; make one, such as Grammar.regex(...)")
+            _refuse("grammar", grammar, "is not a Grammar; make one, such as Grammar.regex(...)")
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -135,18 +137,23 @@ class SamplingParams:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p can exclude tokens."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check every token id named here against the target's vocabulary.
+        """Check that all token ids are in the target's vocabulary.
 
         Raises:
-            RequestError: an id is not below `vocab_size`; `parameter` names where.
+            RequestError: an id is not below `vocab_size`; `parameter` is the name of its parameter.
         """
         named: dict[str, Iterable[int]] = {name: getattr(self, name) for name in ("logit_bias", "banned_token_ids", "stop_token_ids")}
         named["bad_words"] = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
         for name, token_ids in named.items():
             largest = max(token_ids, default=-1)
             if largest >= vocab_size:
-                _refuse(name, largest, f"is no token id of this model; ids are in [0, {vocab_size - 1}]")
+                _refuse(name, largest, f"is not a token id of this model; ids are in [0, {vocab_size - 1}]")
 
 
 SAMPLING_NAMES = tuple(one.name for one in fields(SamplingParams))
@@ -154,10 +161,9 @@ SamplingParams.__init__ = suggest_arguments("SamplingParams")(SamplingParams.__i
 
 
 def resolve_seed(params: SamplingParams, entropy: Callable[[int], int] = secrets.randbits) -> int:
-    """The request's seed, or a fresh one of 63 bits, to be reported with the result so that it can be repeated.
+    """Return the request's seed, or a random one of 63 bits, which is reported so that the output can be reproduced.
 
     Args:
-        params: the request's.
         entropy: number of bits -> that many random bits.
     """
     return entropy(63) if params.seed is None else params.seed
@@ -167,7 +173,7 @@ def _refuse(name: str, value: object, reason: str) -> None:
     raise RequestError(f"{name}: {value!r} {reason}", parameter=name)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _checked_integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name}: {value!r} is not an integer", parameter=name)
     if not low <= int(value) <= high:
@@ -175,38 +181,40 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def _number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
+def _checked_number(name: str, value: object, low: float, high: float, limits: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer larger than every float
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
         _refuse(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")
     return number
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
+def _checked_ids(name: str, value: object) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise RequestError(f"{name}: {value!r} is not a list of token ids", parameter=name)
-    return tuple(_token_id(name, item) for item in value)
+    return tuple(_checked_id(name, item) for item in value)
 
 
-def _token_id(name: str, value: object) -> int:
-    """Whether the model has it is seen later, where the model is known."""
+def _checked_id(name: str, value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, Integral) and not 0 <= int(value) <= MAX_INT:
-        _refuse(name, value, "is no token id of any model")
-    return _integer(name, value, 0, MAX_INT)
+        _refuse(name, value, "is not a token id of any model")
+    return _checked_integer(name, value, 0, MAX_INT)
 
 
-def _bias(value: object) -> dict[int, float]:
+def _checked_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias: {value!r} is not a mapping of token id to bias", parameter="logit_bias")
-    return {_token_id("logit_bias", token_id): _number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND) for token_id, bias in value.items()}
+    return {
+        _checked_id("logit_bias", token_id): _checked_number("logit_bias", bias, -MAX_ADDEND, MAX_ADDEND)
+        for token_id, bias in value.items()
+    }
 
 
-def _stop_texts(value: object) -> tuple[str, ...]:
+def _checked_stop(value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Sequence):
         raise RequestError(f"stop: {value!r} is neither a string nor a list of strings", parameter="stop")
@@ -216,20 +224,20 @@ def _stop_texts(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+def _checked_bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
     words = (value,) if isinstance(value, str) else value
     if isinstance(words, (bytes, Mapping)) or not isinstance(words, Sequence):
-        raise RequestError(f"bad_words: {value!r} is no list of texts or token sequences", parameter="bad_words")
+        raise RequestError(f"bad_words: {value!r} is not a list of texts or token sequences", parameter="bad_words")
     for word in words:
         if isinstance(word, Integral) or not hasattr(word, "__len__") or len(word) == 0:
-            _refuse("bad_words", word, "can be no bad word; give non-empty texts or lists of token ids")
-    return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
+            _refuse("bad_words", word, "is not a bad word; give non-empty texts or lists of token ids")
+    return tuple(word if isinstance(word, str) else _checked_ids("bad_words", word) for word in words)
 
 
-def _processors(value: object) -> tuple[CustomProcessor, ...]:
+def _checked_processors(value: object) -> tuple[CustomProcessor, ...]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        raise RequestError(f"processors: {value!r} is no list of callables", parameter="processors")
+        raise RequestError(f"processors: {value!r} is not a list of callables", parameter="processors")
     for processor in value:
         if not callable(processor):
-            _refuse("processors", processor, "cannot be called; give functions of (token_ids, scores) that return scores")
+            _refuse("processors", processor, "is not callable; give functions of (token_ids, scores) that return scores")
     return tuple(value)

@@ -1,7 +1,7 @@
-"""Sampling along whole draft trees by compiled code, for all requests of a step at once.
+"""Interface of the compiled sampler: samples the draft trees of all requests of a step in one call.
 
-A sampler draws the tokens that `LogitsProcessor.process` and `draw` define, bit for bit, from rows that nothing edits.
-It returns None for a tree with a row that it cannot decide; such a tree is sampled row by row.
+It draws the tokens that `LogitsProcessor.process` and `draw` define, bit for bit, from rows that need no edit before temperature. It
+returns None for a tree with a row that its float32 sums cannot decide. Such a tree is sampled row by row by the definition.
 """
 
 from collections.abc import Sequence
@@ -14,37 +14,24 @@ Rows = NDArray[np.float32]
 
 
 class SampledPath(NamedTuple):
-    """The path that the target's own tokens take through a tree.
+    """The tokens that the target draws, as a path through a draft tree.
 
     Attributes:
-        token_ids: one for each of `nodes`, then the token that no node holds.
-        nodes: from the root's child down.
+        token_ids: one for each of `nodes`, then the token after the last node.
+        nodes: tree nodes of the path, root excluded.
     """
 
     token_ids: Sequence[int]
     nodes: Sequence[int]
 
 
-class ForwardLogits(Protocol):
-    """The part of a forward pass's output that is sampled from."""
-
-    @property
-    def logits(self) -> Rows: ...
-    @property
-    def block_max(self) -> Rows | None: ...
-    @property
-    def logits_at(self) -> int: ...
-    @property
-    def block_max_at(self) -> int: ...
-
-
 class LogitsView(NamedTuple):
-    """Rows to sample from.
+    """The logits of a forward pass.
 
     Attributes:
         logits: [R, V].
-        block_max: [R, blocks] the largest logit of each block of a row, as the runtime computes it; None = unknown.
-        logits_at, block_max_at: addresses of both; 0 = read from the arrays, which takes longer.
+        block_max: [R, blocks] the largest logit of each block of a row, if the runtime computed it.
+        logits_at, block_max_at: addresses of both arrays if known, because reading them from NumPy takes microseconds; 0 = unknown.
     """
 
     logits: Rows
@@ -52,27 +39,23 @@ class LogitsView(NamedTuple):
     logits_at: int = 0
     block_max_at: int = 0
 
-    @classmethod
-    def of(cls, output: ForwardLogits, vocab_size: int) -> "LogitsView":
-        """View the rows of a forward pass without padding ids."""
-        return cls(output.logits[:, :vocab_size], output.block_max, output.logits_at, output.block_max_at)
-
 
 class PathSampler(Protocol):
     """The sampling parameters of one request, compiled."""
 
     @property
     def batch(self) -> "BatchPathSampler":
-        """The sampler that takes this request, and others with the same one, in one call."""
+        """The sampler of the model, which all its requests share."""
 
 
 class PathRequest(NamedTuple):
-    """One tree to sample along.
+    """One tree to sample.
 
     Attributes:
+        sampler: of the request.
         token_ids, parents: [N] of the tree.
-        seed, sample_index, position: of the token after the root, as `draw` takes them.
-        first_row: of the root; node i has row `first_row + i`.
+        seed, sample_index, position: arguments of `draw` for the token after the root.
+        first_row: the root's row; node i has row `first_row + i`.
     """
 
     sampler: PathSampler
@@ -85,26 +68,22 @@ class PathRequest(NamedTuple):
 
 
 class BatchPathSampler(Protocol):
-    """Samples for several requests at once."""
+    """Samples several requests of one model at once."""
 
     def sample(self, requests: Sequence[PathRequest], rows: LogitsView) -> list[SampledPath | None]:
-        """Sample each request's path, in order; None where a row must be left to the definition."""
+        """Return each request's path, in order; None for a tree that must be sampled by the definition."""
 
 
 def sample_paths(requests: Sequence[PathRequest | None], rows: LogitsView) -> list[SampledPath | None]:
-    """Sample the paths of a step's requests, in one call for all that share a batch sampler; None stays None."""
-    paths: list[SampledPath | None] = [None] * len(requests)
-    groups: dict[BatchPathSampler, list[tuple[int, PathRequest]]] = {}
-    for index, request in enumerate(requests):
-        if request is not None:
-            groups.setdefault(request.sampler.batch, []).append((index, request))
-    for batch, group in groups.items():
-        for (index, _), path in zip(group, batch.sample([request for _, request in group], rows), strict=True):
-            paths[index] = path
-    return paths
+    """Sample the trees of a step's requests in one call; the result of None is None."""
+    given = [request for request in requests if request is not None]
+    if not given:
+        return [None] * len(requests)
+    paths = iter(given[0].sampler.batch.sample(given, rows))
+    return [None if request is None else next(paths) for request in requests]
 
 
 def sample_row(sampler: PathSampler, row: Rows, seed: int, sample_index: int, position: int) -> int | None:
-    """Sample the token of one row [V]; None where the row must be left to the definition."""
+    """Sample the token of one row [V]; None if it must be sampled by the definition."""
     [path] = sampler.batch.sample([PathRequest(sampler, (0,), (-1,), seed, sample_index, position)], LogitsView(row[None]))
     return None if path is None else path.token_ids[0]

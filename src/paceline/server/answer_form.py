@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.errors import invalid, shown, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields
 from paceline.server.settings import ServerSettings

@@ -11,7 +11,7 @@ from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError, PacelineError
 from paceline.parsing.registry import OutputFormat
-from paceline.sampling.grammar_trial import GrammarTrial
+from paceline.sampling.grammars.compile_sandbox import CompileSandbox
 from paceline.server.adapter_routes import adapter_routes
 from paceline.server.admission import AdmissionControl
 from paceline.server.anthropic import message_routes
@@ -44,7 +44,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
     """
     settings = settings or ServerSettings()
-    engine.opened.maker.compiler.trial = GrammarTrial(settings.grammar_timeout_s)
+    engine.opened.maker.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
     name = settings.served_model_name or served_model_name(engine.opened.config.model)
     formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)

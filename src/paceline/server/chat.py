@@ -16,8 +16,8 @@ from paceline.parsing.answer_grammar import answer_grammar
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Step
 from paceline.parsing.registry import NONE, OutputFormat, OutputStream
 from paceline.parsing.tool_call_grammar import arguments_schema
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.chat_request import ChatRequest, check_tools
 from paceline.server.fields import Fields
 from paceline.server.generation import Generation, GenerationRequest
@@ -65,7 +65,7 @@ class ChatService:
             thinks: None = as the model does by default.
             effort: "none" included; None = as the model does by default.
         """
-        takes = self._tokenizer.template_takes
+        takes = self._tokenizer.template_uses
         if effort is not None and takes("reasoning_effort"):
             return {"reasoning_effort": effort}
         chosen = thinks if effort is None else effort != "none"
@@ -88,7 +88,7 @@ class ChatService:
         """
         found = dict[str, Any]()
         for name, value in (given or {}).items():
-            if name in RESERVED_OPTIONS or self._tokenizer.template_takes(name):
+            if name in RESERVED_OPTIONS or self._tokenizer.template_uses(name):
                 found[name] = value
             else:
                 fields.ignore("template_options", name)

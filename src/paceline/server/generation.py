@@ -10,7 +10,7 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
 from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError

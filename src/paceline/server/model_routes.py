@@ -126,7 +126,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         check_length(given[0], len(text), settings)
         adds_special = bool(fields.add_special) if fields.prompt is None else fields.add_special_tokens is not False
         if fields.parse_special is False:
-            return (maker.tokenizer.encode("") if adds_special else []) + maker.tokenizer.encode_plain(text)
+            return (maker.tokenizer.encode("") if adds_special else []) + maker.tokenizer.encode_as_text(text)
         return maker.tokenizer.encode(text, add_special_tokens=adds_special)
     return service.chat.prompt_ids(
         ChatRequest(

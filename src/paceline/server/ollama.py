@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
@@ -404,7 +404,7 @@ def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
     return {
         "details": _details(service, adapter),
         "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_model_len},
-        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_takes(variable))],
+        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_uses(variable))],
         "parameters": "",
         "template": "",
     }

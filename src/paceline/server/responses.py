@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from paceline.outputs import RequestOutput
 from paceline.parsing.events import TOOL_CALLS, Answer, Event, Finished, Reasoning, Text, ToolCall, ToolCallArguments, ToolCallStart
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.answer_form import schema_grammar
 from paceline.server.answering import answer_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools

@@ -32,7 +32,7 @@ def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
     """Return whether none of these next tokens can finish a request, as far as that is certain without its text and grammar."""
     return (
         request.text_stop is None
-        and request.processor.constraint is None
+        and request.processor.grammar is None
         and len(request.token_ids) + len(token_ids) < request.max_len
         and request.end_token_ids.isdisjoint(token_ids)
     )
@@ -72,7 +72,7 @@ def commit(
     num_before = len(request.token_ids)
     if cannot_finish(request, token_ids):
         request.token_ids.extend(token_ids)
-        request.processor.commit_all(token_ids)
+        request.processor.commit(*token_ids)
     else:
         for token in token_ids:
             request.finish_reason = finish_reason(request, (token,), request.text_stop)

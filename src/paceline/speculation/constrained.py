@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import RequestError
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.sampling.matcher import GrammarMatcher
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
@@ -22,7 +22,7 @@ ANY_ID = 2**31  # as vocabulary size in `trim`: no limit, because the grammar al
 def constrain_draft(rows: RequestRows) -> None:
     """Constrain the draft of a request, or make one of forced tokens if it has none."""
     request, limit = rows.request, rows.limit
-    if limit is None or not isinstance(request.processor.constraint, GrammarMatcher):
+    if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return
     num_before = rows.num_draft_tokens
     row_budget, max_depth = request.limit_draft(MAX_FORCED_TOKENS + 1, MAX_FORCED_TOKENS)
@@ -45,7 +45,7 @@ def constrain(
     Returns:
         None if nothing can be drafted, or if the grammar allows no token: verification raises that error.
     """
-    matcher = request.processor.constraint
+    matcher = request.processor.grammar
     if not isinstance(matcher, GrammarMatcher) or (tree is not None and tree.draft_probs):
         return tree
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])

@@ -64,7 +64,7 @@ class SeededDecisions:
         return step_uniform(*self._key, Purpose.ACCEPT, depth, index) < threshold
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
-        return probs.pick(step_uniform(*self._key, Purpose.RESIDUAL, depth))
+        return probs.token_at(step_uniform(*self._key, Purpose.RESIDUAL, depth))
 
 
 def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
@@ -82,7 +82,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
         return verify(tree, logits, request)
 
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
-        return TokenProbs.of(request.processor.process(logits[node], path))
+        return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
     return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).run()
 

@@ -79,7 +79,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
-    view = LogitsView.of(output, speculator.vocab_size)
+    view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_at, output.block_max_at)
     for rows, own in zip(batch, output.by_plan(plans, nodes), strict=True):
         rows.set_output(own, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)

@@ -1,9 +1,8 @@
-"""Keeps control tokens that a conversation spells out as ordinary text.
+"""Encodes the texts of control tokens in a conversation as ordinary text, so that users cannot inject control tokens.
 
-A chat template writes the texts of a conversation next to control tokens, and the rendered text does not show which is which. So one
-character of every control token in the conversation is replaced by a placeholder before rendering. Every control token in the rendered
-text is then the template's. The template's control tokens are replaced by marks, and the placeholders by the original characters. The
-result is encoded by a tokenizer whose only control tokens are the marks.
+Before a chat template is rendered, one character of each such text is replaced by a placeholder. All control tokens in the rendered text
+are then the template's. They are replaced by marks, and the placeholders by the original characters. The result is encoded by a
+tokenizer whose only control tokens are the marks.
 """
 
 import re
@@ -16,19 +15,19 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.errors import RequestError, library_errors
 
-_PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit, so that JSON escapes it as one \uXXXX
+_PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit each, so that JSON escapes it as one \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
-_WINDOW = 1 << 16  # characters that one regular expression call searches while it holds the GIL
-_MAX_CUTS = 8
+_WINDOW = 1 << 16  # characters for one call of a regular expression, which holds the GIL
+_MAX_CUT_ROUNDS = 8  # a text that is cut to separate a control token may contain another one afterwards
 
 
 class ControlTexts:
-    """Finds the texts of a tokenizer's control tokens.
+    """Finds the texts of a tokenizer's control tokens, and encodes texts in which they are ordinary text.
 
     Args:
         library: the tokenizer.
-        vocabulary: pieces of the tokenizer. Their characters are never placeholders.
+        vocabulary: its pieces, whose characters are never placeholders.
     """
 
     def __init__(self, library: Backend, vocabulary: Iterable[str]) -> None:
@@ -47,13 +46,13 @@ class ControlTexts:
         is_normalized = normalizer is not None and any(token.normalized for token in self._tokens.values())
         self._normalize: Callable[[str], str] | None = normalizer.normalize_str if is_normalized else None
 
-    def escaped(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
+    def escape(self, value: Any, *, others: Sequence[str], except_in: Mapping[int, Sequence[str]] | None = None) -> "Escaped":
         """Return a copy of `value` with placeholders in the texts of control tokens.
 
         Args:
-            value: a list of lists, mappings and plain values. Keys of mappings get placeholders as well.
+            value: a list of JSON values; keys of mappings are escaped too.
             others: further texts whose characters cannot be placeholders, such as the template.
-            except_in: texts of control tokens that are not replaced, by index in `value`.
+            except_in: texts of control tokens that are not escaped, by index in `value`.
         """
         placeholders = _Placeholders(self._taken, [value, *others])
         if self._pattern is None:
@@ -69,34 +68,34 @@ class ControlTexts:
         """
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             encoding = self._library.encode_batch([text], add_special_tokens=False)[0]
-            marks = escaped.placeholders.unused(2)
+            marks = escaped.placeholders.take_unused(2)
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
-            for index, token_id in enumerate(encoding.ids):  # reading all offsets in one call would hold the GIL
+            for index, token_id in enumerate(encoding.ids):  # one call for all offsets would hold the GIL
                 token = self._tokens.get(token_id)
                 if token is None:
                     continue
                 start, stop = encoding.token_to_chars(index) or (0, 0)
                 if text[start:stop].strip() == token.content.strip():
-                    parts += [escaped.restored(text[end:start]), marks[token.normalized]]
+                    parts += [escaped.restore(text[end:start]), marks[token.normalized]]
                     marked_ids.append(token_id)
                     end = stop
-            return self._encode_replacing_marks([*parts, escaped.restored(text[end:])], marked_ids, marks)
+            return self._encode_replacing_marks([*parts, escaped.restore(text[end:])], marked_ids, marks)
 
     def _encode_replacing_marks(self, parts: list[str], marked_ids: list[int | None], marks: str) -> list[int]:
         """Encode texts and marks, with each mark replaced by a token id.
 
         Args:
             parts: texts, and marks as items of their own.
-            marked_ids: token ids of the marks in their order; None = a mark that only separates two texts.
+            marked_ids: the token id of each mark; None = a mark that only separates two texts.
             marks: the characters that are marks.
         """
         twin = self._without_control_tokens(marks)
         mark_ids = {twin.token_to_id(mark) for mark in marks}
         original_ids = {twin.token_to_id(token.content): self._added_ids[token.content] for token in self._ordinary}
         controls = self._tokens.keys() - original_ids.keys() - mark_ids - self._unknown_ids()
-        for _ in range(_MAX_CUTS):
+        for _ in range(_MAX_CUT_ROUNDS):
             encoding = twin.encode_batch(["".join(parts)], add_special_tokens=False)[0]
             ids: list[int] = encoding.ids
             cuts = [encoding.token_to_chars(index) or (0, 0) for index, token_id in enumerate(ids) if token_id in controls]
@@ -114,7 +113,7 @@ class ControlTexts:
         return found
 
     def _without_control_tokens(self, marks: str) -> Backend:
-        """Return a tokenizer with the marks in place of all control tokens. It shares the model, so that it takes no memory."""
+        """Return a tokenizer with the marks as its only control tokens. It shares the model, so it takes no memory."""
         twin = Backend(self._library.model)
         if self._library.normalizer is not None:
             twin.normalizer = self._library.normalizer
@@ -124,39 +123,39 @@ class ControlTexts:
         return twin
 
     def _unknown_ids(self) -> set[int | None]:
-        """Return the id of unknown characters, which is no control token where the model itself uses it."""
+        """Return the id of unknown characters. It is not a control token if the model itself uses it."""
         model = self._library.model
         piece = getattr(model, "unk_token", None)
         return {getattr(model, "unk_id", None), None if piece is None else self._library.token_to_id(piece)}
 
     def _copy(self, value: Any, placeholders: "_Placeholders", kept: Sequence[str]) -> Any:
         if isinstance(value, str):
-            return self._escaped_text(value, placeholders, kept)
+            return self._escape_text(value, placeholders, kept)
         if isinstance(value, Mapping):
             return {self._copy(key, placeholders, kept): self._copy(one, placeholders, kept) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._copy(one, placeholders, kept) for one in value]
         return value
 
-    def _escaped_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
-        positions = sorted({*self._starts(text, kept), *self._edges(text)})
+    def _escape_text(self, text: str, placeholders: "_Placeholders", kept: Sequence[str]) -> str:
+        positions = sorted({*self._token_starts(text, kept), *self._partial_token_indices(text)})
         if not positions:
             return text
         characters = list(text)
         for position in positions:
-            characters[position] = placeholders.of(characters[position])
+            characters[position] = placeholders.replace(characters[position])
         return "".join(characters)
 
-    def _starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
-        """Yield the index of the first character of each control token that is not a space, since templates strip spaces."""
+    def _token_starts(self, text: str, kept: Sequence[str]) -> Iterator[int]:
+        """Yield the index of each control token's first character that is not a space, because templates strip spaces."""
         assert self._pattern is not None
         for window in range(0, len(text), _WINDOW):
             for found in self._pattern.finditer(text, window, window + _WINDOW + self._longest):
                 if found.start() < window + _WINDOW and found[1] not in kept:
                     yield found.start() + len(found[1]) - len(found[1].lstrip())
 
-    def _edges(self, text: str) -> Iterator[int]:
-        """Yield indices where a control token could begin or end that is completed by a text joined to `text`."""
+    def _partial_token_indices(self, text: str) -> Iterator[int]:
+        """Yield indices at the ends of `text` where it may contain part of a control token that adjacent text completes."""
         for length in range(1, min(self._longest, len(text) + 1)):
             if text[-length:] in self._prefixes and not text[-length].isspace():
                 yield len(text) - length
@@ -164,14 +163,14 @@ class ControlTexts:
                 yield 0
 
     def _has_lookalikes(self, value: Any) -> bool:
-        """Return whether normalization turns a text into one with a control token, as with full-width letters."""
+        """Return whether normalization makes a control token of a text, for example of full-width letters."""
         if self._normalize is None or self._pattern is None:
             return False
         return any(self._pattern.search(self._normalize(text)) for text in strings_in(value) if not text.isascii())
 
 
 class Escaped:
-    """Holds a value with placeholders.
+    """A value with placeholders.
 
     Attributes:
         value: the copy that contains the placeholders.
@@ -183,32 +182,33 @@ class Escaped:
         self.placeholders = placeholders
         self.is_needed = is_needed
 
-    def normalized(self, text: str) -> str:
-        """Replace escaped placeholders, such as those in ASCII JSON or Python's repr, by the placeholders."""
+    def unescape_json(self, text: str) -> str:
+        """Replace placeholders written as \\uXXXX, as in ASCII JSON or Python's repr, by the characters."""
         for placeholder in self.placeholders.by_character.values():
             text = re.sub(rf"\\u{ord(placeholder):04x}", placeholder, text, flags=re.IGNORECASE)
         return text
 
-    def restored(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """Replace placeholders by the original characters."""
         return text.translate({ord(placeholder): character for character, placeholder in self.placeholders.by_character.items()})
 
 
 class _Placeholders:
-    """Assigns placeholders: private-use characters that occur neither in the vocabulary nor in `values`."""
+    """Assigns placeholders: private-use characters that are neither in `taken` nor in `values`."""
 
     def __init__(self, taken: set[str], values: Sequence[Any]) -> None:
         self._taken, self._values = taken, values
         self._free: Iterator[str] | None = None
         self.by_character: dict[str, str] = {}
 
-    def of(self, character: str) -> str:
+    def replace(self, character: str) -> str:
+        """Return the placeholder of a character."""
         if character not in self.by_character:
-            self.by_character[character] = self.unused(1)
+            self.by_character[character] = self.take_unused(1)
         return self.by_character[character]
 
-    def unused(self, count: int) -> str:
-        """Return `count` further characters that are used nowhere.
+    def take_unused(self, count: int) -> str:
+        """Return `count` further private-use characters.
 
         Raises:
             RequestError: too few are left.
@@ -219,7 +219,7 @@ class _Placeholders:
             self._free = iter([chr(code) for code in _PRIVATE_USE if chr(code) not in taken])
         characters = "".join(one for _, one in zip(range(count), self._free, strict=False))
         if len(characters) < count:
-            raise RequestError("the messages hold every private-use character from U+E000 to U+F8FF: leave some out", parameter="messages")
+            raise RequestError("the messages use all private-use characters from U+E000 to U+F8FF: leave some out", parameter="messages")
         return characters
 
 
@@ -254,7 +254,7 @@ def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], 
 
 
 def _trie_pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of `texts`. It tries each character once for any number of texts."""
+    """Return a regular expression that matches the longest of `texts`. As a trie, it reads each character once for all of them."""
     root: dict[str, Any] = {}
     for text in texts:
         node = root

@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint directory, opened with transformers after a check of their sizes."""
+"""Opens the tokenizer files of a checkpoint directory with transformers, after a check of their sizes and contents."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from paceline.model_directory import names_in
 from paceline.small_files import TOKENIZER_BYTES, check_small, is_file, read_json, read_small
 
 MAX_ADDED_ID = 1 << 21
-"""Limit for ids of tokens that tokenizer_config.json adds: lists of that length are made."""
+"""Upper bound of ids that tokenizer_config.json adds, because transformers allocates lists of that length."""
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".tiktoken", ".vocab")
@@ -20,13 +20,13 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def open_pretrained(directory: Path) -> Any:
-    """What transformers makes of the tokenizer in a directory; code that a checkpoint may bring along is never run.
+    """Open the tokenizer of a directory with transformers; Python code in the checkpoint is never run.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no tokenizer, or it cannot be read.
     """
     settings = _checked_settings(directory)
-    with library_errors(f"{directory} holds no tokenizer we can read; it needs a whole tokenizer.json", CheckpointError):
+    with library_errors(f"{directory} contains no readable tokenizer; it needs a complete tokenizer.json", CheckpointError):
         with _without_advice():
             kind = _tokenizer_class(directory, settings)
         return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
@@ -34,7 +34,7 @@ def open_pretrained(directory: Path) -> Any:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without torch, importing transformers prints that its models will not run, which we do not need."""
+    """Silence the note of transformers that its models cannot run without torch; they are not used here."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     if name in os.environ:
         yield
@@ -47,7 +47,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _checked_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, after a check of all other files that may be read."""
+    """Check all files that transformers may read; return tokenizer_config.json."""
     folders = [directory, directory / _TEMPLATES] if (directory / _TEMPLATES).is_dir() else [directory]
     for folder in folders:
         for name in names_in(folder):
@@ -59,25 +59,25 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     _check_names(read_json(directory / "special_tokens_map.json", TOKENIZER_BYTES) or {}, directory / "special_tokens_map.json")
     kind = settings.get("tokenizer_class")
     if kind is not None and not (isinstance(kind, str) and kind.isidentifier()):
-        raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, not the name of one; download it again")
+        raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
     _check_added(added if isinstance(added, dict) else (), directory)
-    if added is None:  # then they are taken from the other file
+    if added is None:  # then transformers takes them from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
-        with suppress(ValueError, RecursionError):  # other errors are reported by what reads the rest of it
+        with suppress(ValueError, RecursionError):  # the tokenizers library reports these when it reads the file
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings
 
 
 def _check_names(values: object, path: Path) -> None:
-    """Refuse names with control characters: the tokenizers library prints names it does not know."""
+    """Check that no name has control characters, because the tokenizers library prints unknown names to the terminal."""
     level = [values]
     while level:
         names = [name for one in level if isinstance(one, dict) for name in one]
         wrong = next((name for name in names if not name.isprintable()), None)
         if wrong is not None:
-            raise CheckpointError(f"{path} holds a value named {shortened(wrong)}; download it again")
+            raise CheckpointError(f"{path} has a value with the name {shortened(wrong)}; download it again")
         items = (item for one in level for item in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()))
         level = [item for item in items if isinstance(item, dict | list)]
 
@@ -92,7 +92,7 @@ def _check_added(ids: Iterable[object], directory: Path) -> None:
 
 
 def _tokenizer_class(directory: Path, settings: dict[str, Any]) -> Any:
-    """What AutoTokenizer would choose; asking it imports torch where that is installed, seconds a common tokenizer need not wait."""
+    """Return the class that AutoTokenizer chooses. For common tokenizers it is known without it, which imports torch (seconds)."""
     if settings.get("tokenizer_class") in _PLAIN_CLASSES and is_file(directory / "tokenizer.json"):
         from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 

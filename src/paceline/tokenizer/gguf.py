@@ -1,32 +1,32 @@
-"""The tokenizer a GGUF file describes in its metadata, built from the parts of the `tokenizers` library.
+"""The tokenizer that a GGUF file describes in its metadata, built from parts of the `tokenizers` library.
 
-Three models of text occur in files of language models: byte-level BPE ("gpt2": merges are stored, the splitting of text into words goes
-by a name), SentencePiece BPE ("llama": scores are stored, merges follow from them) and the latter with its merges stored ("gemma4"). Ids
-are those llama.cpp gives.
+Three models occur in files of language models. Byte-level BPE ("gpt2") has stored merges and a named way to split text into words.
+SentencePiece BPE ("llama") has stored scores, from which the merges follow. "gemma4" is SentencePiece BPE with stored merges. The ids are
+those of llama.cpp.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from paceline.errors import CheckpointError, library_errors
-from paceline.tokenizer.gguf_fields import WAY_OUT, TokenizerFields
-from paceline.tokenizer.gguf_splits import DEFAULT_SPLIT, SPLITS
+from paceline.errors import CheckpointError, library_errors, shortened
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
-_MAX_MERGING_WORK = 1 << 28  # squares of all pieces' lengths: what looking for their parts takes
-# names of tokens that end answers; conversions do not always mark them as such
+_MAX_MERGE_WORK = 1 << 28  # sum of the squared lengths of all pieces, which the time to derive the merges grows with
+_WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
+# Texts of tokens that end an answer; some converters do not mark these tokens.
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
 _TOOL_USE = "tool_use"
-_TWICE = "\U0010fffd"  # tells ids of one text apart, and is not decoded
+_DUPLICATE = "\U0010fffd"  # appended to all but the last of several ids with the same text; removed when decoding
 
 
 class _TokenType(IntEnum):
@@ -44,14 +44,14 @@ _ADDED = (_TokenType.UNKNOWN, _TokenType.CONTROL, _TokenType.USER_DEFINED)
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """Holds the tokenizer of a GGUF file.
+    """The tokenizer of a GGUF file.
 
     Attributes:
         backend: encodes and decodes; adds the BOS and EOS ids that the file requires.
-        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, by name; those that the file has.
+        named_tokens: texts of `bos_token`, `eos_token`, `unk_token` and `pad_token`, by name, if the file has them.
         end_token_ids: ids that end an answer, ascending.
         chat_templates: Jinja sources by name; "default" is `tokenizer.chat_template`. Empty if the file has none.
-        notice: one line to show to the user; None = there is none.
+        notice: a line to show to the user; None = no notice.
     """
 
     backend: Backend
@@ -62,40 +62,151 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], source: object) -> GgufTokenizer:
-    """The tokenizer in the metadata of a GGUF file.
+    """Build the tokenizer that the metadata of a GGUF file describes.
 
     Args:
         metadata: values by key; arrays as lists or numpy arrays.
-        source: the file, named in errors.
+        source: the file, for error texts.
 
     Raises:
-        CheckpointError: a value is absent, of the wrong type or out of range, or the kind of tokenizer is not one we know.
+        CheckpointError: a value is absent, of the wrong type or out of range, or the kind of tokenizer is unknown.
     """
-    fields = TokenizerFields(metadata, source)
+    fields = _Fields(metadata, source)
     kind = fields.text("model")
     if kind not in _BUILDERS:
         raise fields.error("model", kind, f"a kind this version cannot build (it knows {', '.join(map(repr, _BUILDERS))})")
     vocabulary = _Vocabulary.read(fields, is_sentencepiece=kind == "llama", may_repeat=kind == "gemma4")
     build = _BUILDERS[kind]
-    with library_errors(f"{source}: its tokenizer cannot be built; {WAY_OUT}", CheckpointError):
+    with library_errors(f"{source}: its tokenizer cannot be built; {_WAY_OUT}", CheckpointError):
         backend, add_bos, notice = build(fields, vocabulary)
         backend.add_tokens(_added_tokens(fields, vocabulary, is_sentencepiece=kind == "llama"))
-        backend.post_processor = _frame(fields, vocabulary, add_bos=add_bos)
+        backend.post_processor = _bos_and_eos(fields, vocabulary, add_bos=add_bos)
     return GgufTokenizer(backend, vocabulary.named_tokens(), vocabulary.end_token_ids(), _chat_templates(fields), notice)
 
 
-def _chat_templates(fields: TokenizerFields) -> dict[str, str]:
-    """The default template, and those that `tokenizer.chat_templates` names, such as "tool_use" for conversations with tools."""
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed access to the metadata of a file; errors have the file, the key and the value.
+
+    A name without a dot is a key below `tokenizer.ggml.`; chat templates are below `tokenizer.`.
+
+    Attributes:
+        values: by key; arrays as lists or numpy arrays.
+        source: the file.
+    """
+
+    values: Mapping[str, Any]
+    source: object
+
+    @staticmethod
+    def full_key(name: str) -> str:
+        if name.startswith("chat_template"):
+            return f"tokenizer.{name}"
+        return name if "." in name else f"tokenizer.ggml.{name}"
+
+    def error(self, name: str, value: object, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: {self.full_key(name)} is {shortened(value)}, {problem}; {_WAY_OUT}")
+
+    def missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.source} has no {self.full_key(name)}, so it holds no tokenizer we can read; {_WAY_OUT}")
+
+    def get(self, name: str) -> Any:
+        return self.values.get(self.full_key(name))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise self.missing(name)
+        if not isinstance(value, str) or not _is_unicode(value):
+            raise self.error(name, value, "not a text in UTF-8")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(name, value, "not true or false")
+        return value
+
+    def array(self, name: str) -> list[Any] | None:
+        """Return the items of an array as Python values; None if it is absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+            raise self.error(name, value, "not an array")
+        return list(value)
+
+    def required_strings(self, name: str) -> list[str]:
+        """Return an array of strings.
+
+        Raises:
+            CheckpointError: it is absent, or an item is not a string in UTF-8.
+        """
+        items = self.array(name)
+        if items is None:
+            raise self.missing(name)
+        try:
+            "".join(items).encode("utf-8")
+        except (TypeError, UnicodeEncodeError):
+            index = next(index for index, item in enumerate(items) if not isinstance(item, str) or not _is_unicode(item))
+            raise self.error(f"{name}[{index}]", items[index], "not a text in UTF-8") from None
+        return items
+
+    def one_per_token(self, name: str, num_tokens: int, kinds: str) -> NDArray[Any] | None:
+        """Return an array with a number for each token, of a numpy dtype kind in `kinds`; None if it is absent."""
+        items = self.array(name)
+        if items is None:
+            return None
+        if len(items) != num_tokens:
+            raise self.error(name, f"{len(items)} values", f"but there are {num_tokens} tokens")
+        try:
+            numbers = np.asarray(items)
+        except ValueError:  # lists of several lengths
+            numbers = np.empty(0, dtype=object)
+        if numbers.dtype.kind not in kinds or numbers.shape != (num_tokens,):
+            raise self.error(name, items, "not an array of numbers of its kind")
+        return numbers
+
+    def token_id(self, name: str, num_tokens: int, default: int | None = None) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return default if default is not None and default < num_tokens else None
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_tokens:
+            raise self.error(name, value, f"not a token id from 0 to {num_tokens - 1}")
+        return value
+
+
+def _is_unicode(text: str) -> bool:
+    # Bytes that are not UTF-8 were read as half surrogate pairs, which cannot be encoded.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _chat_templates(fields: _Fields) -> dict[str, str]:
+    """Return the default template and those listed in `tokenizer.chat_templates`, such as "tool_use"."""
     found = {"default": fields.text("chat_template", "")}
     for name in fields.required_strings("chat_templates") if fields.get("chat_templates") is not None else ():
         found[name] = fields.text(f"chat_template.{name}", "")
-    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # some files do not list it
+    found.setdefault(_TOOL_USE, fields.text(f"chat_template.{_TOOL_USE}", ""))  # not listed in some files
     return {name: source for name, source in found.items() if source}
 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Tokens by id with their types, and the ids that have a role; `num_stored` counts the unused ids at the end as well."""
+    """The tokens of a file.
+
+    Attributes:
+        tokens, types: by id, without unused ids at the end.
+        roles: id by role, such as "eos".
+        num_stored: number of ids with the unused ones.
+    """
 
     tokens: list[str]
     types: list[int]
@@ -103,11 +214,11 @@ class _Vocabulary:
     num_stored: int
 
     @classmethod
-    def read(cls, fields: TokenizerFields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
+    def read(cls, fields: _Fields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
-        if may_repeat:  # a text is encoded as the last of its ids
+        if may_repeat:  # only the last of several ids with the same text is used for encoding
             last = {token: index for index, token in enumerate(tokens)}
-            tokens = [token if last[token] == index else f"{token}{_TWICE}" for index, token in enumerate(tokens)]
+            tokens = [token if last[token] == index else f"{token}{_DUPLICATE}" for index, token in enumerate(tokens)]
         if not tokens:
             raise fields.error("tokens", [], "no token at all")
         if len(tokens) > MAX_TOKENS:
@@ -119,7 +230,7 @@ class _Vocabulary:
             token_id = fields.token_id(f"{role}_token_id", len(tokens), defaults.get(role))
             if token_id is not None:
                 roles[role] = token_id
-        # Matrices are wider than vocabularies, and converters invent tokens for the rest: they must never be drawn.
+        # Weight matrices may have more rows than the vocabulary. Converters add unused tokens for them, which must never be generated.
         used = len(tokens)
         while used and types[used - 1] == _TokenType.UNUSED and used - 1 not in roles.values():
             used -= 1
@@ -129,7 +240,7 @@ class _Vocabulary:
         return cls(tokens[:used], types[:used], roles, len(tokens))
 
     @staticmethod
-    def _types(fields: TokenizerFields, num_tokens: int) -> list[int]:
+    def _types(fields: _Fields, num_tokens: int) -> list[int]:
         types = fields.one_per_token("token_type", num_tokens, "iu")
         if types is None:
             return [int(_TokenType.NORMAL)] * num_tokens
@@ -150,19 +261,78 @@ class _Vocabulary:
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
         by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TEXTS and self.types[index] in _ADDED}
         if {"<|return|>", "<|call|>"} <= set(by_text):
-            by_text.pop("<|end|>", None)  # there it ends one of several messages of an answer
+            by_text.pop("<|end|>", None)  # in gpt-oss it ends one of several messages of an answer
         return tuple(sorted(ends | set(by_text.values())))
 
 
-def _byte_level(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """Byte-level BPE; whether a BOS id is put in front unless the file says so; a notice."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How byte-level BPE splits text into words before merging.
+
+    Attributes:
+        patterns: regular expressions (Oniguruma), applied in order to the pieces of the previous one. Text between matches is a piece.
+        ignore_merges: whether a word in the vocabulary becomes that token regardless of merges.
+        add_bos: whether a BOS id comes before a text if the file does not specify it.
+        is_nfc: whether text is normalised to NFC first.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    is_nfc: bool = False
+
+
+_SUFFIXES = "'s|'t|'re|'ve|'m|'ll|'d"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = _SUFFIXES + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_ANY_CASE = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_LLAMA3 = _ANY_CASE + r"\p{N}{1,3}" + _OTHERS
+_QWEN2 = _ANY_CASE + r"\p{N}" + _OTHERS
+_QWEN35 = f"(?i:{_SUFFIXES})" + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
+# _LOWER: upper-case letters, then lower-case ones. _UPPER: the same, but the lower-case letters may be missing.
+_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+_TEKKEN = rf"{_LOWER}|{_UPPER}|\p{{N}}{_SLASHES}"
+_O200K = rf"{_LOWER}(?i:{_SUFFIXES})?|{_UPPER}(?i:{_SUFFIXES})?|\p{{N}}{{1,3}}{_SLASHES}"
+_DEEPSEEK3 = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES
+_HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
+_HAN_AND_MORE = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+"
+_THREE_DIGITS = "[0-9][0-9][0-9]"
+
+DEFAULT_SPLIT = Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS))
+"""Used if the file has no `tokenizer.ggml.pre`."""
+
+_SPLITS_BY_NAMES = {
+    "default": DEFAULT_SPLIT,
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": Split((_LLAMA3,), ignore_merges=True, add_bos=True),
+    "dbrx smaug-bpe glm4 chatglm-bpe": Split((_LLAMA3,)),
+    "qwen2": Split((_QWEN2,), is_nfc=True),
+    "stablelm2 deepseek-r1-qwen hunyuan solar-open megrez grok-2": Split((_QWEN2,)),
+    "qwen35": Split((_QWEN35,), is_nfc=True),
+    "gpt-2 mpt olmo jais phi-2 trillion granite-docling": Split((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone": Split((r"\p{N}", _GPT2)),
+    "tekken": Split((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 minimax-m2": Split((_O200K,)),
+    "deepseek-v3 hunyuan-dense joyai-llm": Split((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3)),
+    "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")),
+    "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+}
+
+SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names.split()}
+"""By the name in `tokenizer.ggml.pre`."""
+
+
+def _byte_level(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build byte-level BPE; return it, whether a BOS id comes before a text by default, and a notice."""
     name = fields.text("pre", "")
     split = SPLITS.get(name) if name else DEFAULT_SPLIT
     if split is None:
-        raise fields.error("pre", name, "a way to split text that this version does not know")
+        raise fields.error("pre", name, "an unknown way to split text")
     notice = None
     if not name:
-        notice = f"{fields.source} does not say how its tokenizer splits text: an older conversion, whose prompts may be split wrongly"
+        notice = f"{fields.source} does not specify how its tokenizer splits text: an older conversion, so prompts may be tokenized wrongly"
     ids = vocabulary.ids()
     backend = Backend(models.BPE(ids, _stored_merges(fields, ids), ignore_merges=split.ignore_merges))
     if split.is_nfc:
@@ -173,7 +343,7 @@ def _byte_level(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backe
     return backend, split.add_bos, notice
 
 
-def _stored_merges(fields: TokenizerFields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _stored_merges(fields: _Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
     for index, merge in enumerate(fields.required_strings("merges")):
         left, _, right = merge.partition(" ")
@@ -183,20 +353,20 @@ def _stored_merges(fields: TokenizerFields, ids: Mapping[str, int]) -> list[tupl
     return merges
 
 
-def _sentencepiece_lines(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """SentencePiece BPE with stored merges, of each line and each run of line ends by itself; a token is one whatever its merges."""
+def _sentencepiece_lines(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build SentencePiece BPE with stored merges. Lines and runs of line ends are encoded separately."""
     ids, unknown = vocabulary.ids(), vocabulary.named_tokens().get("unk_token")
     merges = _stored_merges(fields, ids)
     backend = Backend(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True, ignore_merges=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
-    steps = [decoders.Replace(_TWICE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(_DUPLICATE, ""), decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps)
     return backend, True, None
 
 
-def _sentencepiece(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
-    """SentencePiece BPE; a BOS id is put in front unless the file says otherwise."""
+def _sentencepiece(fields: _Fields, vocabulary: _Vocabulary) -> tuple[Backend, bool, str | None]:
+    """Build SentencePiece BPE, whose merges follow from scores."""
     merges = _merges_by_score(fields, vocabulary)
     unknown = vocabulary.named_tokens().get("unk_token")
     backend = Backend(models.BPE(vocabulary.ids(), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -211,11 +381,11 @@ def _sentencepiece(fields: TokenizerFields, vocabulary: _Vocabulary) -> tuple[Ba
 _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_lines}
 
 
-def _merges_by_score(fields: TokenizerFields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, the best score first.
+def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that concatenate to a token, those with the best score first.
 
-    Where two ways to the same token overlap in a text, the left one counts. They can only overlap where the token repeats itself:
-    `left + right` before `right + rest` needs a token of period `len(left)`, so such ways come first, the shortest period first.
+    If two pairs for the same token overlap in a text, the left one must be merged. They overlap only if the token is periodic with
+    period `len(left)`. Such pairs therefore come first, the shortest period first.
     """
     stored = fields.one_per_token("scores", vocabulary.num_stored, "fiu")
     if stored is None:
@@ -232,8 +402,8 @@ def _merges_by_score(fields: TokenizerFields, vocabulary: _Vocabulary) -> list[t
         if len(piece) > _MAX_MERGED_CHARACTERS:
             raise fields.error(f"tokens[{index}]", piece, f"longer than {_MAX_MERGED_CHARACTERS} characters")
         work += len(piece) ** 2
-    if work > _MAX_MERGING_WORK:
-        raise fields.error("tokens", list(pieces), "too many long ones: finding what they are put together from would take minutes")
+    if work > _MAX_MERGE_WORK:
+        raise fields.error("tokens", list(pieces), "too many long ones: deriving their merges would take minutes")
     found: list[tuple[float, int, bool, int, str, str]] = []
     for piece, index in pieces.items():
         for cut in range(1, len(piece)):
@@ -244,10 +414,10 @@ def _merges_by_score(fields: TokenizerFields, vocabulary: _Vocabulary) -> list[t
     return [(left, right) for *_, left, right in found]
 
 
-def _added_tokens(fields: TokenizerFields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
-    """Tokens that are found in a text before anything else is done with it."""
+def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
+    """Return the tokens that are split off a text before anything else is done with it."""
     name = fields.text("general.name", "").lower()
-    # The file does not say it, but these models were trained so: whitespace behind most of their special tokens vanishes.
+    # Not in the file: these models were trained without the whitespace after most special tokens.
     is_phi3 = is_sentencepiece and (fields.text("general.architecture", "") == "phi3" or "phi-3" in name or "phi3" in name)
     ends = {vocabulary.roles[role] for role in ("bos", "eos", "eot", "eom") if role in vocabulary.roles}
     added = []
@@ -259,12 +429,12 @@ def _added_tokens(fields: TokenizerFields, vocabulary: _Vocabulary, *, is_senten
     return added
 
 
-def _frame(fields: TokenizerFields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
-    """The ids in front of and behind a text."""
+def _bos_and_eos(fields: _Fields, vocabulary: _Vocabulary, *, add_bos: bool) -> processors.TemplateProcessing:
+    """Return a post-processor that adds the BOS id before and the EOS id after a text, as the file requires."""
     bos, eos = vocabulary.roles.get("bos"), vocabulary.roles.get("eos")
     before = bos if fields.flag("add_bos_token", default=add_bos) else None
-    behind = eos if fields.flag("add_eos_token", default=False) else None
-    pieces = [*(["bos"] if before is not None else []), "$A", *(["eos"] if behind is not None else [])]
-    named = {"bos": before, "eos": behind}
+    after = eos if fields.flag("add_eos_token", default=False) else None
+    pieces = [*(["bos"] if before is not None else []), "$A", *(["eos"] if after is not None else [])]
+    named = {"bos": before, "eos": after}
     special = [{"id": name, "ids": [token], "tokens": [vocabulary.tokens[token]]} for name, token in named.items() if token is not None]
     return processors.TemplateProcessing(single=pieces, special_tokens=special)

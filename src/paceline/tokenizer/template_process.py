@@ -1,6 +1,5 @@
-"""Renders a chat template: an untrusted program, which `tokenizer/chat_template.py` runs in a process of its own.
-
-It imports nothing of paceline, and of other packages only jinja2.
+"""The program of the process in which `chat_template.py` renders chat templates. It imports nothing of paceline, and of other packages
+only jinja2.
 """
 
 import json
@@ -18,9 +17,9 @@ from jinja2.utils import Namespace
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the model says, for training; here it is its body."""
+    """`{% generation %}` marks text of the model for training; it is rendered as its body."""
 
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012  # type of jinja2's attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -32,9 +31,9 @@ class GenerationBlock(Extension):
 
 
 class PublicNamespace(Namespace):
-    """Jinja's `namespace`, without names that begin with an underscore: they could lead out of the sandbox."""
+    """Jinja's `namespace` without names that begin with an underscore, through which templates could leave the sandbox."""
 
-    def __init__(*arguments: Any, **values: Any) -> None:  # so that "self" may be a name
+    def __init__(*arguments: Any, **values: Any) -> None:  # without a parameter `self`, which a template may use as a name
         own, *given = arguments
         values = dict(*given, **values)
         for name in values:
@@ -47,7 +46,7 @@ class PublicNamespace(Namespace):
 
 
 class DictMaker:
-    """`dict(...)` without the type's other attributes."""
+    """Jinja's `dict(...)` without the other attributes of the type."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         return dict(*arguments, **values)
@@ -57,19 +56,19 @@ class DictMaker:
 
 
 def renderer(source: str) -> Callable[[dict[str, Any]], str]:
-    """The function that renders a template.
+    """Return the function that renders a template.
 
     Raises:
-        TemplateError: it cannot be compiled.
+        TemplateError: it does not compile.
     """
-    return partial(rendered, compiled(source))
+    return partial(render, compile_template(source))
 
 
-def compiled(source: str) -> Template:
-    """A template in the environment that transformers gives to chat templates; a test compares their texts.
+def compile_template(source: str) -> Template:
+    """Compile a template in the environment of transformers; a test compares rendered texts with those of transformers.
 
-    Source: transformers, `apply_chat_template`. Deviations: templates may change their lists (Kimi K2's does; the values are this process's
-    own), and `tojson` takes generators, as llama.cpp's does.
+    Source: transformers, `apply_chat_template`. Deviations: templates may modify their lists, as that of Kimi K2 does, because the lists
+    are copies; and `tojson` takes generators, as in llama.cpp.
     """
     environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
     environment.filters["tojson"] = to_json
@@ -86,35 +85,38 @@ def strftime_now(layout: str) -> str:
 
 
 def to_json(value: Any, *arguments: Any, **options: Any) -> str:
-    """JSON that is not escaped for HTML; options by position are those of `json.dumps` that transformers takes, in its order."""
+    """Return JSON without Jinja's HTML escapes; positional options are in the order of transformers' `tojson`."""
     names = ("ensure_ascii", "indent", "separators", "sort_keys")
-    return json.dumps(value, **{"ensure_ascii": False, "default": _listed, **dict(zip(names, arguments, strict=False)), **options})
+    return json.dumps(value, **{"ensure_ascii": False, "default": _generator_items, **dict(zip(names, arguments, strict=False)), **options})
 
 
-def _listed(value: object) -> object:
+def _generator_items(value: object) -> object:
     if isinstance(value, Iterator):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
-def rendered(template: Template, conversation: dict[str, Any]) -> str:
-    """The text of a conversation: its messages, tools, options, add_generation_prompt, names and the most characters that it may have.
+def render(template: Template, conversation: dict[str, Any]) -> str:
+    """Render a conversation.
+
+    Args:
+        conversation: messages, tools, options, add_generation_prompt, special_tokens and max_chars.
 
     Raises:
-        TemplateError: it has more characters.
+        TemplateError: the text exceeds `max_chars`.
     """
-    most, length = conversation["most"], 0
+    limit, length = conversation["max_chars"], 0
     parts: list[str] = []
     given = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")} | {"documents": None}
-    older = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}  # as llama.cpp's
-    for part in template.generate(**{**older, **conversation["names"], **conversation["options"], **given}):
+    older = {"functions": to_json(conversation["tools"] or [], indent=2), "datetime": strftime_now("%b %d %Y %H:%M:%S")}  # llama.cpp's
+    for part in template.generate(**{**older, **conversation["special_tokens"], **conversation["options"], **given}):
         parts.append(part)
         length += len(part)
-        if length > most:
-            raise TemplateError(f"it makes a text of more than {most} characters")
+        if length > limit:
+            raise TemplateError(f"its text has more than {limit} characters")
     return "".join(parts)
 
 
 def _check_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {name!r}: the name begins with an underscore")
+        raise SecurityError(f"a namespace cannot have the name {name!r}, which begins with an underscore")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and text as it streams out of a model."""
+"""The tokenizer of a checkpoint: encodes texts and conversations, and decodes tokens, also one at a time as a model generates them."""
 
 import re
 from codecs import utf_8_decode
@@ -14,18 +14,21 @@ from paceline.tokenizer.control_text import ControlTexts
 from paceline.tokenizer.files import open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
-_MAX_WINDOW = 32
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_MAX_WINDOW_TOKENS = 32
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""By which a vocabulary spells the characters it lacks."""
+"""A piece for one byte of a character that is not in the vocabulary."""
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint.
 
-    `vocab_size` is the number of ids it knows, the largest id + 1; a model's matrices may have more rows. `end_token_ids` are the ids
-    that end an answer where the tokenizer itself says so, which a GGUF file's does; `notices` are lines a user should see.
+    Attributes:
+        vocab_size: the largest id + 1; a model's weight matrices may have more rows.
+        special_token_ids: ids of control tokens.
+        end_token_ids: ids that end an answer, if the tokenizer specifies them, as that of a GGUF file does.
+        notices: lines to show to the user.
     """
 
     def __init__(self, pretrained: Any, *, end_token_ids: Sequence[int] = (), notices: Sequence[str] = ()) -> None:
@@ -36,15 +39,15 @@ class Tokenizer:
         self.vocab_size = max(self._backend.vocabulary.values()) + 1
         self.special_token_ids = self._backend.special_token_ids
         self._templates: dict[str, ChatTemplate] = {}
-        self._shown: dict[tuple[str, tuple[str, ...]], bool] = {}
+        self._rendered: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     @classmethod
     @memory_errors("the tokenizer")
     def open(cls, directory: Path) -> "Tokenizer":
-        """The tokenizer in a checkpoint directory or a GGUF file; code that a checkpoint may bring along is never run.
+        """Open the tokenizer of a checkpoint directory or a GGUF file; Python code in a checkpoint is never run.
 
         Raises:
-            CheckpointError: there is none, or it cannot be read.
+            CheckpointError: there is no tokenizer, or it cannot be read.
             CapacityError: it does not fit in memory.
         """
         if directory.suffix.lower() == ".gguf" and not directory.is_dir():
@@ -58,99 +61,88 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], source: object) -> "Tokenizer":
-        """The tokenizer in the metadata of a GGUF file; `source` names the file in errors.
+        """Build the tokenizer that the metadata of a GGUF file describes; `source` is the file, for error texts.
 
         Raises:
-            CheckpointError: the metadata describe none we know.
+            CheckpointError: the metadata describe no known kind of tokenizer.
         """
         parts = read_gguf_tokenizer(metadata, source)
-        return cls(_FromGguf(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
+        return cls(_GgufPretrained(parts), end_token_ids=parts.end_token_ids, notices=[parts.notice] if parts.notice else [])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their ids.
+        """Encode a text; special tokens in it become their ids.
 
         Raises:
-            RequestError: the tokenizer fails at it.
+            RequestError: the tokenizer cannot encode the text.
         """
-        if half := _HALF_PAIR.search(text):
-            raise RequestError(f"the text holds {half[0]!r}, half of a surrogate pair and no character: send text without it")
+        if half := _SURROGATE.search(text):
+            raise RequestError(f"the text contains {half[0]!r}, half of a surrogate pair and not a character: send text without it")
         with library_errors("the model's tokenizer cannot encode this text; send another", RequestError):
             ids: list[int] = self._pretrained.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
     @cached_property
-    def longest_piece(self) -> int:
-        """Characters of the longest piece. A text has no fewer tokens than its characters divided by this."""
+    def max_piece_chars(self) -> int:
+        """Characters of the longest piece; a text has at least its length divided by this many tokens."""
         return max(map(len, self._backend.vocabulary))
 
     @cached_property
     def control_texts(self) -> ControlTexts:
-        """Finds control tokens in texts, and encodes texts in which these are no control tokens."""
+        """Finds control tokens in texts, and encodes texts in which they are ordinary text."""
         return ControlTexts(self._pretrained.backend_tokenizer, self._backend.vocabulary)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, in which control tokens that are written out stay text; errors as for `encode`."""
-        escaped = self.control_texts.escaped([text], others=[])
+    def encode_as_text(self, text: str) -> list[int]:
+        """Encode a text in which the texts of control tokens are ordinary text; errors as for `encode`."""
+        escaped = self.control_texts.escape([text], others=[])
         if not escaped.is_needed:
             return self.encode(text, add_special_tokens=False)
-        return self.control_texts.encode(escaped, escaped.normalized(escaped.value[0]))
+        return self.control_texts.encode(escaped, escaped.unescape_json(escaped.value[0]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids the tokenizer does not know stand for nothing.
+        """Decode ids; ids outside the vocabulary are skipped.
 
-        Of a run of byte pieces (<0xE4>) every whole character is one; each byte that is part of none is a replacement character.
+        In a run of byte pieces (<0xE4>), each byte that is not part of a valid character becomes a replacement character.
 
-        Source: SentencePiece's decoder. Deviation from the tokenizers library, which makes the whole run replacement characters as soon
-            as one byte is wrong: text that was streamed would have to be taken back.
+        Source: SentencePiece's decoder. The tokenizers library replaces the whole run if one byte is invalid, which would change text
+            that was already streamed.
         """
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         if _REPLACEMENT in text and self.has_byte_pieces:
             hidden = self.special_token_ids if skip_special_tokens else ()
             pieces = [piece for token_id in ids if (piece := self.piece(token_id)) and token_id not in hidden]
-            text = self._backend.joined(_without_bad_bytes(pieces))
+            text = self._backend.join(_replace_invalid_bytes(pieces))
         return text
 
     def piece(self, token_id: int) -> str:
-        """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); empty for ids it does not know."""
+        """Return a token's piece, its spelling in the vocabulary ("Ġthe", "<0x0A>"); empty for ids outside the vocabulary."""
         return self._backend.id_to_token(token_id) or ""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it can turn messages into token ids."""
+        """Whether the tokenizer can render messages."""
         return bool(self._template_source())
 
     @property
     def has_byte_pieces(self) -> bool:
-        """Whether characters outside the vocabulary are spelled as runs of pieces like <0xE4>, and decoded so."""
+        """Whether characters outside the vocabulary are encoded as pieces like <0xE4>, one a byte."""
         return self._backend.has_byte_pieces
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json with every token that was added since.
+        """Return the text of a tokenizer.json, with all tokens added after loading.
 
         Raises:
-            RequestError: it cannot be written.
+            RequestError: the library cannot write it.
         """
         return self._backend.to_json()
 
-    def template_takes(self, name: str) -> bool:
-        """Whether the chat template has a use for a variable such as "tools" or "enable_thinking", as far as its text shows."""
+    def template_uses(self, name: str) -> bool:
+        """Return whether the chat template's text contains a variable such as "tools" or "enable_thinking"."""
         template = self._chat_template(has_tools=name == "tools")
         return template is not None and template.mentions(name)
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        max_model_len: int | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation as the model was trained to see it; arguments and errors as for `chat_text`."""
-        text = self.chat_text(
-            messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_model_len=max_model_len
-        )
-        return self.encode(text, add_special_tokens=False)
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+        """Render a conversation with the chat template and encode it; arguments and errors as for `chat_text`."""
+        return self.encode(self.chat_text(messages, **arguments), add_special_tokens=False)
 
     def chat_text(
         self,
@@ -165,7 +157,7 @@ class Tokenizer:
 
         Args:
             tools, options: as for `ChatTemplate.render`. If the model has several templates, `tool_use` renders conversations with tools.
-            max_model_len: largest number of tokens of a prompt; limits the length of the text (`chat_template.most_characters`).
+            max_model_len: largest number of tokens of a prompt; limits the length of the text (`chat_template.max_rendered_chars`).
 
         Raises:
             RequestError: the tokenizer has no chat template, or its template rejects the messages, fails, or exceeds its limits.
@@ -180,25 +172,25 @@ class Tokenizer:
             messages, tools=tools, options=options, add_generation_prompt=add_generation_prompt, max_model_len=max_model_len
         )
 
-    def template_shows(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
-        """Whether the chat template shows all texts of a conversation; it is rendered once for the same texts.
+    def template_renders(self, texts: Sequence[str], messages: Sequence[Mapping[str, Any]], *, has_tools: bool = False) -> bool:
+        """Return whether the rendered conversation contains all of `texts`; the result is cached by these.
 
-        Also true where it rejects the messages without these texts, so that nothing is known.
+        Also true if the template rejects the conversation even without these texts, because then nothing is known about them.
         """
         template = self._chat_template(has_tools=has_tools)
         if template is None:
             return True
         key = (self.template_source(has_tools=has_tools), tuple(texts))
-        if key not in self._shown:
-            self._shown[key] = _is_shown(template, texts, messages)
-        return self._shown[key]
+        if key not in self._rendered:
+            self._rendered[key] = _is_rendered(template, texts, messages)
+        return self._rendered[key]
 
     def check_chat_template(self) -> None:
         """Check that the chat template, if there is one, compiles.
 
         Raises:
-            CheckpointError: it does not.
-            BackendUnavailableError: no process can be started to find out.
+            CheckpointError: it does not compile.
+            BackendUnavailableError: no process can be started to compile it.
         """
         try:
             template = self._chat_template()
@@ -208,14 +200,14 @@ class Tokenizer:
             template.check()
 
     def template_source(self, *, has_tools: bool = False) -> str:
-        """The text of the chat template; empty where there is none.
+        """Return the source of the chat template; empty if there is none.
 
         Raises:
-            RequestError: it is no text.
+            RequestError: it is not a string.
         """
         source = self._template_source(has_tools=has_tools)
         if source and not isinstance(source, str):
-            raise RequestError(f"the model's chat template is {shortened(source)}, not a text: send plain prompts", parameter="messages")
+            raise RequestError(f"the model's chat template is {shortened(source)}, not a string: send plain prompts", parameter="messages")
         return source or ""
 
     def _chat_template(self, *, has_tools: bool = False) -> ChatTemplate | None:
@@ -231,19 +223,19 @@ class Tokenizer:
         return (has_tools and source.get("tool_use")) or source.get("default", "")  # several by name
 
     def added_token_id(self, text: str) -> int | None:
-        """The id of the token that was added to the vocabulary to stand for exactly `text`; None where there is none."""
+        """Return the id of the added token with exactly this text; None if there is none."""
         return self._backend.added_token_ids.get(text)
 
     def detokenizer(self, shown_token_ids: Collection[int] = ()) -> "IncrementalDetokenizer":
-        """A fresh one for one stream of tokens.
+        """Return a detokenizer for one stream of tokens.
 
         Args:
-            shown_token_ids: special tokens that are part of the text.
+            shown_token_ids: special tokens that become part of the text.
         """
         return IncrementalDetokenizer(self, shown_token_ids)
 
 
-def _is_shown(template: ChatTemplate, texts: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_rendered(template: ChatTemplate, texts: Sequence[str], messages: Sequence[Mapping[str, Any]]) -> bool:
     try:
         rendered = template.render(messages, add_generation_prompt=True)
         return all(text in rendered for text in texts)
@@ -256,30 +248,30 @@ def _is_shown(template: ChatTemplate, texts: Sequence[str], messages: Sequence[M
     return False
 
 
-def _without_bad_bytes(pieces: Sequence[str]) -> list[str]:
-    """The same pieces with a replacement character for every byte that is part of no character."""
-    mended: list[str] = []
+def _replace_invalid_bytes(pieces: Sequence[str]) -> list[str]:
+    """Replace each byte piece that is not part of a valid character by a replacement character."""
+    valid: list[str] = []
     run = bytearray()
     for piece in (*pieces, ""):
         if _BYTE_PIECE.fullmatch(piece):
             run.append(_byte(piece))
             continue
-        for character in run.decode("utf-8", "surrogateescape"):  # a bad byte becomes a surrogate
-            is_bad = "\udc80" <= character <= "\udcff"
-            mended += [_REPLACEMENT] if is_bad else [f"<0x{byte:02X}>" for byte in character.encode()]
+        for character in run.decode("utf-8", "surrogateescape"):  # an invalid byte becomes a surrogate
+            is_invalid = "\udc80" <= character <= "\udcff"
+            valid += [_REPLACEMENT] if is_invalid else [f"<0x{byte:02X}>" for byte in character.encode()]
         run.clear()
-        mended.append(piece)
-    return mended[:-1]
+        valid.append(piece)
+    return valid[:-1]
 
 
 def _num_open_bytes(pieces: Sequence[str]) -> int:
-    """Bytes at the end that may still become a character, three at most; only the last three pieces count."""
+    """Return the number of bytes at the end that may become a character with the next pieces, at most three."""
     run = bytearray()
     for piece in reversed(pieces[-3:]):
         if not _BYTE_PIECE.fullmatch(piece):
             break
         run.insert(0, _byte(piece))
-    _, num_closed = utf_8_decode(run, "replace", False)  # more may follow
+    _, num_closed = utf_8_decode(run, "replace", False)  # False: more bytes may follow
     return len(run) - num_closed
 
 
@@ -287,8 +279,8 @@ def _byte(piece: str) -> int:
     return int(piece[3:5], 16)
 
 
-class _FromGguf:
-    """What `Tokenizer` needs of a pretrained tokenizer."""
+class _GgufPretrained:
+    """The tokenizer of a GGUF file with the attributes that `Tokenizer` uses of a transformers tokenizer."""
 
     def __init__(self, parts: GgufTokenizer) -> None:
         self.backend_tokenizer = parts.backend
@@ -296,18 +288,18 @@ class _FromGguf:
         self.special_tokens_map = parts.named_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        # unlike `encode`, this releases the GIL
+        # Unlike `encode`, this releases the GIL.
         ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
 
 class IncrementalDetokenizer:
-    """Text as tokens arrive: what was returned never changes, and all of it together is `Tokenizer.decode` of all ids but hidden ones.
+    """Decodes a stream of tokens; all returned texts together are `Tokenizer.decode` of the tokens that are not hidden.
 
-    Hidden are special tokens other than `shown_token_ids`.
+    Special tokens other than `shown_token_ids` are hidden.
 
-    Only a window of the last tokens is decoded. It begins at a token boundary that is also a character boundary, one token
-    before the text not yet returned, because a tokenizer may drop the space in front of the first token it is given.
+    Only a window of the last tokens is decoded. It begins at a character boundary, one token before the text not yet returned, because a
+    tokenizer may drop the space before its first token.
     """
 
     __slots__ = ("_has_byte_pieces", "_hidden", "_num_returned", "_parts", "_read_from", "_tokenizer", "_window")
@@ -317,12 +309,12 @@ class IncrementalDetokenizer:
         self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
-        self._read_from = 0  # index in the window of the first token whose text is not returned
-        self._num_returned = 0  # characters of the window's text that are
+        self._read_from = 0  # index in the window of the first token whose text is not returned yet
+        self._num_returned = 0  # number of characters of the window's text that are returned
         self._parts: list[str] = []
 
     def copy(self) -> "IncrementalDetokenizer":
-        """Another one that goes on from here, without the text returned so far."""
+        """Return a detokenizer in the same state, without the text returned so far."""
         other = IncrementalDetokenizer(self._tokenizer)
         other._hidden = self._hidden
         other._window = list(self._window)
@@ -331,11 +323,11 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Everything returned so far."""
+        """All text returned so far."""
         return "".join(self._parts)
 
     def push(self, token_id: int) -> str:
-        """The text that became final with this token; empty while a character is incomplete."""
+        """Append a token; return the text that is final with it, which is empty while a character is incomplete."""
         piece = self._tokenizer.piece(token_id)
         if token_id in self._hidden or not piece:
             return ""
@@ -347,13 +339,13 @@ class IncrementalDetokenizer:
             self._start_window_at(self._read_from)
         else:
             self._num_returned += len(new)
-            if len(self._window) > _MAX_WINDOW:
+            if len(self._window) > _MAX_WINDOW_TOKENS:
                 self._shorten_window(text)
         self._parts.append(new)
         return new
 
     def flush(self) -> str:
-        """The rest, with replacement characters for characters that were never completed."""
+        """Return the rest of the text, with replacement characters for incomplete characters."""
         new = self._decode(self._window)[self._num_returned :]
         self._window.clear()
         self._read_from = self._num_returned = 0
@@ -361,10 +353,10 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden ones never come here
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
 
     def _num_open(self, text: str) -> int:
-        """Characters at the end that may still turn into another one: each byte that waits for more, or the last character."""
+        """Return the number of characters at the end that the next token may change: incomplete bytes, or a replacement character."""
         if self._has_byte_pieces:
             return _num_open_bytes([self._tokenizer.piece(token_id) for token_id in self._window[-3:]])
         return int(text.endswith(_REPLACEMENT))
@@ -375,7 +367,7 @@ class IncrementalDetokenizer:
         self._num_returned = len(self._decode(self._window))
 
     def _shorten_window(self, text: str) -> None:
-        """Keep the window short within endless invalid bytes: four tokens hold all bytes of the one open character."""
+        """Shorten the window in a long run of invalid bytes. Four tokens contain all bytes of an incomplete character."""
         num_pending = len(text) - self._num_returned
         del self._window[:-4]
         self._read_from = 0

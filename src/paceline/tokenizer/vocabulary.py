@@ -1,7 +1,7 @@
-"""Do two tokenizers mean the same thing by an id? Compared piece by piece, not by size."""
+"""Compares the vocabularies of a target and a draft model piece by piece: do ids mean the same, and if not, can they be mapped?"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,12 +12,12 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 IdMap = NDArray[np.int64]
 
-# Share of the sample text's tokens. Measured on the mini with its draft model's vocabulary cut down to 58 to 83 % of them: mapped ids are
-# accepted as often as text when greedy, more often when sampled. The rest is room for vocabularies that cut text differently.
-ENOUGH_OF_SAMPLE = 0.8
-ENOUGH_PIECES = 0.5  # of the target's pieces, where the target cannot spell the sample text
-LEAST_SPELLABLE = 0.5  # of the target's pieces
-_PIECES_TO_SPELL = 4096
+# Smallest share of the sample text's tokens with which ids are mapped. Measured on the mini model, with a draft model whose vocabulary has
+# 58 to 83 % of them: mapped ids are accepted as often as text when greedy, and more often when sampled. The rest is a margin.
+MIN_SAMPLE_COVERAGE = 0.8
+MIN_SHARED_PIECES = 0.5  # used instead where the target cannot encode the sample text
+MIN_SPELLABLE = 0.5
+_MAX_PIECES_TO_SPELL = 4096
 
 SAMPLE_TEXT = """\
 The miller's daughter had walked for seven days before she reached the town. "Is there anyone here," she asked, "who could \
@@ -38,26 +38,25 @@ _FILLER = re.compile(r"\[PAD(\d+)\]")
 
 
 class VocabularyMatch(Enum):
-    """How two vocabularies relate, which decides how a draft model's guesses reach the target."""
+    """How two vocabularies relate, which decides how draft tokens are converted to the target's ids."""
 
-    SAME = "same"  # every id has the same piece: ids are passed as they are
-    PADDED = "padded"  # every id both know has the same piece, one knows more ids: the others are never drafted
-    OVERLAPPING = "overlapping"  # most text is made of pieces that both have, under other ids: ids are mapped
-    DISJOINT = "disjoint"  # too little is shared: text is passed
+    SAME = "same"  # every id has the same piece: ids need no conversion
+    PADDED = "padded"  # ids of both have the same piece; ids of only one vocabulary are never drafted
+    OVERLAPPING = "overlapping"  # most text consists of pieces that both have, with different ids: ids are mapped
+    DISJOINT = "disjoint"  # few pieces are shared: drafts are decoded to text and encoded again
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """The verdict on a target's and a drafter's vocabulary.
+    """Comparison of a target's and a draft model's vocabulary.
 
     Attributes:
         match: the category.
-        coverage: share of the target's ids that the drafter knows under the same id and piece.
-        shared_pieces: share of the target's pieces that the drafter has under any id, both read as bytes.
-        first_difference: an id both know with different pieces, and the two pieces.
-        sample_coverage: share of the tokens of a sample text, as the target cuts it, that the drafter has under any id;
-            None where it was not measured.
-        spellable: share of the target's pieces that the drafter's pieces can spell.
+        coverage: share of the target's ids that have the same piece in the draft model.
+        shared_pieces: share of the target's pieces that the draft model has with any id; pieces are compared as bytes.
+        first_difference: the first id with different pieces, and the target's and the draft model's piece.
+        sample_coverage: share of the target's tokens of a sample text that the draft model has with any id; None = not measured.
+        spellable: share of the target's pieces that are a concatenation of the draft model's pieces.
     """
 
     match: VocabularyMatch
@@ -69,58 +68,58 @@ class VocabularyComparison:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether ids can be passed from one model to the other as they are."""
+        """Whether both models can use the same ids."""
         return self.match in (VocabularyMatch.SAME, VocabularyMatch.PADDED)
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether even passing text cannot work: the drafter can neither read nor guess what it cannot spell."""
-        return self.match is VocabularyMatch.DISJOINT and self.spellable < LEAST_SPELLABLE
+    def is_unusable(self) -> bool:
+        """Whether the draft model cannot even be used through text, because it cannot spell most of the target's pieces."""
+        return self.match is VocabularyMatch.DISJOINT and self.spellable < MIN_SPELLABLE
 
-    def explain(self) -> str:
-        """One clause with the numbers."""
+    def describe_match(self) -> str:
+        """Return one clause about the ids that both have."""
         text = f"{self.match.value} vocabularies: {self.coverage:.1%} of the target's ids mean the same to the drafter"
         if self.first_difference is not None:
             token_id, target, draft = self.first_difference
             text += f" (id {token_id} is {target!r} there and {draft!r} here; {self.shared_pieces:.1%} of the pieces are shared)"
         return text
 
-    def method(self) -> str:
-        """One clause on how guesses are passed and how much of the target's text that covers."""
+    def describe_conversion(self) -> str:
+        """Return one clause about how draft tokens are converted, and how much of the target's text that covers."""
         covered = f"{self.shared_pieces:.1%} of the target's pieces"
         if self.sample_coverage is not None:
             covered += f", {self.sample_coverage:.1%} of a sample text"
         if self.is_compatible:
-            rest = "" if self.coverage == 1.0 else f" ({covered}); others are spelled for the draft model, and never drafted"
-            return "ids are passed as they are" + rest
+            rest = "" if self.coverage == 1.0 else f" ({covered}); other pieces are spelled for the draft model and never drafted"
+            return "ids are used unchanged" + rest
         if self.match is VocabularyMatch.OVERLAPPING:
-            return f"ids are mapped through the pieces both have ({covered}); others are never drafted"
-        return f"text is passed and cut anew on either side ({covered} are shared; {self.spellable:.1%} of the pieces can be spelled)"
+            return f"ids are mapped by the pieces that both have ({covered}); others are never drafted"
+        return f"drafts are decoded and encoded again ({covered} are shared; {self.spellable:.1%} of the pieces can be spelled)"
 
-    def why_hopeless(self) -> str:
-        """One sentence for the user of a pair that cannot work."""
+    def why_unusable(self) -> str:
+        """Return one sentence for the user of an unusable pair."""
         return (
-            f"{self.explain()}; its pieces spell {self.spellable:.1%} of the target's, and at least {LEAST_SPELLABLE:.0%} are needed "
-            "for it to read the text it should continue"
+            f"{self.describe_match()}; its pieces spell {self.spellable:.1%} of the target's, and at least {MIN_SPELLABLE:.0%} are needed "
+            "for it to read the text"
         )
 
 
 def compare_vocabularies(target: Tokenizer, draft: Tokenizer) -> VocabularyComparison:
-    """Compare every piece of two tokenizers."""
+    """Compare the vocabularies of two tokenizers."""
     return compare_pieces(pieces_of(target), pieces_of(draft), sample_ids=target.encode(SAMPLE_TEXT, add_special_tokens=False))
 
 
 def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """The piece of every id, in order."""
+    """Return the piece of every id, in order."""
     return [tokenizer.piece(token_id) for token_id in range(tokenizer.vocab_size)]
 
 
 def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: Sequence[int] = ()) -> VocabularyComparison:
-    """Compare two vocabularies given as the piece of every id; an empty piece is an id that stands for nothing.
+    """Compare two vocabularies, given as the piece of every id; an empty piece is an unused id.
 
     Args:
-        sample_ids: `SAMPLE_TEXT` as the target's tokenizer cuts it. Frequent pieces count there as often as they occur in text;
-            without it the share of all pieces decides whether ids can be mapped.
+        sample_ids: `SAMPLE_TEXT` encoded by the target's tokenizer, in which frequent pieces count as often as they occur. Without it the
+            share of all pieces decides whether ids can be mapped.
     """
     target, draft = _without_fillers(target), _without_fillers(draft)
     known = max(1, sum(map(bool, target)))
@@ -134,16 +133,16 @@ def compare_pieces(target: Sequence[str], draft: Sequence[str], *, sample_ids: S
     mapped = match_ids(target, draft)
     shared_pieces = int((mapped >= 0).sum()) / known
     sample_coverage = _sample_coverage(target, mapped, sample_ids)
-    enough = shared_pieces >= ENOUGH_PIECES if sample_coverage is None else sample_coverage >= ENOUGH_OF_SAMPLE
+    enough = shared_pieces >= MIN_SHARED_PIECES if sample_coverage is None else sample_coverage >= MIN_SAMPLE_COVERAGE
     alike = VocabularyMatch.PADDED if is_padded else VocabularyMatch.OVERLAPPING
     match = alike if enough else VocabularyMatch.DISJOINT
     return VocabularyComparison(match, coverage, shared_pieces, first, sample_coverage, _spellable(target, draft))
 
 
 def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
-    """[len(source)] the id in `destination` whose piece stands for the same bytes, -1 where there is none.
+    """[len(source)] the id in `destination` whose piece has the same bytes; -1 = there is none.
 
-    Vocabularies in the same alphabet are compared as written; else ordinary pieces come before those of a single byte.
+    Two byte-level or two SentencePiece vocabularies are compared by their pieces' spelling, others by bytes.
     """
     alike: dict[str, int] = {}
     by_bytes: dict[bytes, int] = {}
@@ -157,28 +156,25 @@ def match_ids(source: Sequence[str], destination: Sequence[str]) -> IdMap:
 
 
 def piece_bytes(pieces: Sequence[str]) -> list[bytes]:
-    """The bytes each piece stands for, whatever the vocabulary's alphabet: "Ġthe", "▁the" are b" the", "<0x0A>" is b"\\n".
-
-    Special tokens stand for their own spelling.
-    """
-    manner = _from_byte_level if is_byte_level(pieces) else _from_sentencepiece
-    return [manner(piece) for piece in pieces]
+    """Return the bytes of each piece: b" the" for "Ġthe" or "▁the", b"\\n" for "<0x0A>". Special tokens are their own spelling."""
+    decode = _piece_decoder(pieces)
+    return [decode(piece) for piece in pieces]
 
 
 def is_byte_level(pieces: Sequence[str]) -> bool:
-    """Whether pieces are written in the alphabet of byte-level vocabularies (Ġ for a space) rather than SentencePiece's (▁)."""
+    """Return whether pieces have the alphabet of byte-level vocabularies (Ġ for a space) or that of SentencePiece (▁)."""
     return sum("Ġ" in piece for piece in pieces) > sum("▁" in piece for piece in pieces)
 
 
 class Speller:
-    """Spells bytes with a vocabulary's pieces, longest first: a way to write any text, if not the tokenizer's own."""
+    """Encodes bytes with a vocabulary's pieces by longest match. The ids may differ from the tokenizer's."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._ids = _ids_by_bytes(pieces)
         self._longest = max(map(len, self._ids), default=0)
 
     def spell(self, text: bytes) -> list[int] | None:
-        """Ids whose pieces make up `text`; None where some byte has no piece."""
+        """Return ids whose pieces concatenate to `text`; None if no piece matches somewhere."""
         ids: list[int] = []
         start = 0
         while start < len(text):
@@ -194,11 +190,10 @@ class Speller:
 
 
 def _sample_coverage(target: Sequence[str], mapped: IdMap, sample_ids: Sequence[int]) -> float | None:
-    """None where the target cannot spell the sample text itself, so that its tokens say nothing about text."""
-    manner = _from_byte_level if is_byte_level(target) else _from_sentencepiece
-    spelled = b"".join(manner(target[token_id]) for token_id in sample_ids if token_id < len(target))
-    if not sample_ids or spelled.strip() != SAMPLE_TEXT.encode().strip():
-        return None
+    decode = _piece_decoder(target)
+    text = b"".join(decode(target[token_id]) for token_id in sample_ids if token_id < len(target))
+    if not sample_ids or text.strip() != SAMPLE_TEXT.encode().strip():
+        return None  # the target cannot encode the sample text
     return float((mapped[np.asarray(sample_ids)] >= 0).mean())
 
 
@@ -207,7 +202,7 @@ def _spellable(pieces: Sequence[str], draft: Sequence[str]) -> float:
         return 1.0
     speller = Speller(draft)
     known = [piece for piece in pieces if piece]
-    sample = piece_bytes(known[:: max(1, len(known) // _PIECES_TO_SPELL)])  # evenly spaced: all of them would take a second
+    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # evenly spaced, because all would take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 
@@ -228,7 +223,7 @@ def _ids_by_bytes(pieces: Sequence[str]) -> dict[bytes, int]:
 
 
 def _without_fillers(pieces: Sequence[str]) -> list[str]:
-    """GGUF files name the rows that no token uses [PAD151936] and so on, by their own id."""
+    """Replace the pieces of unused ids, which GGUF files name by the id ([PAD151936]), by empty ones."""
     return ["" if piece.startswith("[PAD") and _is_filler(piece, token_id) else piece for token_id, piece in enumerate(pieces)]
 
 
@@ -242,7 +237,7 @@ def _last_known(pieces: Sequence[str]) -> int:
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Character code to byte: printable Latin-1 characters are themselves, the other bytes follow from code 256 on in order."""
+    """Return the byte of each character code from 256 on in byte-level pieces; printable Latin-1 characters are their own byte."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {256 + index: byte for index, byte in enumerate(others)}
@@ -251,13 +246,17 @@ def _byte_alphabet() -> dict[int, int]:
 _BYTE_OF_CODE = _byte_alphabet()
 
 
-def _from_byte_level(piece: str) -> bytes:
+def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:
+    return _decode_byte_level if is_byte_level(pieces) else _decode_sentencepiece
+
+
+def _decode_byte_level(piece: str) -> bytes:
     try:
         return piece.translate(_BYTE_OF_CODE).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, kept as it is written
+    except UnicodeEncodeError:  # an added token, which is not in this alphabet
         return piece.encode()
 
 
-def _from_sentencepiece(piece: str) -> bytes:
+def _decode_sentencepiece(piece: str) -> bytes:
     byte = _BYTE_PIECE.fullmatch(piece) if piece.startswith("<0x") else None
     return bytes([int(byte[1], 16)]) if byte is not None else piece.replace("▁", " ").encode()

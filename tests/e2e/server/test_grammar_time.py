@@ -10,7 +10,7 @@ import pytest
 
 from harness.http_client import HttpClient
 from paceline import AsyncEngine, RequestError
-from paceline.sampling.grammar_trial import GrammarTrial
+from paceline.sampling.grammars.compile_sandbox import CompileSandbox
 
 CHAT = "/v1/chat/completions"
 ENDLESS: list[dict[str, Any]] = [
@@ -51,8 +51,8 @@ def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: C
 
 
 def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient, engine: AsyncEngine) -> None:
-    trial = engine.opened.maker.compiler.trial = GrammarTrial(0.02)
-    with trial._lock:
+    sandbox = engine.opened.maker.compiler.sandbox = CompileSandbox(0.02)
+    with sandbox._lock:
         answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "grammar_busy")
     assert int(answer.headers["retry-after"]) > 0
@@ -60,34 +60,34 @@ def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient,
 
 def test_many_that_wait_with_the_same_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    monkeypatch.setattr(GrammarTrial, "_compile", lambda _, text: compiled.append(text))
-    trial = GrammarTrial(5.0)
+    monkeypatch.setattr(CompileSandbox, "_compile", lambda _, text: compiled.append(text))
+    sandbox = CompileSandbox(5.0)
     for text in ("a", "a", "b", "a"):
-        trial.check(text)
+        sandbox.check(text)
     assert compiled == ["a", "b"]
 
 
 def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.sampling.grammar_trial.MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr("paceline.sampling.grammars.compile_sandbox.MEMORY_BYTES", 1 << 20)
     with pytest.raises(RequestError, match="MB"):
-        GrammarTrial(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
+        CompileSandbox(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
 
 
 def test_nobody_waits_for_a_compilation_once_the_engine_ends() -> None:
     """A thread that waits holds the end of the process up, and one turn after the other may take a minute."""
-    trial, outcomes = GrammarTrial(60.0), list[str | None]()
+    sandbox, outcomes = CompileSandbox(60.0), list[str | None]()
 
     def ask(number: int) -> None:
         with pytest.raises(RequestError) as caught:
-            trial.check(library_json({**ENDLESS[0], "title": str(number)}))
+            sandbox.check(library_json({**ENDLESS[0], "title": str(number)}))
         outcomes.append(caught.value.code)
 
     waiting = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
     for thread in waiting:
         thread.start()
-    while trial.isolated.pid is None:
+    while sandbox.isolated.pid is None:
         time.sleep(0.01)
-    trial.close()
+    sandbox.close()
     for thread in waiting:
         thread.join(20)
     assert outcomes == ["grammar_busy"] * 3

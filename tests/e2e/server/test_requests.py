@@ -22,7 +22,9 @@ from paceline.server.settings import ServerSettings
 CASES = Path(__file__).parents[4] / "shared/cases/requests.jsonl"
 CHAT, MESSAGES, RESPONSES, OLLAMA = Chat(), Messages(), Responses(), OllamaChat()
 fills_tools = pytest.mark.skipif(find_spec("paceline.engine.chat_prompt") is None, reason="tools reach templates as they were sent")
-reads_schemas = pytest.mark.skipif(find_spec("paceline.sampling.json_schema") is None, reason="schemas are compiled as they were sent")
+reads_schemas = pytest.mark.skipif(
+    find_spec("paceline.sampling.grammars.json_schema") is None, reason="schemas are compiled as they were sent"
+)
 
 TEMPLATE = """
 {%- for tool in tools or [] %}

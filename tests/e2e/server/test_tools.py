@@ -15,7 +15,7 @@ from paceline import AsyncEngine
 from paceline.parsing import registry as formats
 from paceline.parsing.output_parser import Markers
 from paceline.parsing.tool_calls import hermes
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.server.app import create_app
 from paceline.server.fields import IGNORED_HEADER
 from paceline.server.settings import ServerSettings

@@ -267,13 +267,13 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
             guessed(request, row, path, width),
         )[1]
         ask(other, fresh, depth=1)
-        law = TokenProbs.of(request.processor.process(rows[0], path))
-        np.testing.assert_allclose(probs.over(law), law.values, atol=1e-5)
+        law = TokenProbs.from_distribution(request.processor.process(rows[0], path))
+        np.testing.assert_allclose(probs.at_ids_of(law), law.values, atol=1e-5)
         left: TokenProbs | None = probs
         for index, child in enumerate(tree.children(node)):
             assert left is not None
             number = step_uniform(request.seed, 0, len(request.token_ids), Purpose.DRAFT, len(path), index)
-            assert tree.token_ids[child] == left.pick(number)
+            assert tree.token_ids[child] == left.token_at(number)
             left = left.without(tree.token_ids[child])
         path.append(tree.token_ids[tree.children(node)[0]])
     assert len(path) == 4

@@ -114,7 +114,7 @@ def test_a_draft_model_with_other_ids_works_through_the_pieces_both_have(directo
     drafter = make_drafter(str(other), directory)
     assert isinstance(drafter, DraftModelDrafter)
     assert (
-        "overlapping vocabularies: ids are mapped through the pieces both have (92.8% of the target's pieces)" in drafter.traits.description
+        "overlapping vocabularies: ids are mapped by the pieces that both have (92.8% of the target's pieces)" in drafter.traits.description
     )
 
 

@@ -264,7 +264,7 @@ def test_a_disjoint_pair_drafts_and_gives_everything_back(mini_dir: Path, mini: 
     drafter = open_drafter(stories, mini_dir)
     assert isinstance(drafter, TextDrafter)
     assert isinstance(drafter.writer, DraftModelDrafter)
-    assert "disjoint vocabularies: text is passed and cut anew" in drafter.traits.description
+    assert "disjoint vocabularies: drafts are decoded and encoded again" in drafter.traits.description
     request = make_request([token_id for token_id, _ in mini.cut(b"Once upon a time, there was a little girl named")], len(mini.pieces))
     for word in (b" Lily", b".", b" She"):
         found = guess_any(drafter, request)

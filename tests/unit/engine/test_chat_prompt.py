@@ -287,7 +287,7 @@ def test_message_without_content_is_refused_by_its_index(role: str) -> None:
 
 def test_a_plain_prompt_that_cannot_fit_is_refused_without_encoding() -> None:
     maker = request_maker(CHATML)
-    longest = maker.max_model_len * maker.tokenizer.longest_piece
+    longest = maker.max_model_len * maker.tokenizer.max_piece_chars
     with pytest.raises(RequestError, match=f"{longest + 1} characters") as raised:
         maker.prompt_ids(" " * (longest + 1))
     assert raised.value.code == "context_length_exceeded"

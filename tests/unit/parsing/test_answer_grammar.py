@@ -16,8 +16,8 @@ from paceline.errors import RequestError
 from paceline.parsing.answer_grammar import answer_grammar
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.parsing.tools import Tool, ToolUse
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

@@ -9,7 +9,7 @@ import pytest
 from paceline.engine.batch import RequestMaker
 from paceline.proof.exactness.near_ties import Place, decide, kept_sets
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import truncate
+from paceline.sampling.truncation import truncate
 from paceline.tokenizer.tokenizer import Tokenizer
 
 V = 64

@@ -178,7 +178,7 @@ def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: d
     for index, row in enumerate(rows_of("steep", 8, vocab, 3)):
         row[:12] += 9.0  # those that are edited
         processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], path_sampler=sampler)
-        processor.commit_all([4, 5, 1])
+        processor.commit(4, 5, 1)
         request = Request([1, 2, 3, 2, 4, 5, 1], 4, params, processor, CachedSequence(), index, 0, 99)
         tree = DraftTree.root_only(1)
         assert verify_module.path_request(tree, request, 0) is None

@@ -196,7 +196,7 @@ def test_an_edited_row_gives_the_token_of_the_definition(edit: dict[str, Any], p
         params = SamplingParams(**given, **edit)
         sampler = sampler_of(CompiledBatchPathSampler(vocab), params)
         processor = LogitsProcessor(params, vocab, [1, 2, 3, 2], path_sampler=sampler)
-        processor.commit_all([4, 5, 1])
+        processor.commit(4, 5, 1)
         for index, row in enumerate(rows_of("steep", 12, vocab, pytestconfig.getoption("--seed"))):
             row[:12] += 9.0  # those that are edited
             best = int(row.argmax())

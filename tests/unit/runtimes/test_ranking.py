@@ -10,7 +10,7 @@ from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking, ranked_ro
 from paceline.runtimes.torch.ranking import rank_rows
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
-from paceline.sampling.top_n import top_n
+from paceline.sampling.truncation import top_n
 
 SOURCES = [*BUILT, "torch"]
 SIZES = [1, 2, 33, 255, 256, 257, 4096, 4100, 12_345]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
+from paceline.sampling.constraints import TokenView
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 
@@ -13,7 +14,7 @@ def _processor(*functions, prompt=(1, 2), **values) -> LogitsProcessor:
     return LogitsProcessor(SamplingParams(processors=functions, **values), VOCABULARY, prompt)
 
 
-def test_it_is_called_with_prompt_output_and_path_and_the_edited_scores():
+def test_a_processor_gets_the_whole_text_and_the_edited_scores():
     seen = []
 
     def look(token_ids, scores):
@@ -30,7 +31,7 @@ def test_it_is_called_with_prompt_output_and_path_and_the_edited_scores():
     ]
 
 
-def test_what_it_kept_of_a_call_stays_what_it_was():
+def test_arguments_that_a_processor_keeps_do_not_change():
     kept = []
 
     def keep(token_ids, scores):
@@ -48,7 +49,7 @@ def test_what_it_kept_of_a_call_stays_what_it_was():
     assert scores.tolist() == ROW.tolist()
 
 
-def test_an_array_of_its_own_that_it_returns_is_not_changed():
+def test_an_array_that_a_processor_returns_is_not_changed():
     own = ROW[::-1].copy()
     own.flags.writeable = False
     processor = _processor(lambda token_ids, scores: own, lambda token_ids, scores: scores + np.float32(1.0), temperature=0.5)
@@ -56,7 +57,7 @@ def test_an_array_of_its_own_that_it_returns_is_not_changed():
     assert processor.process(ROW).argmax() == 0
 
 
-def test_several_run_in_order():
+def test_processors_run_in_order():
     params = _processor(lambda token_ids, scores: scores * np.float32(2.0), lambda token_ids, scores: scores + np.float32(1.0))
     assert params.process(ROW).scores.tolist() == (ROW * 2 + 1).tolist()
 
@@ -77,7 +78,7 @@ def test_several_run_in_order():
     ],
 )
 @pytest.mark.parametrize("values", [{}, {"temperature": 1.0}])
-def test_what_cannot_be_used_is_the_requests_fault_and_names_the_function(returned, reason, values):
+def test_unusable_scores_are_a_request_error_with_the_functions_name(returned, reason, values):
     def my_processor(token_ids, scores):
         return returned(scores)
 
@@ -87,7 +88,7 @@ def test_what_cannot_be_used_is_the_requests_fault_and_names_the_function(return
     assert refusal.value.parameter == "processors"
 
 
-def test_an_object_is_named_by_its_class():
+def test_an_error_of_a_processor_object_names_its_class():
     class Grumpy:
         def __call__(self, token_ids, scores):
             raise KeyError("no")
@@ -96,7 +97,7 @@ def test_an_object_is_named_by_its_class():
         _processor(Grumpy()).process(ROW)
 
 
-def test_an_interrupt_is_not_the_requests_fault():
+def test_an_interrupt_in_a_processor_passes():
     def interrupted(token_ids, scores):
         raise KeyboardInterrupt
 
@@ -104,10 +105,33 @@ def test_an_interrupt_is_not_the_requests_fault():
         _processor(interrupted).process(ROW)
 
 
-def test_the_text_cannot_be_changed():
+def test_the_text_is_read_only():
     def write(token_ids, scores):
         token_ids[0] = 5
         return scores
 
     with pytest.raises(RequestError, match="does not support item assignment"):
         _processor(write).process(ROW)
+
+
+def test_a_view_reads_like_the_list_of_text_and_path():
+    view = TokenView([1, 2, 3], [4, 2])
+    whole = [1, 2, 3, 4, 2]
+    assert (list(view), len(view), view.count(2), view.index(4), 3 in view, 9 in view) == (whole, 5, 2, 3, True, False)
+    assert [view[index] for index in range(-5, 5)] == [whole[index] for index in range(-5, 5)]
+    for one in (slice(None), slice(-2, None), slice(1, 4), slice(None, None, -2), slice(2, 100), slice(4, 1)):
+        assert view[one] == whole[one]
+    assert np.array(view).tolist() == whole
+    assert np.asarray(view, np.float32).dtype == np.float32
+    for index in (5, -6):
+        with pytest.raises(IndexError):
+            view[index]
+
+
+def test_a_view_does_not_see_what_is_added_later():
+    text, path = [1, 2], [3]
+    view = TokenView(text, path)
+    text.append(7)
+    path.append(8)
+    assert list(view) == [1, 2, 3]
+    assert view[-1] == 3

@@ -18,7 +18,7 @@ def test_the_token_is_the_argmax_of_score_minus_log_noise():
         assert draw(some, 9, 1, position) == ids[np.argmax(scores[ids] - np.log(noise(9, 1, position, ids)))]
 
 
-def test_listing_ids_or_leaving_others_at_minus_infinity_is_the_same_draw():
+def test_draw_with_listed_ids_equals_draw_with_others_masked():
     generator = np.random.default_rng(1)
     for position in range(200):
         ids = np.sort(generator.choice(5_000, 300, replace=False))

@@ -48,7 +48,7 @@ def test_raw_logprobs_are_those_of_the_textbook(size, num_top, kind, seed):
         _assert_equal(raw_logprobs(row, token_id, num_top), _textbook(row, token_id, num_top))
 
 
-def test_a_token_logprob_is_the_entry_of_the_list_it_stands_in():
+def test_a_tokens_logprob_equals_its_entry_among_the_top():
     row = np.random.default_rng(2).standard_normal(5_000).astype(np.float32)
     for token_id, value in raw_logprobs(row, 0, 20).top:
         assert raw_logprobs(row, token_id, 0).logprob == value
@@ -69,7 +69,7 @@ def test_a_token_logprob_is_the_entry_of_the_list_it_stands_in():
     ],
     ids=str,
 )
-def test_processed_logprobs_are_those_of_what_a_draw_sees(values, size, seed):
+def test_processed_logprobs_are_those_of_the_distribution(values, size, seed):
     row = (np.random.default_rng(seed).standard_normal(size) * 2).astype(np.float32)
     distribution = LogitsProcessor(SamplingParams(**values), size, [1, 2]).process(row, [3, 4])
     dense = np.full(size, -np.inf)

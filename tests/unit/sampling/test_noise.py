@@ -30,7 +30,7 @@ def test_the_bits_of_an_id_do_not_depend_on_the_other_ids():
     assert np.array_equal(noise_bits(1, 0, 0, Purpose.TOKEN, VOCABULARY - 7), everything[:-7])
 
 
-def test_keys_of_many_rows_are_the_keys_of_each():
+def test_noise_keys_of_arrays_equal_those_of_ints():
     seeds = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
     samples = np.array([0, 1, 2, 3], np.uint64)
     positions = np.array([0, 5, 100_000, 7], np.uint64)
@@ -83,7 +83,7 @@ def test_neighbouring_ids_get_unrelated_bits(distance):
 
 
 @pytest.mark.parametrize("token_id", [0, 1, 31_999])
-def test_the_bits_of_one_id_over_positions_seeds_and_samples_are_uniform_and_unrelated(token_id):
+def test_bits_of_one_id_are_uniform_over_positions_seeds_and_samples(token_id):
     counts = np.arange(20_000, dtype=np.uint64)
     zeros = np.zeros_like(counts)
     for keys in (

@@ -3,9 +3,9 @@ import pytest
 
 from harness.scripted_target import textbook_probs
 from paceline.errors import CheckpointError, RequestError
-from paceline.sampling.grammar import Grammar
+from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
+from paceline.sampling.processors import LogitsProcessor, TokenCounts
 
 VOCABULARY = 40
 SAMPLED = {"temperature": 0.7}
@@ -111,23 +111,23 @@ def test_a_row_gets_the_textbook_distribution(name):
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_a_guessed_path_gives_the_bits_of_the_same_tokens_committed(name):
+def test_a_draft_path_gives_the_same_bits_as_committed_tokens(name):
     params = SamplingParams(**PARAMS[name])
     prompt, output, path = [1, 2, 2], [5, 5, 7], [7, 9, 5, 9, 1]
-    plain, guessed = (LogitsProcessor(params, VOCABULARY, prompt) for _ in range(2))
+    plain, drafted = (LogitsProcessor(params, VOCABULARY, prompt) for _ in range(2))
     for token_id in output:
         plain.commit(token_id)
-        guessed.commit(token_id)
+        drafted.commit(token_id)
     for accepted in range(len(path) + 1):
         for row in _rows(5):
-            assert _bits(plain.process(row)) == _bits(guessed.process(row, path[:accepted]))
+            assert _bits(plain.process(row)) == _bits(drafted.process(row, path[:accepted]))
         if accepted < len(path):
             plain.commit(path[accepted])
-    assert guessed.num_output_tokens == len(output)
+    assert drafted.num_output_tokens == len(output)
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_it_does_not_matter_where_a_text_is_cut_into_output_and_path(name, seed, large_counts):
+def test_every_split_into_output_and_path_gives_the_same_row(name, seed, large_counts):
     params = SamplingParams(**PARAMS[name])
     generator = np.random.default_rng(seed)
     for row in _rows(100 if large_counts else 6):
@@ -161,7 +161,7 @@ def test_a_row_no_processor_changes_is_not_copied():
         assert np.shares_memory(LogitsProcessor(SamplingParams(**values), VOCABULARY, [1]).process(row).scores, row)
 
 
-def test_penalties_read_the_prompt_only_where_they_should():
+def test_only_the_repetition_penalty_counts_the_prompt():
     row = np.zeros(VOCABULARY, np.float32)
     row[[1, 2, 3]] = 4.0
     row[4] = -4.0
@@ -172,7 +172,7 @@ def test_penalties_read_the_prompt_only_where_they_should():
     assert scores[[1, 2, 3, 4]].tolist() == [4.0, 2.0, 4.0, -4.0]
 
 
-def test_end_tokens_are_banned_until_the_output_and_path_are_long_enough():
+def test_min_tokens_bans_end_tokens_in_output_and_path():
     params = SamplingParams(min_tokens=3, stop_token_ids=(6,), ignore_eos=True)
     processor = LogitsProcessor(params, VOCABULARY, [0], eos_token_ids=(5, VOCABULARY + 3))
     row = np.zeros(VOCABULARY, np.float32)
@@ -186,7 +186,7 @@ def test_end_tokens_are_banned_until_the_output_and_path_are_long_enough():
 
 @pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN"), (np.inf, "inf")])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5)])
-def test_a_row_that_is_not_finite_is_the_checkpoints_fault(value, text, params):
+def test_a_row_that_is_not_finite_is_a_checkpoint_error(value, text, params):
     row = _rows(1)[0]
     row[17] = value
     with pytest.raises(CheckpointError, match=f"the target produced {text} logits"):
@@ -204,7 +204,7 @@ def test_a_row_that_is_not_finite_is_the_checkpoints_fault(value, text, params):
         ({"processors": [lambda token_ids, scores: np.full_like(scores, -np.inf)], "banned_token_ids": (1,)}, "processors"),
     ],
 )
-def test_a_row_in_which_everything_is_banned_is_the_requests_fault(values, name):
+def test_a_row_in_which_everything_is_banned_is_a_request_error(values, name):
     processor = LogitsProcessor(
         SamplingParams(**{key: tuple(value) if isinstance(value, range) else value for key, value in values.items()}), VOCABULARY, ()
     )
@@ -213,7 +213,7 @@ def test_a_row_in_which_everything_is_banned_is_the_requests_fault(values, name)
     assert refusal.value.parameter == name
 
 
-def test_the_last_of_several_parameters_to_ban_something_is_told_with_those_before_it():
+def test_the_error_of_an_empty_row_names_the_parameters_in_order():
     params = SamplingParams(no_repeat_ngram_size=1, bad_words=((3,),), banned_token_ids=range(4, VOCABULARY))
     processor = LogitsProcessor(params, VOCABULARY, [0, 1])
     processor.process(_rows(1)[0])
@@ -228,7 +228,7 @@ def test_the_last_of_several_parameters_to_ban_something_is_told_with_those_befo
     [{}, SAMPLED, {**SAMPLED, "top_p": 0.8}, {**SAMPLED, "top_k": 3, "processors": (lower_the_best,)}],
     ids=["greedy", "sampled", "top-p", "after a custom processor"],
 )
-def test_a_constraint_masks_what_custom_processors_leave_and_comes_before_temperature(values):
+def test_a_grammar_masks_after_processors_and_before_temperature(values):
     """As the same mask by a custom processor that comes last."""
     output, path = [5, 9, 4], [7, 7]
 
@@ -237,9 +237,9 @@ def test_a_constraint_masks_what_custom_processors_leave_and_comes_before_temper
         return scores
 
     constraint = ByTheSum()
-    constrained = LogitsProcessor(SamplingParams(**values), VOCABULARY, [2], constraint=constraint)
+    constrained = LogitsProcessor(SamplingParams(**values), VOCABULARY, [2], grammar=constraint)
     expected = LogitsProcessor(SamplingParams(**{**values, "processors": (*values.get("processors", ()), by_the_sum)}), VOCABULARY, [2])
-    assert constrained.constraint is constraint
+    assert constrained.grammar is constraint
     for token_id in output:
         for row in _rows(10):
             for accepted in range(len(path) + 1):
@@ -249,18 +249,18 @@ def test_a_constraint_masks_what_custom_processors_leave_and_comes_before_temper
     assert constraint.committed == output
 
 
-def test_a_constraint_that_allows_nothing_is_the_grammars_fault():
+def test_a_grammar_that_allows_nothing_is_a_request_error():
     class Nothing(ByTheSum):
         def mask(self, scores, path):
             scores[:] = -np.inf
 
-    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), VOCABULARY, (), constraint=Nothing())
+    processor = LogitsProcessor(SamplingParams(min_tokens=1, stop_token_ids=(3,)), VOCABULARY, (), grammar=Nothing())
     with pytest.raises(RequestError, match="min_tokens left") as refusal:
         processor.process(_rows(1)[0])
     assert refusal.value.parameter == "grammar"
 
 
-def test_nothing_that_was_asked_for_is_left_out_in_silence():
+def test_a_missing_grammar_or_bad_word_ids_are_an_error():
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(bad_words=["word"]), VOCABULARY, [1])
     assert refusal.value.parameter == "bad_words"
@@ -268,19 +268,40 @@ def test_nothing_that_was_asked_for_is_left_out_in_silence():
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1])
     assert refusal.value.parameter == "grammar"
-    LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1], constraint=ByTheSum())
+    LogitsProcessor(SamplingParams(grammar=Grammar.regex("a+")), VOCABULARY, [1], grammar=ByTheSum())
 
 
 @pytest.mark.parametrize("values", [{"bad_words": [[1, VOCABULARY]]}, {}])
-def test_a_bad_word_outside_the_vocabulary_is_refused_when_the_request_starts(values):
+def test_a_bad_word_outside_the_vocabulary_is_refused_at_the_start(values):
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(**values), VOCABULARY, [1], bad_word_ids=[] if values else [(VOCABULARY,)])
     assert refusal.value.parameter == "bad_words"
 
 
-def test_an_id_outside_the_vocabulary_is_refused_when_the_request_starts():
+def test_an_id_outside_the_vocabulary_is_refused_at_the_start():
     with pytest.raises(RequestError):
         LogitsProcessor(SamplingParams(banned_token_ids=(VOCABULARY,)), VOCABULARY, ())
     with pytest.raises(RequestError) as refusal:
         LogitsProcessor(SamplingParams(repetition_penalty=1.1), VOCABULARY, [1, VOCABULARY])
     assert refusal.value.parameter == "prompt"
+
+
+def test_counts_are_those_of_the_list(seed):
+    generator = np.random.default_rng(seed)
+    counts = TokenCounts(np.array([3, 5]))
+    text = [3, 5]
+    for token_id in generator.integers(0, 300, 500).tolist():
+        counts.add(token_id)
+        text.append(token_id)
+    assert dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True)) == {one: text.count(one) for one in text}
+
+
+def test_drop_last_undoes_extend():
+    counts = TokenCounts()
+    counts.extend([7, 8, 7])
+    counts.extend([8, 9, 9, 10, 7])
+    counts.drop_last([8, 9, 9, 10, 7])
+    assert counts.token_ids.tolist() == [7, 8]
+    assert counts.counts.tolist() == [2.0, 1.0]
+    counts.add(10)
+    assert counts.token_ids.tolist() == [7, 8, 10]

@@ -30,7 +30,7 @@ def _dense(probs: TokenProbs) -> np.ndarray:
     return values
 
 
-def test_both_forms_give_what_plain_arrays_give(seed):
+def test_listed_and_dense_probs_give_the_same_results(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         (target, target_values), (draft, draft_values) = _random_probs(generator), _random_probs(generator)
@@ -54,46 +54,46 @@ def test_both_forms_give_what_plain_arrays_give(seed):
             assert draft.is_within(size) == (not draft_values[size:].any())
 
 
-def test_a_distribution_over_fewer_ids_counts_as_zero_beyond_them():
+def test_probs_of_ids_outside_a_distribution_are_zero():
     short, long = TokenProbs(np.array([0.5, 0.5])), TokenProbs(np.array([0.1, 0.2, 0.3, 0.4]))
-    assert short.over(long).tolist() == [0.5, 0.5, 0.0, 0.0]
-    assert long.over(short).tolist() == [0.1, 0.2]
-    assert short.over(TokenProbs(np.array([0.5, 0.5]), np.array([1, 3]))).tolist() == [0.5, 0.0]
+    assert short.at_ids_of(long).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert long.at_ids_of(short).tolist() == [0.1, 0.2]
+    assert short.at_ids_of(TokenProbs(np.array([0.5, 0.5]), np.array([1, 3]))).tolist() == [0.5, 0.0]
     assert short.prob(3) == acceptance(long, short, 3) == 0
 
 
-def test_a_block_is_kept_whole_where_the_target_is_sure_enough():
+def test_block_threshold_is_one_from_a_share_of_one():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert block_threshold(1, excess(same, same)) == 1
     assert block_threshold(0, excess(same, same, 0)) == 0
 
 
-def test_where_nothing_is_left_but_rounding_the_targets_distribution_stays():
+def test_the_residual_of_equal_distributions_is_the_target():
     same = TokenProbs(np.array([0.25, 0.75]))
     assert residual(same, excess(same, same)) is same
 
 
 @pytest.mark.parametrize("uniform", [2.0**-49, 0.3, 1.0 - 2.0**-49])
-def test_a_token_of_probability_0_is_never_picked(uniform, seed):
+def test_token_at_never_returns_a_token_of_probability_0(uniform, seed):
     generator = np.random.default_rng(seed)
     for _ in range(300):
         probs, values = _random_probs(generator)
-        assert values[probs.pick(uniform)] > 0.0
+        assert values[probs.token_at(uniform)] > 0.0
 
 
-def test_picked_tokens_have_the_distribution_of_the_row(seed):
+def test_token_at_uniform_quantiles_has_the_distribution(seed):
     """From logits through the processors and the noise: what drafts are drawn by and what replaces a refused one."""
     params = SamplingParams(temperature=0.8, top_p=0.9)
     logits = np.random.default_rng(4).normal(0.0, 2.0, 64).astype(np.float32)
-    probs = TokenProbs.of(LogitsProcessor(params, 64, ()).process(logits))
+    probs = TokenProbs.from_distribution(LogitsProcessor(params, 64, ()).process(logits))
     distribution = {token: float(value) for token, value in enumerate(textbook_probs(logits, params)) if value > 0}
     counts = dict.fromkeys(distribution, 0)
     for one in range(seed, seed + 20_000):
-        counts[probs.pick(step_uniform(one, 0, 10, Purpose.RESIDUAL, 1))] += 1
+        counts[probs.token_at(step_uniform(one, 0, 10, Purpose.RESIDUAL, 1))] += 1
     assert chi_square_p_value(counts, distribution) > 0.001
 
 
-def test_several_draws_have_the_distribution_of_drawing_without_replacement_in_order(seed):
+def test_draw_distinct_draws_in_order_without_replacement(seed):
     values = np.array([0.5, 0.3, 0.15, 0.05])
     probs = TokenProbs(values)
     distribution = {(one, two): float(values[one] * values[two] / (1 - values[one])) for one in range(4) for two in range(4) if one != two}
@@ -112,7 +112,7 @@ def test_no_more_tokens_are_drawn_than_there_are():
 
 def test_probs_do_not_live_in_the_row_they_were_made_from():
     logits = np.zeros(32, np.float32)
-    probs = TokenProbs.of(LogitsProcessor(SamplingParams(temperature=1.0), 32, ()).process(logits))
+    probs = TokenProbs.from_distribution(LogitsProcessor(SamplingParams(temperature=1.0), 32, ()).process(logits))
     before = probs.values.copy()
     logits[:] = np.arange(32)
     np.testing.assert_array_equal(probs.values, before)

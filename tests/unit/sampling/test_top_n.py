@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from paceline.sampling.draw import draw
+from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.top_n import TOP_N, draw_of_top, support_of, top_n, top_probs
+from paceline.sampling.truncation import TOP_N, support_of, top_n, top_probs
 
 SETTINGS = [
     SamplingParams(temperature=0.7, top_p=0.9),
@@ -19,7 +19,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=repr)
-def test_draw_of_top_with_a_whole_support_equals_the_draw_of_the_row(params: SamplingParams, seed: int, large_counts: bool) -> None:
+def test_draw_of_a_whole_support_equals_the_draw_of_the_row(params: SamplingParams, seed: int, large_counts: bool) -> None:
     random, num_known = np.random.default_rng(seed), 0
     for number in range(600 if large_counts else 60):
         row = random.normal(scale=random.uniform(0.5, 6.0), size=200).astype(np.float32)
@@ -35,7 +35,7 @@ def test_draw_of_top_with_a_whole_support_equals_the_draw_of_the_row(params: Sam
         num_known += 1
         assert support.count == likely
         top = order[: support.count].tolist()
-        assert draw_of_top(top, scores[top].tolist(), 5, 0, number) == draw(whole, 5, 0, number)
+        assert draw(Distribution(scores[top], np.array(top), greedy=False), 5, 0, number) == draw(whole, 5, 0, number)
     assert num_known > 10
 
 

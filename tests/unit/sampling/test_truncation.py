@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.sampling.processors import truncate
+from paceline.sampling.truncation import truncate
 
 ROWS = {
     "normal": lambda generator, size: generator.standard_normal(size) * 3.0,
@@ -58,7 +58,7 @@ def test_of_ties_at_the_edge_of_top_p_the_lowest_ids_stay():
     assert truncate(scores, scores.max(), top_k=0, top_p=0.5, min_p=0.0).tolist() == [1, 3]
 
 
-def test_a_tiny_top_p_keeps_the_best_id_though_others_weigh_the_same_in_float32():
+def test_a_tiny_top_p_keeps_only_the_best_of_equal_float32_weights():
     scores = np.array([-1e-9, 0.0, -1e-9], np.float32)
     assert truncate(scores, scores.max(), top_k=0, top_p=1e-6, min_p=0.0).tolist() == [1]
 

@@ -17,8 +17,9 @@ from harness.grammar_schemas import random_schema
 from paceline.errors import RequestError
 from paceline.kv_cache.paged import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
@@ -76,8 +77,8 @@ class Target:
 
 
 def request(params: SamplingParams, seed: int = 1) -> Request:
-    constraint = None if params.grammar is None else compiler().matcher(params.grammar, PROMPT)
-    processor = LogitsProcessor(params, V, PROMPT, EOS_IDS, constraint=constraint)
+    grammar = None if params.grammar is None else compiler().matcher(params.grammar, PROMPT)
+    processor = LogitsProcessor(params, V, PROMPT, EOS_IDS, grammar=grammar)
     made = Request(list(PROMPT), len(PROMPT), params, processor, CachedSequence(), seed, 0, len(PROMPT) + params.max_tokens)
     made.end_token_ids = frozenset(EOS_IDS)
     return made
@@ -101,7 +102,7 @@ def generate(target: Target, one: Request, propose: Propose = lambda _: None) ->
 def possible_after(one: Request, path: Sequence[int]) -> list[int]:
     """Some tokens the grammar allows."""
     scores = np.zeros(V, np.float32)
-    matcher = one.processor.constraint
+    matcher = one.processor.grammar
     assert matcher is not None
     matcher.mask(scores, path)
     return np.flatnonzero(scores > -np.inf)[:5].tolist()
@@ -137,7 +138,7 @@ def check(tree: DraftTree | None, one: Request, max_depth: int, row_budget: int,
     assert tree.num_draft_tokens >= 1
     assert tree.tree_depth <= max_depth
     assert num_rows(tree.parents, layout) <= row_budget
-    matcher = one.processor.constraint
+    matcher = one.processor.grammar
     assert matcher is not None
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.token_ids[1:], tree.parents[1:], strict=True):

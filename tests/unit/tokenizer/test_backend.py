@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
 from paceline.errors import CheckpointError, PacelineError, RequestError, library_errors
 from paceline.proof.checkpoint_facts import read_tokenizer
-from paceline.sampling.compiled_grammar import GrammarVocabulary
+from paceline.sampling.grammars.compiled_grammar import GrammarVocabulary
 from paceline.small_files import TOKENIZER_BYTES
 from paceline.tokenizer import backend
 from paceline.tokenizer.backend import SPARE_IDS, TokenizerBackend, check_ids
@@ -53,7 +53,7 @@ AT_LOAD: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", AT_LOAD.values(), ids=AT_LOAD)
-def test_a_tokenizer_that_cannot_be_used_is_a_checkpoint_error_at_load(change: Change, tmp_path: Path) -> None:
+def test_an_unusable_tokenizer_is_a_checkpoint_error_at_load(change: Change, tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         opened(tmp_path, change)
@@ -81,7 +81,7 @@ def test_a_text_that_makes_the_tokenizer_panic_is_a_request_error(change: Change
     start = time.perf_counter()
     try:
         tokenizer = opened(tmp_path, change)
-    except CheckpointError:  # some panic over whatever they are asked
+    except CheckpointError:  # some panic in every call
         return
     with pytest.raises(RequestError, match="tokenizer cannot encode this text; send another"):
         tokenizer.encode("a" * 40 + "b")
@@ -93,7 +93,7 @@ class PanicException(BaseException):
 
 
 class Failing:
-    """A library that works until something is asked of it."""
+    """A library whose calls fail after it is loaded."""
 
     padding = truncation = None
 
@@ -120,7 +120,7 @@ CALLS: dict[str, Callable[[TokenizerBackend], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_whatever_the_library_raises_is_a_request_error_and_whoever_wants_to_stop_stops(call: Callable[[TokenizerBackend], object]) -> None:
+def test_library_exceptions_are_request_errors_and_interrupts_pass(call: Callable[[TokenizerBackend], object]) -> None:
     for error in (
         PanicException("index out of bounds"),
         Exception("bare"),
@@ -135,21 +135,21 @@ def test_whatever_the_library_raises_is_a_request_error_and_whoever_wants_to_sto
         call(TokenizerBackend(Failing(KeyboardInterrupt())))
 
 
-def test_a_panic_while_the_vocabulary_is_read_is_a_checkpoint_error() -> None:
+def test_a_panic_while_reading_the_vocabulary_is_a_checkpoint_error() -> None:
     library = Failing(PanicException("poisoned lock"))
     library.get_vocab = library._fail  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="vocabulary of this tokenizer cannot be read"):
         TokenizerBackend(library)
 
 
-def test_ids_that_a_request_cannot_have_are_no_error_of_the_library(tmp_path: Path) -> None:
+def test_invalid_ids_and_texts_are_request_errors(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path)
     for token_id in (-1, 2**32, 10**30):
         with pytest.raises(RequestError, match="the model's tokenizer cannot"):
             tokenizer.decode([token_id])
         with pytest.raises(RequestError, match="the model's tokenizer cannot"):
             tokenizer.piece(token_id)
-    with pytest.raises(RequestError, match=r"the text holds '\\ud83d', half of a surrogate pair and no character"):
+    with pytest.raises(RequestError, match=r"the text contains '\\ud83d', half of a surrogate pair"):
         tokenizer.encode("half a character \ud83d")
 
 
@@ -162,7 +162,7 @@ def test_gaps_between_ids_are_allowed_in_proportion() -> None:
             check_ids(ids)
 
 
-def test_comparing_and_writing_down_take_no_longer_where_ids_leave_gaps(tmp_path: Path) -> None:
+def test_gaps_between_ids_do_not_slow_down_comparison_and_json(tmp_path: Path) -> None:
     tokenizer = opened(tmp_path, lambda content: content["model"]["vocab"].update(zzz=SPARE_IDS))
     start = time.perf_counter()
     compare_vocabularies(tokenizer, tokenizer)
@@ -170,18 +170,18 @@ def test_comparing_and_writing_down_take_no_longer_where_ids_leave_gaps(tmp_path
     assert time.perf_counter() - start < MAX_SECONDS
 
 
-def test_a_tokenizer_that_a_grammar_library_cannot_read_is_a_request_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_llguidance_cannot_read_is_a_request_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llguidance = pytest.importorskip("llguidance")
 
     def fail(*_: object, **__: object) -> None:
         raise PanicException("called `Option::unwrap()` on a `None` value")
 
     monkeypatch.setattr(llguidance, "LLTokenizer", fail)
-    with pytest.raises(RequestError, match="cannot be held to one; generate without it"):
+    with pytest.raises(RequestError, match="cannot read this model's tokenizer; generate without"):
         GrammarVocabulary(opened(tmp_path), [0])
 
 
-def test_padding_of_any_length_is_not_made_by_doctor(tmp_path: Path) -> None:
+def test_doctor_does_not_apply_padding(tmp_path: Path) -> None:
     """The library would end the whole process."""
     fixed = {
         "strategy": {"Fixed": 10**12},
@@ -238,7 +238,7 @@ FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", FILES.values(), ids=FILES)
-def test_tokenizer_files_are_looked_at_before_anybody_reads_them(change: Callable[[Path], object], tmp_path: Path) -> None:
+def test_tokenizer_files_are_checked_before_they_are_read(change: Callable[[Path], object], tmp_path: Path) -> None:
     write_byte_level_tokenizer(tmp_path)
     change(tmp_path)
     start = time.perf_counter()
@@ -248,7 +248,7 @@ def test_tokenizer_files_are_looked_at_before_anybody_reads_them(change: Callabl
     assert "trust_remote_code" not in str(caught.value)
 
 
-def test_a_chat_template_that_is_no_text_spoils_conversations_alone(tmp_path: Path) -> None:
+def test_a_chat_template_that_is_not_text_fails_conversations_only(tmp_path: Path) -> None:
     write_byte_fallback_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     for template in (7, ["{{ x }}"], {"default": 7}, {"default": {"a": 1}}):
@@ -274,7 +274,7 @@ def test_a_vocabulary_of_a_gguf_file_is_bounded() -> None:
     assert time.perf_counter() - start < MAX_SECONDS
 
 
-def test_our_errors_pass_the_boundary_as_they_are_and_advice_to_run_strangers_code_does_not() -> None:
+def test_own_errors_pass_and_advice_to_run_remote_code_does_not() -> None:
     with pytest.raises(CheckpointError, match=r"^ours$"), library_errors("theirs", RequestError):
         raise CheckpointError("ours")
     for text in ("set `weights_only=False` to load it", "please pass `trust_remote_code=True`"):
@@ -284,7 +284,7 @@ def test_our_errors_pass_the_boundary_as_they_are_and_advice_to_run_strangers_co
         assert isinstance(caught.value, PacelineError)
 
 
-def test_the_library_is_the_one_that_panics(tmp_path: Path) -> None:
+def test_a_panic_of_the_library_is_recognised(tmp_path: Path) -> None:
     """What the tests above hold to be a panic is one."""
     write_byte_level_tokenizer(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -294,7 +294,7 @@ def test_the_library_is_the_one_that_panics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_byte_level_tokenizer, write_byte_fallback_tokenizer])
-def test_the_text_of_many_ids_is_that_of_few(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_ids_decode_like_few(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many are decoded without the interpreter lock."""
     tokenizer = opened(tmp_path, write=write)
     ids = [*tokenizer.encode("the é cat\n😀 </s>"), *range(tokenizer.vocab_size + 2)]

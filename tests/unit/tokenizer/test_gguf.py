@@ -10,8 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from paceline.errors import CheckpointError
-from paceline.tokenizer.gguf import read_gguf_tokenizer
-from paceline.tokenizer.gguf_splits import SPLITS
+from paceline.tokenizer.gguf import SPLITS, read_gguf_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -62,19 +61,19 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert tokenizer.special_token_ids == {START, END}
 
 
-def test_invented_ids_at_the_end_are_no_part_of_the_vocabulary() -> None:
+def test_unused_ids_at_the_end_are_not_in_the_vocabulary() -> None:
     assert opened(BYTE_LEVEL).vocab_size == TOOL + 1
     assert opened(BYTE_LEVEL, padding_token_id=TOOL + 1).vocab_size == TOOL + 2
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos"), [(False, False), (True, False), (False, True), (True, True)])
-def test_ids_in_front_and_behind_are_those_the_file_asks_for(*, add_bos: bool, add_eos: bool) -> None:
+def test_bos_and_eos_ids_are_added_as_the_file_requires(*, add_bos: bool, add_eos: bool) -> None:
     tokenizer = opened(BYTE_LEVEL, add_bos_token=add_bos, add_eos_token=add_eos)
     assert tokenizer.encode("the") == [START] * add_bos + [THE] + [END] * add_eos
     assert tokenizer.encode("the", add_special_tokens=False) == [THE]
 
 
-def test_who_gets_a_bos_id_without_being_asked() -> None:
+def test_default_of_the_bos_id_by_tokenizer_kind() -> None:
     assert pieces(opened(SENTENCEPIECE), "a", add_special_tokens=True) == ["<s>", "▁a"]
     assert pieces(opened(BYTE_LEVEL), "the", add_special_tokens=True) == ["the"]
     assert pieces(opened(BYTE_LEVEL, pre="llama-bpe"), "the", add_special_tokens=True) == ["<|im_start|>", "the"]
@@ -92,16 +91,16 @@ def test_every_way_to_split_keeps_the_whole_text(name: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_a_file_that_does_not_say_how_it_splits_gets_a_notice() -> None:
+def test_a_file_without_a_split_name_gets_a_notice() -> None:
     metadata = {key: value for key, value in BYTE_LEVEL.items() if key != "tokenizer.ggml.pre"}
     tokenizer = Tokenizer.from_gguf(metadata, "x.gguf")
     assert len(tokenizer.notices) == 1
-    assert "x.gguf does not say how" in tokenizer.notices[0]
+    assert "x.gguf does not specify how" in tokenizer.notices[0]
     assert opened(BYTE_LEVEL).notices == ()
     assert tokenizer.encode("the 12 +=") == opened(BYTE_LEVEL, pre="default").encode("the 12 +=")
 
 
-def test_merges_follow_from_scores_and_the_left_one_of_equals_counts(seed: int, large_counts: bool) -> None:
+def test_merges_follow_from_scores_and_equal_ones_merge_left_first(seed: int, large_counts: bool) -> None:
     rng = random.Random(seed)
     for _ in range(300 if large_counts else 30):
         ranks = rng.sample(range(len(PIECES)), len(PIECES))
@@ -113,7 +112,7 @@ def test_merges_follow_from_scores_and_the_left_one_of_equals_counts(seed: int, 
             assert pieces(tokenizer, text) == expected, (text, scores)
 
 
-def test_characters_outside_the_vocabulary_are_bytes_and_come_back_whole() -> None:
+def test_characters_outside_the_vocabulary_round_trip_as_bytes() -> None:
     tokenizer = opened(SENTENCEPIECE)
     assert pieces(tokenizer, "aé") == ["▁a", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(tokenizer.encode("a  é😀 b")) == "a  é😀 b"
@@ -124,14 +123,14 @@ def test_characters_outside_the_vocabulary_are_bytes_and_come_back_whole() -> No
     assert "\ufffd" not in "".join(parts)
 
 
-def test_a_space_is_put_in_front_unless_the_file_says_otherwise() -> None:
+def test_a_space_is_added_before_a_text_by_default() -> None:
     assert pieces(opened(SENTENCEPIECE), "ab") == ["▁ab"]
     without = opened(SENTENCEPIECE, add_space_prefix=False)
     assert pieces(without, "ab") == ["ab"]
     assert without.decode(without.encode(" ab")) == " ab"
 
 
-def test_lines_are_merged_by_stored_merges_and_the_last_id_of_a_text_is_taken() -> None:
+def test_gemma4_merges_lines_and_encodes_to_the_last_duplicate_id() -> None:
     pieces_of_lines = ["\n", "\n\n", "▁", "a", "b", "#", "ab", "▁ab", "aab", "#", "<turn|>"]
     tokens = [*SENTENCEPIECE["tokenizer.ggml.tokens"][:259], *pieces_of_lines]
     types = [*SENTENCEPIECE["tokenizer.ggml.token_type"][:259], *[1] * (len(pieces_of_lines) - 1), 3]
@@ -146,13 +145,13 @@ def test_lines_are_merged_by_stored_merges_and_the_last_id_of_a_text_is_taken() 
     assert set(tokenizer.end_token_ids) == {2, tokens.index("<turn|>")}
 
 
-def test_phi3_swallows_whitespace_behind_most_special_tokens() -> None:
+def test_phi3_drops_whitespace_after_most_special_tokens() -> None:
     phi3 = Tokenizer.from_gguf({**SENTENCEPIECE, "general.architecture": "phi3"}, "x.gguf")
     assert pieces(phi3, "</s>\n a<s>  a") == ["</s>", "▁a", "<s>", "▁", "▁", "▁a"]
     assert pieces(opened(SENTENCEPIECE), "</s> a") == ["</s>", "▁", "▁a"]
 
 
-def test_an_answer_ends_with_the_ids_that_have_the_role_or_a_known_text() -> None:
+def test_end_token_ids_are_those_with_a_role_or_a_known_text() -> None:
     assert opened(BYTE_LEVEL).end_token_ids == (END,)
     assert opened(BYTE_LEVEL, eos_token_id=TOOL, eot_token_id=START).end_token_ids == (START, END, TOOL)
     tokens = [*BYTES, "<|end|>", "<|return|>", "<|call|>"]
@@ -160,12 +159,12 @@ def test_an_answer_ends_with_the_ids_that_have_the_role_or_a_known_text() -> Non
     assert opened(BYTE_LEVEL, **several, eos_token_id=len(BYTES) + 1).end_token_ids == (len(BYTES) + 1, len(BYTES) + 2)
 
 
-def test_a_chat_template_knows_the_files_own_tokens() -> None:
+def test_a_chat_template_gets_the_files_special_tokens() -> None:
     tokenizer = opened(BYTE_LEVEL)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "the"}]) == [START, THE, END]
 
 
-def test_arrays_may_be_numpys() -> None:
+def test_metadata_arrays_may_be_numpy_arrays() -> None:
     types = np.asarray(BYTE_LEVEL["tokenizer.ggml.token_type"], dtype=np.int32)
     tokenizer = opened(BYTE_LEVEL, token_type=types, eos_token_id=np.uint32(END))
     assert tokenizer.encode("the<|im_end|>") == [THE, END]
@@ -175,7 +174,7 @@ HOSTILE = [
     (BYTE_LEVEL, "model", None, "has no tokenizer.ggml.model"),
     (BYTE_LEVEL, "model", "bert", "'bert', a kind this version cannot build"),
     (BYTE_LEVEL, "model", 7, "not a text"),
-    (BYTE_LEVEL, "pre", "qwen99", "tokenizer.ggml.pre is 'qwen99', a way to split text"),
+    (BYTE_LEVEL, "pre", "qwen99", "tokenizer.ggml.pre is 'qwen99', an unknown way to split text"),
     (BYTE_LEVEL, "tokens", None, "has no tokenizer.ggml.tokens"),
     (BYTE_LEVEL, "tokens", [], "no token at all"),
     (BYTE_LEVEL, "tokens", "abc", "not an array"),
@@ -203,9 +202,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("base", "name", "value", "text"), HOSTILE, ids=range(len(HOSTILE)))
-def test_metadata_that_make_no_tokenizer_are_one_error_with_key_value_and_way_out(
-    base: dict[str, Any], name: str, value: Any, text: str
-) -> None:
+def test_invalid_metadata_is_an_error_with_key_and_value(base: dict[str, Any], name: str, value: Any, text: str) -> None:
     with pytest.raises(CheckpointError, match=text) as raised:
         opened(base, **{name: value})
     message = str(raised.value)
@@ -214,12 +211,12 @@ def test_metadata_that_make_no_tokenizer_are_one_error_with_key_value_and_way_ou
     assert len(message) < 400
 
 
-def test_a_template_that_is_no_text_is_an_error() -> None:
+def test_a_template_that_is_not_text_is_an_error() -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template is \[1\], not a text"):
         read_gguf_tokenizer({**BYTE_LEVEL, "tokenizer.chat_template": [1]}, "x.gguf")
 
 
-def test_a_token_of_absurd_length_costs_no_time() -> None:
+def test_a_very_long_token_is_refused_fast() -> None:
     tokens = [*SENTENCEPIECE["tokenizer.ggml.tokens"][:-1], "a" * 3_000_000]
     begin = time.perf_counter()
     with pytest.raises(CheckpointError, match="longer than 1024 characters"):

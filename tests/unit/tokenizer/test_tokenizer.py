@@ -66,13 +66,13 @@ def random_bytes(rng: random.Random) -> bytes:
     return b"".join(rng.choice([*whole, *parts]) for _ in range(rng.randrange(1, 9)))
 
 
-def test_a_character_spelled_in_bytes_is_told_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_character_in_bytes_is_returned_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     assert streamed(tokenizer, byte_ids(tokenizer, "😀é!".encode())) == ["", "", "", "😀", "", "é", "!", ""]
     assert streamed(tokenizer, byte_ids(tokenizer, b"a\xf0\x9fb\xff\xe4")) == ["a", "", "", "\ufffd\ufffdb", "\ufffd", "", "\ufffd"]
 
 
-def test_one_bad_byte_spoils_no_other_character_of_its_run(tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_invalid_byte_changes_no_other_character(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
     assert tokenizer.decode(byte_ids(tokenizer, "é😀".encode() + b"\xff" + "你".encode() + b"\xe4\xbd")) == "é😀\ufffd你\ufffd\ufffd"
 
@@ -86,7 +86,7 @@ def test_streamed_text_of_any_bytes_is_the_text_of_all_ids(tokenizers: dict[str,
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids), ids
 
 
-def test_runs_of_bytes_that_are_text_are_what_the_library_makes_of_them(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_valid_runs_of_bytes_decode_as_in_the_library(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     tokenizer, rng = tokenizers["byte_fallback"], random.Random(seed)
     for _ in range(300):
         text = "".join(rng.choice("aé你😀\ufffd▁ ") for _ in range(rng.randrange(1, 12)))
@@ -113,7 +113,7 @@ def test_special_and_unknown_ids_have_no_text(tokenizers: dict[str, Tokenizer]) 
     assert streamed(tokenizer, [special]) == ["", ""]
 
 
-def test_special_tokens_that_are_shown_stand_where_they_were_written(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_shown_special_tokens_keep_their_position(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     """As the tokenizer itself writes them; the others are left out."""
     rng = random.Random(seed)
     for tokenizer in tokenizers.values():
@@ -129,7 +129,7 @@ def test_special_tokens_that_are_shown_stand_where_they_were_written(tokenizers:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_garbage_without_end_keeps_the_window_short(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_endless_invalid_bytes_keep_the_window_short(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     detokenizer = tokenizer.detokenizer()
     broken = tokenizer.encode("😀", add_special_tokens=False)[-4:][0]
@@ -192,7 +192,7 @@ def test_a_chat_template_turns_messages_into_ids(tokenizers: dict[str, Tokenizer
         ("words", [{"role": "user", "content": None}], "rejects these messages"),
     ],
 )
-def test_messages_without_a_place_in_the_template_are_request_errors(
+def test_messages_that_the_template_rejects_are_request_errors(
     tokenizers: dict[str, Tokenizer], kind: str, messages: list[dict[str, object]], text: str
 ) -> None:
     with pytest.raises(RequestError, match=text) as raised:
@@ -200,7 +200,7 @@ def test_messages_without_a_place_in_the_template_are_request_errors(
     assert raised.value.parameter == "messages"
 
 
-def test_a_plain_tokenizer_is_opened_without_what_would_import_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_tokenizer_is_opened_without_importing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     write_byte_level_tokenizer(tmp_path)
@@ -214,7 +214,7 @@ def test_a_plain_tokenizer_is_opened_without_what_would_import_torch(tmp_path: P
 def test_a_directory_without_a_readable_tokenizer_says_so(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"needs a whole tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"needs a complete tokenizer\.json"):
         Tokenizer.open(tmp_path)
 
 

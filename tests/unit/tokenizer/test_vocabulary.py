@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_tokenizer
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import (
-    ENOUGH_PIECES,
+    MIN_SHARED_PIECES,
     SAMPLE_TEXT,
     Speller,
     VocabularyMatch,
@@ -40,7 +40,7 @@ def test_the_same_pieces_are_the_same_vocabulary(target: Tokenizer, tmp_path: Pa
     found = compare_vocabularies(target, open_tokenizer(tmp_path))
     assert (found.match, found.coverage, found.shared_pieces, found.first_difference) == (VocabularyMatch.SAME, 1.0, 1.0, None)
     assert found.is_compatible
-    assert found.explain() == "same vocabularies: 100.0% of the target's ids mean the same to the drafter"
+    assert found.describe_match() == "same vocabularies: 100.0% of the target's ids mean the same to the drafter"
 
 
 @pytest.mark.parametrize(("vocab_size", "coverage"), [(60, 60 / VOCAB_SIZE), (120, 1.0)])
@@ -57,7 +57,7 @@ def test_one_piece_spelled_otherwise_is_found(target: Tokenizer, tmp_path: Path,
     assert not found.is_compatible
     assert found.first_difference == (token_id, target.piece(token_id), "▁mutated")
     assert found.coverage == found.shared_pieces == (VOCAB_SIZE - 1) / VOCAB_SIZE
-    assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.explain()
+    assert f"id {token_id} is {target.piece(token_id)!r} there and '▁mutated' here" in found.describe_match()
 
 
 def test_two_pieces_exchanged_are_found_although_all_are_shared(target: Tokenizer, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_two_pieces_exchanged_are_found_although_all_are_shared(target: Tokenize
     assert found.coverage == (VOCAB_SIZE - 2) / VOCAB_SIZE
 
 
-def test_vocabularies_with_hardly_a_piece_in_common_are_disjoint(target: Tokenizer, tmp_path: Path) -> None:
+def test_vocabularies_with_few_shared_pieces_are_disjoint(target: Tokenizer, tmp_path: Path) -> None:
     found = compare_vocabularies(target, open_tokenizer(tmp_path, {index: f"x{index}" for index in range(4, VOCAB_SIZE)}))
     assert found.match is VocabularyMatch.DISJOINT
     assert not found.is_compatible
@@ -86,26 +86,26 @@ def test_pieces_alone_can_be_compared() -> None:
     assert compare_pieces(["a", "b", ""], ["a", "b"]).match is VocabularyMatch.SAME
     assert compare_pieces(["a", "b"], ["a", "b", "c"]).match is VocabularyMatch.PADDED
     assert compare_pieces(["a", "b"], ["b", "a"]).first_difference == (0, "a", "b")
-    assert compare_pieces([], []).is_hopeless
+    assert compare_pieces([], []).is_unusable
 
 
-def test_a_hole_is_no_difference_but_lowers_the_coverage() -> None:
+def test_an_unused_id_lowers_coverage_and_is_not_a_difference() -> None:
     found = compare_pieces(["a", "b", "c", "d"], ["a", "", "c", "d"])
     assert (found.match, found.coverage) == (VocabularyMatch.PADDED, 0.75)
 
 
-def test_few_first_ids_of_a_vocabulary_are_too_few_to_pass_ids() -> None:
+def test_a_small_prefix_of_a_vocabulary_is_disjoint() -> None:
     pieces = [f"Ġ{index}" for index in range(100)]
     assert compare_pieces(pieces, pieces[:60]).match is VocabularyMatch.PADDED
     assert compare_pieces(pieces, pieces[:40]).match is VocabularyMatch.DISJOINT
 
 
-def test_rows_a_gguf_file_names_as_padding_are_no_tokens() -> None:
+def test_padding_tokens_of_gguf_files_are_ignored() -> None:
     assert compare_pieces(["a", "b"], ["a", "b", "[PAD2]", "[PAD3]"]).match is VocabularyMatch.SAME
     assert compare_pieces(["a", "b", "c"], ["a", "b", "[PAD7]"]).match is VocabularyMatch.OVERLAPPING
 
 
-def test_a_piece_is_the_same_bytes_in_either_manner() -> None:
+def test_piece_bytes_are_equal_in_both_alphabets() -> None:
     sentencepiece = [*(f"<0x{byte:02X}>" for byte in range(256)), *(word.replace(" ", "▁") for word in WORDS), "▁▁"]
     byte_level = [in_bytes_manner(word) for word in [*WORDS, " the", " a"]]
     assert piece_bytes(byte_level) == [word.encode() for word in [*WORDS, " the", " a"]]
@@ -115,7 +115,7 @@ def test_a_piece_is_the_same_bytes_in_either_manner() -> None:
     assert found[len(WORDS) :].tolist() == [-1, -1]
 
 
-def test_a_manner_of_writing_is_no_difference_in_the_overlap() -> None:
+def test_the_alphabet_does_not_change_the_overlap() -> None:
     sentencepiece = ["▁the", "▁cat", "▁dog", "<0x41>"]
     byte_level = [in_bytes_manner(text) for text in (" the", " cat", " dog", "A")]
     found = compare_pieces(sentencepiece, byte_level)
@@ -124,7 +124,7 @@ def test_a_manner_of_writing_is_no_difference_in_the_overlap() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "the", "the cat sat on", "thé\n", "cab"])
-def test_a_speller_writes_any_text_its_pieces_can_write(text: str) -> None:
+def test_a_speller_spells_any_text_of_its_pieces(text: str) -> None:
     pieces = [in_bytes_manner(word) for word in [*WORDS, "c", "at", "t"]]
     texts = piece_bytes(pieces)
     ids = Speller(pieces).spell(text.encode())
@@ -134,11 +134,11 @@ def test_a_speller_writes_any_text_its_pieces_can_write(text: str) -> None:
         assert b"".join(texts[token_id] for token_id in ids) == text.encode()
 
 
-def test_what_no_piece_spells_is_not_spelled() -> None:
+def test_bytes_without_a_piece_are_not_spelled() -> None:
     assert Speller(["a", "b"]).spell(b"abc") is None
 
 
-def test_text_decides_where_the_target_can_spell_the_sample() -> None:
+def test_sample_coverage_decides_if_the_target_encodes_the_sample() -> None:
     """A vocabulary of which most pieces are rare: few are shared, but they are those that text is made of."""
     letters = [chr(code) for code in range(0x21, 0x7F)]
     common = [in_bytes_manner(character) for character in dict.fromkeys([*SAMPLE_TEXT, *letters])]
@@ -147,11 +147,11 @@ def test_text_decides_where_the_target_can_spell_the_sample() -> None:
     sample_ids = [common.index(character) for character in in_bytes_manner(SAMPLE_TEXT)]
     found = compare_pieces([*common, *rare], list(reversed(common)), sample_ids=sample_ids)
     assert (found.match, found.sample_coverage) == (VocabularyMatch.OVERLAPPING, 1.0)
-    assert found.shared_pieces < ENOUGH_PIECES
+    assert found.shared_pieces < MIN_SHARED_PIECES
     assert compare_pieces([*common, *rare], list(reversed(common))).match is VocabularyMatch.DISJOINT
 
 
-def test_one_changed_piece_of_a_large_vocabulary_is_found_in_time(seed: int) -> None:
+def test_one_changed_piece_of_a_large_vocabulary_is_found_fast(seed: int) -> None:
     random = np.random.default_rng(seed)
     pieces = [f"Ġ{index:x}" for index in range(151_936)]
     changed = int(random.integers(len(pieces)))
@@ -162,7 +162,7 @@ def test_one_changed_piece_of_a_large_vocabulary_is_found_in_time(seed: int) -> 
     assert found.first_difference == (changed, pieces[changed], "other")
 
 
-def test_151936_rows_and_152064_rows_are_the_same_vocabulary_padded() -> None:
+def test_vocabularies_of_151936_and_152064_rows_are_padded() -> None:
     """Rows of matrices play no part: a tokenizer's pieces do."""
     pieces = [f"Ġ{index:x}" for index in range(151_665)]
     found = compare_pieces(pieces, [*pieces, *(f"<|extra_{index}|>" for index in range(4))])

@@ -12,7 +12,7 @@ from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.ranking import RankedRow
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.sampling.top_n import top_probs
+from paceline.sampling.truncation import top_probs
 from paceline.speculation.request import Request
 
 NUM_RANKS = 10
@@ -137,7 +137,7 @@ def drawn_chain(request: Request, row_of: Callable[[int], FloatArray], depth: in
     draft_probs: dict[int, TokenProbs] = {}
     for node in range(depth):
         try:
-            draft_probs[node] = TokenProbs.of(request.processor.process(row_of(node), token_ids))
+            draft_probs[node] = TokenProbs.from_distribution(request.processor.process(row_of(node), token_ids))
         except PacelineError:
             break
         token_ids += draw_distinct(draft_probs[node], 1, request.seed, request.sample_index, len(request.token_ids), node)

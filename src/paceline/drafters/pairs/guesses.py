@@ -13,7 +13,7 @@ from paceline.runtimes.ranking import RankedRow, Ranking
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.sampling.top_n import TOP_N, draw_of_top, support_of, top_probs
+from paceline.sampling.truncation import TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import COUPLED_PROB
 
@@ -86,8 +86,9 @@ class Guesses:
             if not support.is_all:
                 return None
             position = len(request.token_ids) + len(path)
-            drawn = draw_of_top(top, scores[: support.count], request.seed, request.sample_index, position)
-        prob_of = {token: prob / support.share if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
+            candidates = Distribution(np.array(scores[: support.count], np.float32), np.array(top), greedy=False)
+            drawn = draw(candidates, request.seed, request.sample_index, position)
+        prob_of = {token: prob / support.mass if support.is_all else prob for token, prob in zip(top, probs, strict=False)}
         if width == 1:
             return Guessed((drawn,), (min(1.0, prob_of[drawn]),))
         return _shared_out(drawn, prob_of, width, is_greedy=False)
@@ -142,7 +143,7 @@ class Guesses:
 
 def _drawn(request: Request, path: Sequence[int], distribution: Distribution) -> Guessed:
     """One token, drawn with separate noise."""
-    probs = TokenProbs.of(distribution)
+    probs = TokenProbs.from_distribution(distribution)
     return Guessed(draw_distinct(probs, 1, request.seed, request.sample_index, len(request.token_ids), len(path)), (1.0,), probs)
 
 

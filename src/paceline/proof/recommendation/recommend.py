@@ -288,9 +288,8 @@ def _why_not(found: DrafterDiagnosis, share: float, place: Place) -> str | None:
     """Why a pair that can work is not recommended."""
     vocabulary = None if found.pair is None else found.pair.vocabulary
     if vocabulary is not None and vocabulary.match is VocabularyMatch.DISJOINT:
-        return (
-            f"{vocabulary.explain()}; {vocabulary.method()}: another vocabulary costs more guesses than it is worth where others are there"
-        )
+        text = f"{vocabulary.describe_match()}; {vocabulary.describe_conversion()}"
+        return f"{text}: another vocabulary costs more guesses than it is worth where others are there"
     if place is Place.HERE and share > MOST_OF_TARGET:
         return f"it has {share:.0%} of the target's parameters: a guess costs nearly as much as a plain step"
     return None

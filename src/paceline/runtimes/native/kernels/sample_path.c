@@ -1,6 +1,6 @@
-/* Samples the target's tokens along the draft trees of requests whose rows only temperature, top-k, top-p and min-p change. The definition is
- * sampling/processors.py and sampling/draw.py. Sums and exponentials here differ from theirs in the last places, so a row in which something
- * is too near to a limit is undecided, and its path is left to the definition. */
+/* Samples the target's tokens along draft trees, for rows to which only temperature, top-k, top-p and min-p apply. The definition is
+ * sampling/processors.py and sampling/draw.py. Rounding of sums and exponentials differs from theirs. A row in which a comparison is too
+ * close is therefore undecided, and the definition samples its path. */
 #include "block_max.h"
 #include "native.h"
 #include "noise.h"
@@ -12,22 +12,23 @@
 #include <stdatomic.h>
 
 #define UNDECIDED (-1)
-#define SLACK 0x1p-15    /* of the total weight: how far sums here and there may be apart, with room */
-#define NEAR 0x1p-21f    /* of a logit: divided by the temperature two such may be equal */
+/* Comparisons that are closer than these tolerances are undecided. */
+#define SLACK 0x1p-15    /* of sums of weights, relative to the total weight */
+#define NEAR 0x1p-21f    /* of logits, relative: the division by the temperature may make two such logits equal */
 #define NEAR_WEIGHT 1e-5f
 #define NEAR_SCORE 1e-9
-#define LIGHT 14.0f      /* e^-LIGHT of the best weight is far below SLACK */
-#define MAX_PEAK 0x1p20f /* beyond it differences of score and log noise lose too much */
+#define LIGHT 14.0f      /* blocks below e^-LIGHT / columns of the largest weight are left out of sums: far below SLACK */
+#define MAX_PEAK 0x1p20f /* for a larger best score, score - log E has too few digits */
 
 typedef struct {
     const float *row;
-    float *block_max, *block_weight, *work; /* of each block the largest logit and its weight; room for as many floats as columns */
+    float *block_max, *block_weight, *work; /* largest logit of each block and its weight; scratch of one float a column */
     int columns, blocks;
-    float temperature, peak; /* peak: the largest score, which weighs 1 */
+    float temperature, peak; /* peak: the largest score; weight = exp(score - peak) */
     uint64_t key;
-    float least_score;      /* columns with smaller scores weigh nothing */
-    float least, refused;   /* columns that weigh less, or whose logits are no larger, are no candidates */
-    double total;           /* of the weights; 0 = not known yet */
+    float least_score;      /* smallest score that top-k keeps; the weight of smaller ones is 0 */
+    float least, refused;   /* candidates have at least the weight `least` and a logit above `refused` */
+    double total;           /* sum of the weights; 0 = not computed yet */
 } Row;
 
 INLINE floats load_or(const float *from, int count, float rest) {
@@ -63,7 +64,7 @@ INLINE floats weights_of(const Row *own, floats scores) {
     return (floats)((ints)weights & (ints)(scores >= broadcast(own->least_score)));
 }
 
-/* The value that would stand at `rank` if the largest stood first; `values` is put in another order. */
+/* Quickselect: the value at `rank` in descending order. Reorders `values`. */
 static float select_rank(float *values, int count, int rank) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -87,7 +88,7 @@ static float select_rank(float *values, int count, int rank) {
     return values[rank];
 }
 
-/* The least score that top-k keeps. The k-th largest maximum of disjoint blocks bounds it from below: k logits reach that. */
+/* The smallest score that top-k keeps. Only logits above a lower bound are ranked: the k-th largest maximum of disjoint blocks. */
 static float least_of_top_k(const Row *own, int top_k) {
     const int size = top_k > own->blocks ? LANES : BLOCK_COLUMNS, maxima = (own->columns + size - 1) / size;
     float bound = -INFINITY;
@@ -119,7 +120,7 @@ static void weigh_blocks(const Row *own) {
     }
 }
 
-/* Whether any of the columns of a block has so little noise. Columns after the row's end count too. */
+/* Whether a column of the block has noise of at most `most`. Columns after the end of the row are included, which only costs time. */
 static int has_low_noise(uint64_t key, int block, uint32_t most) {
     wides state = noise_state(key, block * BLOCK_COLUMNS);
     words low = (words){0} - 1;
@@ -137,8 +138,8 @@ static void compare_block(const Row *own, int block, Candidates *candidates) {
     }
 }
 
-/* The column with the largest score - log E; UNDECIDED where the next one is too near. The noise of whole blocks is tested first: few
- * have so little that one of theirs can win. `leader`: the column of the largest logit. */
+/* The column with the largest score - log E; UNDECIDED if the second largest is too close. A column can win only if its noise is small
+ * relative to its weight, so blocks without small noise are skipped. `leader`: the column of the largest logit. */
 static int winner_of(const Row *own, int leader) {
     const double leader_noise = exponential_variate(noise_of_id(own->key, leader));
     Candidates candidates = {-INFINITY, -INFINITY, limit_of(leader_noise, 1.0f), UNDECIDED};
@@ -150,7 +151,7 @@ static int winner_of(const Row *own, int leader) {
     return candidates.best - candidates.second > NEAR_SCORE * (1.0 + fabs(candidates.best)) ? candidates.winner : UNDECIDED;
 }
 
-/* The weight of all blocks whose largest logits are below a border, but for those that are too light to matter. */
+/* The sum of the weights of blocks whose largest logit is below `border`, without those too light to matter. */
 static double weight_below(const Row *own, float border) {
     const float dust = own->peak - logf((float)own->columns) - LIGHT;
     double total = 0.0;
@@ -165,10 +166,10 @@ static double weight_below(const Row *own, float border) {
     return total;
 }
 
-/* Whether top-p keeps a column: 1, 0, or UNDECIDED. The weight before it counts, that of larger logits. The blocks that hold such are summed
- * first; they often say enough. */
+/* Whether top-p keeps a column: 1, 0 or UNDECIDED. It does while the weight of larger logits is below top_p of the total. Blocks with larger
+ * logits are summed first, which often decides it. */
 static int is_kept(Row *own, int column, double top_p) {
-    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* denormals become equal too */
+    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* FLT_MIN: denormal logits may become equal too */
     const floats above = broadcast(logit + near), below = broadcast(logit - near);
     double before = 0.0, tied = 0.0, seen = 0.0;
     for (int block = 0; block < own->blocks; block++) {
@@ -205,8 +206,8 @@ static int draw_from(Row *own, const SampleOptions *options, int leader) {
         if (min_p > 0.0f && fabsf(weight - min_p) <= min_p * NEAR_WEIGHT) return UNDECIDED;
         const int kept = options->top_p < 1.0 ? is_kept(own, winner, options->top_p) : 1;
         if (kept) return kept == 1 ? winner : UNDECIDED;
-        own->refused = own->row[winner]; /* and with it all that is no larger */
-        /* all columns lighter than this together weigh less than what top-p leaves out */
+        own->refused = own->row[winner]; /* top-p removes smaller logits too */
+        /* Together, all columns lighter than this weigh less than what top-p removes. */
         const float light = (float)((1.0 - options->top_p) * own->total / own->columns * (1.0 - 2e-3));
         if (light > own->least) own->least = light;
     }
@@ -223,7 +224,7 @@ static int token_of(Row *own, const SampleOptions *options) {
     return fabsf(own->peak) <= MAX_PEAK ? draw_from(own, options, begin + place) : UNDECIDED;
 }
 
-/* The block_max of a row; a given one may be of more columns than count, so the last block is searched again. */
+/* Set the block_max of a row. A given one may include padding columns in the last block, which is therefore searched again. */
 static void take_block_max(const Row *own, const float *given) {
     const int last = own->blocks - 1;
     if (!given) {
@@ -234,7 +235,7 @@ static void take_block_max(const Row *own, const float *given) {
     own->block_max[last] = max_of(own->row + last * BLOCK_COLUMNS, own->columns - last * BLOCK_COLUMNS);
 }
 
-/* How many tokens were sampled, one more than nodes hold; 0 where a row is undecided. */
+/* Sample one path; return its number of tokens (one more than its nodes), or 0 if a row is undecided. */
 static int sample_path(const SamplePath *one, float *scratch) {
     const SampleOptions *options = one->options;
     const int columns = options->columns, room = (columns + LANES - 1) / LANES * LANES, num_nodes = one->num_nodes;
@@ -276,8 +277,8 @@ static void take_paths(void *argument, int thread, int num_threads) {
 
 static void nothing_shared(void *argument) { (void)argument; }
 
-/* Sample several paths, divided among the threads, each of which has `scratch_floats` of the scratch: three times the columns rounded up to
- * 16. The rows of a path are `stride` floats apart. */
+/* Sample several paths on several threads. `scratch` has `scratch_floats` floats for each thread: three times the number of columns, rounded
+ * up to a multiple of 16. The rows of a path are `stride` floats apart. */
 void paceline_sample_paths(SamplePath *paths, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
     Paths own = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
     atomic_init(&own.next, 0);

@@ -15,12 +15,13 @@ import pytest
 from harness.grammar_schemas import random_schema
 from paceline.errors import BackendUnavailableError, RequestError
 from paceline.installation import install_extra
-from paceline.sampling.compiled_grammar import CompiledGrammar
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler, GrammarMatcher
+from paceline.sampling.grammars.compiled_grammar import CompiledGrammar
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
+from paceline.sampling.grammars.matcher import GrammarMatcher
 from paceline.tokenizer.tokenizer import Tokenizer
 
-MINI = Path(__file__).resolve().parents[3] / "src" / "paceline" / "assets" / "mini" / "target"
+MINI = Path(__file__).resolve().parents[4] / "src" / "paceline" / "assets" / "mini" / "target"
 EOS_IDS = (2, 0)
 V = 4096
 GRAMMARS = {
@@ -61,7 +62,7 @@ def allowed(matcher: GrammarMatcher, path: Sequence[int] = (), width: int = V) -
 
 
 def write(compiler: GrammarCompiler, grammar: Grammar, token_ids: Sequence[int]) -> GrammarMatcher:
-    """A matcher that saw nothing but these tokens, and was asked before each."""
+    """Return a matcher after these tokens, each of which its mask allowed."""
     matcher = compiler.matcher(grammar)
     for token_id in token_ids:
         assert token_id in allowed(matcher)
@@ -115,7 +116,7 @@ def test_a_mask_depends_on_the_text_alone(name: str, seed: int, large_counts: bo
 
 
 @pytest.mark.parametrize("name", [*GRAMMARS, "schemas"])
-def test_what_the_mask_leaves_is_allowed_and_forced_tokens_are_all_it_leaves(name: str, seed: int) -> None:
+def test_masks_agree_with_is_allowed_and_forced_tokens(name: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     num_forced = 0
     for _ in range(6):
@@ -155,7 +156,7 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
     assert not matcher.is_finished()
     for end in EOS_IDS:
         assert matcher.num_allowed([end, end]) == 1
-        assert allowed(matcher, [end]) == sorted(EOS_IDS)  # whoever goes on, ignoring ends, gets no more text
+        assert allowed(matcher, [end]) == sorted(EOS_IDS)  # with ignore_eos only end tokens follow
     assert allowed(matcher) == sorted(EOS_IDS)
     matcher.commit(EOS_IDS[0])
     assert matcher.is_finished()
@@ -164,8 +165,8 @@ def test_a_finished_text_forces_an_end_and_nothing_follows_it() -> None:
 
 
 @pytest.mark.parametrize("end", EOS_IDS)
-def test_an_end_on_a_path_can_be_taken_back(end: int) -> None:
-    """llguidance does not count an end behind a finished text: rolling back to before it would undo one token too many."""
+def test_an_end_token_on_a_path_can_be_rolled_back(end: int) -> None:
+    """llguidance does not count an end token after a complete text, so its rollback would undo one token too many."""
     text = ids("yesterday")
     matcher = write(compiler(), GRAMMARS["choice"], text[:1])
     for path in ([*text[1:], end], text[1:], [end], [*text[1:], end, end], []):
@@ -174,7 +175,7 @@ def test_an_end_on_a_path_can_be_taken_back(end: int) -> None:
     assert allowed(matcher, text[1:]) == sorted(EOS_IDS)
 
 
-def test_without_an_end_token_a_text_is_finished_when_nothing_may_follow() -> None:
+def test_without_end_tokens_a_text_that_nothing_may_follow_is_finished() -> None:
     matcher = GrammarCompiler(tokenizer()).matcher(Grammar.regex("no[0-9]?"))
     for token in ids("no1"):
         assert not matcher.is_finished()
@@ -195,7 +196,7 @@ def test_rows_of_any_width_are_masked(width: int) -> None:
 
 def test_a_text_that_is_committed_against_the_grammar_is_an_error() -> None:
     matcher = write(compiler(), GRAMMARS["choice"], ids("no"))
-    with pytest.raises(RequestError, match="goes on with"):
+    with pytest.raises(RequestError, match="continues with"):
         matcher.commit(ids("x")[0])
 
 
@@ -224,7 +225,7 @@ def test_a_regex_that_cannot_start_is_refused_with_the_reason(pattern: str) -> N
         ({"x-guidance": {"colour": "red"}}, "unknown field"),
     ],
 )
-def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(schema: Any, reason: str) -> None:
+def test_a_schema_that_does_not_compile_is_refused_with_the_reason(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason) as refusal:
         compiler().matcher(Grammar.json_schema(schema))
     assert refusal.value.parameter == "grammar"
@@ -243,13 +244,15 @@ LONG = {"type": "string", "pattern": "^([a-m]{1,4}[0-9]{1,3}|[k-z]{2,5}-|#[0-9a-
 WIDE = Grammar.json_schema({"type": "object", "properties": {"a": LONG}, "required": ["a"], "additionalProperties": False})
 
 
-def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_texts_never_break_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a limit that one text is far from, and many together pass."""
     generator = np.random.default_rng(seed)
     crowded = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 80})
-    renewed: list[object] = []
-    real = CompiledGrammar.renew
-    monkeypatch.setattr(CompiledGrammar, "renew", lambda self: renewed.append(self) or real(self))
+    crowded.matcher(WIDE)
+    compiler().matcher(WIDE)
+    compiled_again: list[object] = []
+    real = CompiledGrammar._compile
+    monkeypatch.setattr(CompiledGrammar, "_compile", lambda self: compiled_again.append(self) or real(self))
     for _ in range(12):
         matcher, alone = crowded.matcher(WIDE), compiler().matcher(WIDE)
         for _ in range(16):
@@ -260,10 +263,10 @@ def test_texts_of_others_never_break_a_grammar(seed: int, monkeypatch: pytest.Mo
                 path.append(int(generator.choice(right)))
             for one in (matcher, alone):
                 one.commit(path[0])
-    assert len(renewed) > 2
+    assert len(compiled_again) > 2
 
 
-def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
+def test_a_draft_too_complex_for_llguidance_breaks_nothing() -> None:
     ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20}).matcher(ambiguous)
     free = compiler().matcher(ambiguous)
@@ -281,22 +284,24 @@ def test_a_guess_too_complex_to_follow_breaks_nothing() -> None:
             one.commit(letter)
 
 
-def test_a_row_too_long_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the text's own, and compiling takes as long as the batch stands still."""
+def test_a_failure_of_the_own_text_does_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling again would not help, and it would delay the whole batch."""
+    ambiguous = Grammar.lark('start: start start | "a"')
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_items_in_row": 20})
-    monkeypatch.setattr(CompiledGrammar, "renew", lambda _: pytest.fail("it compiles the grammar again"))
+    tight.matcher(ambiguous)
+    monkeypatch.setattr(CompiledGrammar, "_compile", lambda _: pytest.fail("it compiles the grammar again"))
     with pytest.raises(RequestError, match="Current row has"):
-        write(tight, Grammar.lark('start: start start | "a"'), ids("a") * 12)
+        write(tight, ambiguous, ids("a") * 12)
 
 
-def test_a_grammar_too_complex_for_its_own_text_is_an_error_of_that_request() -> None:
+def test_a_grammar_too_complex_for_its_text_is_a_request_error() -> None:
     tight = GrammarCompiler(tokenizer(), EOS_IDS, limits={"max_lexer_states": 40})
     with pytest.raises(RequestError, match="too many states") as refusal:
         write(tight, WIDE, ids('{"a": "abc12xyz-#00ff!'))
     assert refusal.value.parameter == "grammar"
 
 
-def test_compiled_grammars_are_kept_and_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_cached_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     real = CompiledGrammar.__init__
 
@@ -305,13 +310,13 @@ def test_compiled_grammars_are_kept_and_the_oldest_go(monkeypatch: pytest.Monkey
         real(self, grammar, *rest)
 
     monkeypatch.setattr(CompiledGrammar, "__init__", counted)
-    small = GrammarCompiler(tokenizer(), EOS_IDS, max_compiled=2)
+    small = GrammarCompiler(tokenizer(), EOS_IDS, max_cached=2)
     for text in ("a", "b", "a", "c", "a", "b"):
         small.matcher(Grammar.regex(text))
     assert compiled == ["a", "b", "c", "b"]
 
 
-def test_two_outputs_of_one_grammar_know_nothing_of_each_other() -> None:
+def test_two_outputs_of_one_grammar_are_independent() -> None:
     one, other = (compiler().matcher(GRAMMARS["choice"]) for _ in range(2))
     one.commit(ids("no")[0])
     assert allowed(one) == sorted(EOS_IDS)
@@ -336,7 +341,7 @@ def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("thought", ["", "so it is ", "a < b </th ink> </think </", "\n\n"])
 @pytest.mark.parametrize("spelling", ["whole", "bytewise"])
-def test_the_grammar_begins_behind_the_token_that_completes_the_marker(thought: str, spelling: str) -> None:
+def test_the_grammar_begins_after_the_end_of_reasoning(thought: str, spelling: str) -> None:
     """Wherever a window begins and ends, and however the marker is cut into tokens."""
     marker = ids("</think>") if spelling == "whole" else [token for letter in "</think>" for token in ids(letter)]
     text = [*ids(thought), *marker, *ids("blue")]
@@ -356,7 +361,7 @@ def test_the_grammar_begins_behind_the_token_that_completes_the_marker(thought: 
     assert EOS_IDS[0] in allowed(matcher)
 
 
-def test_text_behind_the_marker_in_its_token_is_not_the_grammars() -> None:
+def test_text_after_the_marker_in_its_token_is_not_in_the_grammar() -> None:
     both = Grammar.choice(["yes"], reasoning_end="a")
     token = ids(" at")[0]
     assert tokenizer().decode([token]) == " at"
@@ -365,7 +370,7 @@ def test_text_behind_the_marker_in_its_token_is_not_the_grammars() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "is_over"), [("<think>\n\n</think>\n\n", True), ("</think> answer <think>", False), ("", False)])
-def test_reasoning_that_the_prompt_ended_is_not_waited_for(prompt: str, is_over: bool) -> None:
+def test_a_prompt_that_ends_reasoning_starts_the_grammar(prompt: str, is_over: bool) -> None:
     matcher = compiler().matcher(GRAMMARS["reasoning"], ids(prompt))
     assert (len(allowed(matcher)) < 10) == is_over
 
@@ -388,7 +393,7 @@ def test_a_random_allowed_text_validates(seed: int, large_counts: bool) -> None:
         jsonschema.validate(json.loads(tokenizer().decode(text)), schema)
 
 
-def test_text_is_held_to_a_grammar_in_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
+def test_a_grammar_works_with_the_vocabulary_of_a_gguf_file(shared_dir: Path) -> None:
     """Byte-level and sentencepiece."""
     for name in ("llama-spm", "gpt-2"):
         other = Tokenizer.open(shared_dir / "data" / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")

@@ -1,4 +1,4 @@
-"""Resolves the references of a JSON schema, and lists the values that a part of it allows."""
+"""Resolves the references of a JSON schema, and enumerates the values that a subschema allows."""
 
 import json
 from collections.abc import Iterator
@@ -7,8 +7,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
 
-MAX_LITERALS = 256
-"""Values that a schema may have at most to be treated as a list of values."""
+_MAX_LITERALS = 256  # a schema that allows more values is treated as one that does not list them
 
 
 class SchemaDocument:
@@ -16,26 +15,26 @@ class SchemaDocument:
 
     Attributes:
         root: the parsed JSON of the schema.
-        has_parts: whether a part has an `$id` of its own. Pointers are then relative to parts, and no reference is resolved.
+        has_embedded_ids: whether a subschema has an `$id`. References are then relative to that subschema, and none is resolved.
     """
 
     def __init__(self, root: Schema) -> None:
         self.root = root
         self._base = next((root[name] for name in ("$id", "id") if isinstance(root.get(name), str)), "")
         self._anchors: dict[str, list[str]] = {}
-        self.has_parts = False
-        for pointer, node in objects(root):
+        self.has_embedded_ids = False
+        for pointer, node in objects_of(root):
             for name in ("$anchor", "$dynamicAnchor"):
                 if isinstance(node.get(name), str):
                     self._anchors.setdefault(f"#{node[name]}", []).append(pointer)
             identifier = node.get("$id", node.get("id")) if pointer != "#" else None
             if isinstance(identifier, str) and identifier.startswith("#"):  # an anchor of drafts 4 to 7
                 self._anchors.setdefault(identifier, []).append(pointer)
-            self.has_parts |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
+            self.has_embedded_ids |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
 
     def pointer(self, reference: object) -> str | None:
-        """Return the JSON pointer of a reference's target; None if the target is not in this schema, or is ambiguous."""
-        if not isinstance(reference, str) or self.has_parts:
+        """Return the JSON pointer of a reference's target; None if the target is outside this schema or ambiguous."""
+        if not isinstance(reference, str) or self.has_embedded_ids:
             return None
         url, fragment = urldefrag(urljoin(self._base, reference))
         if url != urldefrag(self._base)[0]:
@@ -46,7 +45,7 @@ class SchemaDocument:
         return found[0] if len(found) == 1 else None
 
     def target(self, reference: object) -> Any:
-        """Return the schema that a reference leads to; None if it is not in this schema."""
+        """Return the target of a reference; None if it is outside this schema or ambiguous."""
         pointer = self.pointer(reference)
         node: Any = None if pointer is None else self.root
         for part in () if pointer is None else pointer.split("/")[1:]:
@@ -60,17 +59,21 @@ class SchemaDocument:
         return node
 
     def literals(self, schema: object, depth: int = 8) -> list[Any] | None:
-        """Return all values that a schema may allow; None if they are not listed, or are many."""
+        """Return all values that a schema may allow; None if it does not list them or lists many.
+
+        Args:
+            depth: number of nested `$ref`, `anyOf` and `oneOf` that are followed.
+        """
         if not isinstance(schema, dict) or depth == 0:
             return [] if schema is False else None
         if isinstance(schema.get("enum"), list):
-            return list(schema["enum"]) if len(schema["enum"]) <= MAX_LITERALS else None
+            return list(schema["enum"]) if len(schema["enum"]) <= _MAX_LITERALS else None
         if "const" in schema:
             return [schema["const"]]
         if schema.get("type") in ("boolean", "null"):
             return [False, True] if schema["type"] == "boolean" else [None]
         low, high = schema.get("minimum"), schema.get("maximum")
-        if schema.get("type") == "integer" and isinstance(low, int) and isinstance(high, int) and high - low < MAX_LITERALS:
+        if schema.get("type") == "integer" and isinstance(low, int) and isinstance(high, int) and high - low < _MAX_LITERALS:
             return list(range(low, high + 1))
         if "$ref" in schema:
             return self.literals(self.target(schema["$ref"]), depth - 1)
@@ -78,40 +81,35 @@ class SchemaDocument:
             if isinstance(schema.get(name), list):
                 parts = [self.literals(one, depth - 1) for one in schema[name]]
                 values = [value for part in parts if part is not None for value in part]
-                return values if None not in parts and len(values) <= MAX_LITERALS else None
+                return values if None not in parts and len(values) <= _MAX_LITERALS else None
         return None
 
 
-def objects(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield all JSON objects of a schema with their pointers."""
+def objects_of(root: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield all JSON objects in a schema with their JSON pointers."""
     pending: list[tuple[str, Any]] = [("#", root)]
     while pending:
         pointer, node = pending.pop()
         if isinstance(node, dict):
             yield pointer, node
-            pending += [(f"{pointer}/{escaped(key)}", one) for key, one in node.items() if isinstance(one, dict | list)]
+            pending += [(f"{pointer}/{escape_key(key)}", one) for key, one in node.items() if isinstance(one, dict | list)]
         elif isinstance(node, list):
             pending += [(f"{pointer}/{index}", one) for index, one in enumerate(node) if isinstance(one, dict | list)]
 
 
-def escaped(key: str) -> str:
+def escape_key(key: str) -> str:
     """Escape a key for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def is_equal(one: object, other: object) -> bool:
-    """Return whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
-    return canonical(one) == canonical(other)
+def canonical_json(value: object) -> str:
+    """Return a string that is the same for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
+    return json.dumps(_without_integer_floats(value), sort_keys=True)
 
 
-def canonical(value: object) -> str:
-    """Return a string that is the same for equal JSON values."""
-    return json.dumps(_whole(value), sort_keys=True)
-
-
-def _whole(value: object) -> object:
+def _without_integer_floats(value: object) -> object:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_whole(one) for one in value]
-    return {name: _whole(one) for name, one in value.items()} if isinstance(value, dict) else value
+        return [_without_integer_floats(one) for one in value]
+    return {name: _without_integer_floats(one) for name, one in value.items()} if isinstance(value, dict) else value

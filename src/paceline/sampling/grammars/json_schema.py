@@ -1,7 +1,7 @@
-"""Rewrites a JSON schema into one that llguidance enforces, or names the keyword that cannot be enforced.
+"""Rewrites a JSON schema to use only keywords that llguidance implements; a keyword without a rewrite is an error that names it.
 
-Every value of the new schema satisfies the old one; some rewrites allow less than the old schema. An unknown `format` is an annotation. The
-one keyword that no rewrite can express and that is still enforced is `uniqueItems` (`sampling/unique_items.py`).
+Every value of the new schema satisfies the old one; some rewrites allow fewer values. An unknown `format` is removed. `uniqueItems` has
+no rewrite and is enforced during generation (`unique_items.py`).
 
 Source: JSON Schema drafts 4 to 2020-12.
 """
@@ -12,40 +12,41 @@ from typing import Any
 from urllib.parse import quote
 
 from paceline.errors import RequestError
-from paceline.sampling.schema_document import Schema, SchemaDocument, escaped, is_equal
+from paceline.sampling.grammars.schema_document import Schema, SchemaDocument, canonical_json, escape_key
 
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Values of `format` that are enforced."""
+"""Values of `format` that llguidance enforces."""
 
 _MAX_INTEGER = 2**63 - 1
 _MAX_BOUND = 10**18
-_MAX_ONE_OF_CASES = 8  # each case excludes all others, so that the rewritten schema grows with the square of their number
+_MAX_ONE_OF_CASES = 8  # in the rewritten schema each case excludes all others, so it grows with the square of their number
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_IN_PLACE = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
-_NAME_FORMATS = {
+_COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+# The specification's in-place applicators. Except for the first two, the value decides whether their schemas apply.
+_APPLICATORS = ("$ref", "allOf", "$dynamicRef", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies")
+_FORMAT_PATTERNS = {
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "date": "^[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))$",
 }
-_WAYS_OUT = {
+_ALTERNATIVES = {
     "contains": "give all items one schema with `items`",
     "if": "write its cases as `anyOf`",
     "not": "describe what is allowed instead",
     "propertyNames": "use `patternProperties` with `additionalProperties: false`",
     "unevaluatedItems": "use `items` in the schema that lists the items",
     "unevaluatedProperties": "use `additionalProperties: false` in the schema that lists the properties",
-    "$ref": "put the schema that it leads to into `$defs`",
+    "$ref": "put the schema that it refers to into `$defs`",
     "$dynamicRef": "use `$ref`",
-    "uniqueItems": "leave `$id` out of the schemas inside",
+    "uniqueItems": "leave `$id` out of its subschemas",
     "dependencies": "write its cases as `anyOf`",
 }
 
 
-def servable_schema(schema: Mapping[str, Any]) -> Schema:
-    """Return a schema that llguidance can enforce, without `uniqueItems`.
+def enforceable_schema(schema: Mapping[str, Any]) -> Schema:
+    """Return a copy of a schema that llguidance can enforce, without `uniqueItems`.
 
     Raises:
-        RequestError: a keyword cannot be enforced; the text names it and its place.
+        RequestError: a keyword cannot be enforced; the text has the keyword and its JSON pointer.
     """
     try:
         root: Schema = json.loads(json.dumps(schema))
@@ -54,13 +55,13 @@ def servable_schema(schema: Mapping[str, Any]) -> Schema:
     except RecursionError as error:
         raise RequestError("grammar: the schema is nested too deeply: send a flatter one", parameter="grammar") from error
     except (TypeError, ValueError, AttributeError) as error:
-        text = f"grammar: a keyword of the schema has a value of a type that it does not take ({error}): send a valid JSON schema"
+        text = f"grammar: a keyword of the schema has a value of the wrong type ({error}): send a valid JSON schema"
         raise RequestError(text, parameter="grammar") from error
     return root
 
 
 def _rewrite(root: Schema) -> None:
-    """Rewrite the root and every schema that it reaches, in place. llguidance does not compile the others."""
+    """Rewrite the root and every schema that applies to a part of its values, in place. llguidance does not compile the others."""
     document = SchemaDocument(root)
     pending: list[tuple[str, Any]] = [("#", root)]
     seen = set[int]()
@@ -74,15 +75,15 @@ def _rewrite(root: Schema) -> None:
         for name in ("$dynamicAnchor", "$recursiveAnchor"):
             node.pop(name, None)
         pending += _subschemas(node, pointer)
-        for name in ("$defs", "definitions") if document.has_parts else ():
+        for name in ("$defs", "definitions") if document.has_embedded_ids else ():
             if isinstance(node.get(name), dict):
-                pending += [(f"{pointer}/{name}/{escaped(key)}", one) for key, one in node[name].items()]
+                pending += [(f"{pointer}/{name}/{escape_key(key)}", one) for key, one in node[name].items()]
         if "$ref" in node:
             pending.append((str(node["$ref"]), document.target(node["$ref"])))
 
 
 def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that apply to the value of `node` or to parts of the value, with their pointers."""
+    """Yield the schemas in `node` that apply to its values or to parts of them, with their JSON pointers."""
     for name in ("additionalProperties", "additionalItems", "items"):
         if isinstance(node.get(name), dict):
             yield f"{pointer}/{name}", node[name]
@@ -91,90 +92,90 @@ def _subschemas(node: Schema, pointer: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{pointer}/{name}/{index}", one) for index, one in enumerate(node[name]))
     for name in ("properties", "patternProperties"):
         if isinstance(node.get(name), dict):
-            yield from ((f"{pointer}/{name}/{escaped(key)}", one) for key, one in node[name].items())
+            yield from ((f"{pointer}/{name}/{escape_key(key)}", one) for key, one in node[name].items())
 
 
-def refusal(keyword: str, pointer: str) -> RequestError:
-    """Return the error about a keyword that cannot be enforced."""
-    text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_WAYS_OUT[keyword]}, or leave it out"
+def not_enforceable(keyword: str, pointer: str) -> RequestError:
+    """Return the error for a keyword that cannot be enforced."""
+    text = f"grammar: `{keyword}` at {pointer} cannot be enforced: {_ALTERNATIVES[keyword]}, or leave it out"
     return RequestError(text, parameter="grammar")
 
 
-# A rule rewrites one schema in place; it gets its pointer and the document.
+# Each rule rewrites one keyword of a schema, in place. `pointer` is the schema's JSON pointer, `document` contains it.
 
 
-def _format(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if "format" in node and (not isinstance(node["format"], str) or node["format"] not in FORMATS):
         del node["format"]
 
 
-def _unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
         literals = document.literals(node.get("items"))
-        if literals is not None:  # so that an array ends when its values are used up
+        if literals is not None:  # else no item is left once each literal has occurred
             node["maxItems"] = min(len(literals), node.get("maxItems", len(literals)))
 
 
-def _references(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _resolve_references(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("$recursiveRef", None) is not None:
-        _conjoin(node, {"$ref": "#"})
-    if "$ref" in node and not document.has_parts:
+        _require_also(node, {"$ref": "#"})
+    if "$ref" in node and not document.has_embedded_ids:
         target = document.pointer(node["$ref"])
         if target is None:
-            raise refusal("$ref", pointer)
+            raise not_enforceable("$ref", pointer)
         if not str(node["$ref"]).startswith("#/"):
             node["$ref"] = quote(target, safe="/#~")
     if "$dynamicRef" in node:
         target = document.pointer(node.pop("$dynamicRef"))
         if target is None:
-            raise refusal("$dynamicRef", pointer)
-        _conjoin(node, {"$ref": target})
+            raise not_enforceable("$dynamicRef", pointer)
+        _require_also(node, {"$ref": target})
 
 
-def _condition(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _rewrite_if(node: Schema, pointer: str, document: SchemaDocument) -> None:
     has_condition = "if" in node
     condition, then, otherwise = (node.pop(name, True) for name in ("if", "then", "else"))
     if not has_condition or (then in (True, {}) and otherwise in (True, {})):
         return
     if condition in (True, {}):
-        _conjoin(node, then)
+        _require_also(node, then)
     elif condition is False:
-        _conjoin(node, otherwise)
+        _require_also(node, otherwise)
     else:
         negated = _negated(condition, node, document)
         if negated is None:
-            raise refusal("if", pointer)
-        _conjoin(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
+            raise not_enforceable("if", pointer)
+        _require_also(node, {"anyOf": [{"allOf": [condition, then]}, {"allOf": [negated, otherwise]}]})
 
 
-def _negation(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _rewrite_not(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if "not" in node:
         negated = _negated(node.pop("not"), node, document)
         if negated is None:
-            raise refusal("not", pointer)
-        _conjoin(node, negated)
+            raise not_enforceable("not", pointer)
+        _require_also(node, negated)
 
 
-def _dependencies(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _rewrite_dependencies(node: Schema, pointer: str, document: SchemaDocument) -> None:
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = node.pop(keyword, {})
         if not isinstance(given, dict):
-            raise refusal("dependencies", f"{pointer}/{keyword}")
+            raise not_enforceable("dependencies", f"{pointer}/{keyword}")
         for name, needed in given.items():
             absent, present = {"properties": {name: False}}, {"required": [name]}
             then = {"required": needed} if isinstance(needed, list) else needed
             if then not in (True, {}, {"required": []}):
-                _conjoin(node, {"anyOf": [absent, {"allOf": [present, then]}]})
+                _require_also(node, {"anyOf": [absent, {"allOf": [present, then]}]})
 
 
-def _contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _drop_contains(node: Schema, pointer: str, document: SchemaDocument) -> None:
     fewest, most = node.pop("minContains", 1), node.pop("maxContains", None)
     if "contains" in node and (fewest != 0 or most is not None):
-        raise refusal("contains", pointer)
+        raise not_enforceable("contains", pointer)
     node.pop("contains", None)
 
 
-def _property_names(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _rewrite_property_names(node: Schema, pointer: str, document: SchemaDocument) -> None:
     names = node.pop("propertyNames", True)
     if isinstance(names, dict) and "$ref" in names:
         names = document.target(names["$ref"])
@@ -189,11 +190,11 @@ def _property_names(node: Schema, pointer: str, document: SchemaDocument) -> Non
         return
     pattern = _name_pattern(names)
     if pattern is None or properties or patterns:
-        raise refusal("propertyNames", pointer)
+        raise not_enforceable("propertyNames", pointer)
     node["patternProperties"], node["additionalProperties"] = {pattern: values}, False
 
 
-def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
+def _rewrite_unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
     for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         rest = node.pop(keyword, True)
         if rest in (True, {}):
@@ -204,18 +205,18 @@ def _unevaluated(node: Schema, pointer: str, document: SchemaDocument) -> None:
                 node["properties"] = {**known, **{name: True for name in names if name not in known}}
                 node.setdefault(plain, False)
                 continue
-        if any(name in node for name in _IN_PLACE) or "contains" in node:
-            raise refusal(keyword, pointer)
+        if any(name in node for name in _APPLICATORS) or "contains" in node:
+            raise not_enforceable(keyword, pointer)
         if plain == "items" and isinstance(node.get("items"), list):
             plain = "additionalItems"
         node.setdefault(plain, rest)
 
 
 def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -> set[str] | None:
-    """Return the properties that a schema and its `$ref` and `allOf` evaluate; None if they depend on the value."""
+    """Return the names of the properties that a schema with its `$ref` and `allOf` evaluates; None if they depend on the value."""
     if schema in (True, {}):
         return set()
-    if not isinstance(schema, dict) or depth == 0 or any(name in schema for name in ("patternProperties", *_IN_PLACE[2:])):
+    if not isinstance(schema, dict) or depth == 0 or any(name in schema for name in ("patternProperties", *_APPLICATORS[2:])):
         return None
     if depth < 8 and "additionalProperties" in schema:
         return None
@@ -225,22 +226,21 @@ def _evaluated_names(schema: object, document: SchemaDocument, depth: int = 8) -
     return None if None in inner else names | set(schema.get("properties", {}))
 
 
-def _one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Rewrite `oneOf` as `anyOf`, each of whose cases also requires that no other one matches; at most `_MAX_ONE_OF_CASES` cases."""
+def _rewrite_one_of(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Rewrite `oneOf` of up to `_MAX_ONE_OF_CASES` cases as `anyOf`. Each case then also requires that no other case matches."""
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance distinguishes types itself
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance itself tells types apart
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
         del node["oneOf"]
-        others = [[other for place, other in enumerate(negated) if place != index] for index in range(len(cases))]
-        _conjoin(node, {"anyOf": [{"allOf": [case, *rest]} for case, rest in zip(cases, others, strict=True)]})
+        _require_also(node, {"anyOf": [{"allOf": [case, *negated[:index], *negated[index + 1 :]]} for index, case in enumerate(cases)]})
 
 
-def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Rewrite bounds of the number of properties, which llguidance enforces only if all properties are required."""
+def _rewrite_property_counts(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Rewrite `minProperties` and `maxProperties`, which llguidance enforces only if all properties are required."""
     names = list(node["properties"]) if isinstance(node.get("properties"), dict) else []
     required = node["required"] if isinstance(node.get("required"), list) else []
     if not names or set(names) <= set(required):
@@ -249,18 +249,18 @@ def _num_properties(node: Schema, pointer: str, document: SchemaDocument) -> Non
     if fewest <= max(1, len(required)):
         node.pop("minProperties", None)
     if len(required) < fewest == 1:
-        _conjoin(node, {"anyOf": [{"required": [name]} for name in names]})
+        _require_also(node, {"anyOf": [{"required": [name]} for name in names]})
     is_closed = node.get("additionalProperties") is False and "patternProperties" not in node
     if "maxProperties" in node and is_closed and node["maxProperties"] >= len(names):
         del node["maxProperties"]
     elif node.get("maxProperties") == 1 and is_closed:
         del node["maxProperties"]
-        _conjoin(node, {"anyOf": [{"properties": {other: False for other in names if other != name}} for name in names]})
+        _require_also(node, {"anyOf": [{"properties": {other: False for other in names if other != name}} for name in names]})
 
 
-def _bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
-    """Move bounds that are too large for llguidance towards zero, and convert counts to integers."""
-    for name in _COUNTS:
+def _shrink_bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
+    """Replace numeric bounds that are too large for llguidance by smaller ones, and counts such as 2.0 by integers."""
+    for name in _COUNT_KEYWORDS:
         if isinstance(node.get(name), float) and node[name].is_integer():
             node[name] = int(node[name])
     limit = _MAX_INTEGER if node.get("type") == "integer" else _MAX_BOUND
@@ -272,13 +272,13 @@ def _bounds(node: Schema, pointer: str, document: SchemaDocument) -> None:
 
 _Rule = Callable[[Schema, str, SchemaDocument], None]
 _RULES: tuple[_Rule, ...] = (
-    _bounds, _unevaluated, _format, _unique_items, _references, _condition, _negation, _dependencies, _contains, _property_names,
-    _num_properties, _one_of,
+    _shrink_bounds, _rewrite_unevaluated, _drop_unknown_format, _bound_unique_items, _resolve_references, _rewrite_if, _rewrite_not,
+    _rewrite_dependencies, _drop_contains, _rewrite_property_names, _rewrite_property_counts, _rewrite_one_of,
 )  # fmt: skip
 
 
-def _conjoin(node: Schema, other: object) -> None:
-    """Require that values of `node` match `other` as well."""
+def _require_also(node: Schema, other: object) -> None:
+    """Require that values of `node` also match `other`."""
     if other not in (True, {}):
         parts = node.get("allOf")
         node["allOf"] = [*(parts if isinstance(parts, list) else []), other]
@@ -291,24 +291,24 @@ def _is_only_annotation(schema: object) -> bool:
 
 
 def _name_pattern(names: object) -> str | None:
-    """Return a regular expression of the names that a schema allows; None if it cannot be written."""
+    """Return a regular expression for the strings that a schema allows; None if there is none."""
     if not isinstance(names, dict):
         return None
     rest = {name: value for name, value in names.items() if name not in ("type", "title", "description")}
     if set(rest) == {"pattern"}:
         return str(rest["pattern"])
     if set(rest) == {"format"}:
-        return _NAME_FORMATS.get(rest["format"])
+        return _FORMAT_PATTERNS.get(rest["format"])
     if rest and set(rest) <= {"minLength", "maxLength"}:
         return f"^[\\s\\S]{{{rest.get('minLength', 0)},{rest.get('maxLength', '')}}}$"
     return None
 
 
 def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
-    """Return a schema of the values that `schema` refuses; None if it cannot be written.
+    """Return a schema of the values that do not match `schema`; None if there is none.
 
     Args:
-        context: a schema that values must match as well. If it lists its values, the result lists those that `schema` refuses.
+        context: a schema that the values match. If it lists them, the result lists those that do not match `schema`.
     """
     if schema in (True, {}) or schema is False:
         return schema is False
@@ -324,8 +324,9 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
     if keywords == {"type"}:
         return _other_types(schema["type"])
     if keywords in ({"const"}, {"enum"}):
-        known, refused = document.literals(context), schema["enum"] if "enum" in schema else [schema["const"]]
-        return None if known is None else {"enum": [value for value in known if not any(is_equal(value, one) for one in refused)]}
+        known = document.literals(context)
+        excluded = {canonical_json(value) for value in (schema["enum"] if "enum" in schema else [schema["const"]])}
+        return None if known is None else {"enum": [value for value in known if canonical_json(value) not in excluded]}
     if not keywords <= {"type", "properties", "required"} or schema.get("type", "object") != "object":
         return None
     cases: list[Any] = [{"properties": {name: False}} for name in schema.get("required", [])]
@@ -343,6 +344,6 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
 
 def _other_types(given: object) -> Any:
     types = [given] if isinstance(given, str) else given
-    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # numbers that are no integers have no name
+    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # no type names the numbers that are not integers
         return None
     return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from paceline.errors import RequestError
-from paceline.sampling.grammar import MAX_TEXT, Grammar, GrammarKind
+from paceline.sampling.grammars.grammar import MAX_TEXT_CHARS, Grammar, GrammarKind
 
 WRONG = {
     "an unknown kind": lambda: Grammar("xml", "<a/>"),  # type: ignore[arg-type]
     "no text": lambda: Grammar.regex(""),
     "a number": lambda: Grammar.lark(3),  # type: ignore[arg-type]
-    "too much text": lambda: Grammar.regex("a" * (MAX_TEXT + 1)),
+    "too much text": lambda: Grammar.regex("a" * (MAX_TEXT_CHARS + 1)),
     "half a character": lambda: Grammar.regex("\ud800"),
     "a list for a schema": lambda: Grammar.json_schema([]),  # type: ignore[arg-type]
     "JSON that is no schema": lambda: Grammar.json_schema("[]"),
@@ -29,7 +29,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_grammar_is_refused(name: str) -> None:
+def test_an_invalid_grammar_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as refusal:
         WRONG[name]()
     assert refusal.value.parameter == "grammar"
@@ -37,8 +37,8 @@ def test_what_is_no_grammar_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['root ::= "a"', "# a list\nroot ::= item+\nitem ::= [a-z]", 'item  ::= "x"\r\nroot ::= item'])
-def test_a_grammar_in_gbnf_is_refused_with_the_way_out(text: str) -> None:
-    with pytest.raises(RequestError, match="written in GBNF"):
+def test_a_grammar_in_gbnf_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="it is in GBNF"):
         Grammar.lark(text)
     assert Grammar.lark(f"start: {json.dumps(text)}")
 
@@ -54,7 +54,7 @@ def test_a_schema_keeps_the_order_of_its_properties() -> None:
     assert Grammar.json_schema(json.dumps(schema)).text == json.dumps(schema)
 
 
-def test_free_layout_is_asked_for_in_the_schema_and_leaves_its_own_options() -> None:
+def test_any_whitespace_keeps_other_options_of_the_schema() -> None:
     grammar = Grammar.json_schema({"type": "object", "x-guidance": {"lenient": True}}, any_whitespace=True)
     options = json.loads(grammar.text)["x-guidance"]
     assert options["whitespace_flexible"] is True

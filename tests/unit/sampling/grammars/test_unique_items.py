@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
-from paceline.sampling.grammar import Grammar
-from paceline.sampling.matcher import GrammarCompiler
-from paceline.sampling.unique_items import UniqueItemsState, unique_items
+from paceline.sampling.grammars.compiler import GrammarCompiler
+from paceline.sampling.grammars.grammar import Grammar
+from paceline.sampling.grammars.unique_items import UniqueItemsState, unique_items
 from paceline.tokenizer.tokenizer import Tokenizer
 
-MINI = Path(__file__).resolve().parents[3] / "src" / "paceline" / "assets" / "mini" / "target"
+MINI = Path(__file__).resolve().parents[4] / "src" / "paceline" / "assets" / "mini" / "target"
 EOS_ID = 2
 V = 4096
 SET = {"type": "array", "uniqueItems": True}

@@ -17,8 +17,8 @@ import pytest
 from pydantic import AnyUrl, BaseModel, Field, Json, SecretStr, StringConstraints, create_model
 
 from paceline.errors import RequestError
-from paceline.sampling.json_schema import FORMATS, servable_schema
-from paceline.sampling.unique_items import unique_items
+from paceline.sampling.grammars.json_schema import FORMATS, enforceable_schema
+from paceline.sampling.grammars.unique_items import unique_items
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -32,7 +32,7 @@ def byte_tokens() -> Any:
 
 def accepts(schema: dict[str, Any], value: object) -> bool:
     """Whether the grammar of the rewritten schema allows a value."""
-    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(servable_schema(schema)), defaults=ONE_LINE)
+    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(enforceable_schema(schema)), defaults=ONE_LINE)
     matcher = llguidance.LLMatcher(byte_tokens(), text, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     written = list(json.dumps(value, ensure_ascii=False).encode())
@@ -154,14 +154,14 @@ def test_the_expected_values_are_those_of_a_validator(name: str) -> None:
         ({"$dynamicRef": "#x"}, "`$dynamicRef` at #"),
     ],
 )
-def test_a_keyword_that_nothing_enforces_is_refused_with_its_place(schema: dict[str, Any], place: str) -> None:
+def test_a_keyword_without_rewrite_is_refused_with_its_pointer(schema: dict[str, Any], place: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        servable_schema(schema)
+        enforceable_schema(schema)
     assert (place in str(refusal.value), refusal.value.parameter) == (True, "grammar")
     assert "or leave it out" in str(refusal.value)
 
 
-def test_a_definition_that_is_not_used_is_not_judged() -> None:
+def test_a_definition_that_is_not_used_is_not_checked() -> None:
     assert accepts({**INTEGER, "$defs": {"unused": {"not": {"pattern": "x"}}}}, 1)
 
 
@@ -172,7 +172,7 @@ def test_the_formats_that_are_enforced_are_those_of_the_library() -> None:
         assert not matcher.is_error(), name
 
 
-def test_a_schema_with_wrong_values_is_served_or_refused(seed: int) -> None:
+def test_a_schema_with_invalid_values_is_compiled_or_refused(seed: int) -> None:
     """Whatever a keyword holds: no other exception, which would be the server's fault."""
     generator, num_refused = np.random.default_rng(seed), 0
     keywords = sorted({key for schema, _, _ in SERVED.values() for key in schema} | {"contains", "minContains", "anyOf", "dependencies"})
@@ -199,7 +199,7 @@ def test_a_schema_with_wrong_values_is_served_or_refused(seed: int) -> None:
         chosen = generator.choice(len(keywords), 4)
         schema = {keywords[index]: values[int(generator.integers(len(values)))] for index in chosen}
         try:
-            unique_items(servable_schema({"items": schema, "properties": {"p": schema}}))
+            unique_items(enforceable_schema({"items": schema, "properties": {"p": schema}}))
         except RequestError:
             num_refused += 1
     assert 0 < num_refused < 3000
@@ -207,7 +207,7 @@ def test_a_schema_with_wrong_values_is_served_or_refused(seed: int) -> None:
 
 def test_the_schema_that_was_sent_is_not_changed() -> None:
     schema = {"type": "string", "format": "path"}
-    servable_schema(schema)
+    enforceable_schema(schema)
     assert schema == {"type": "string", "format": "path"}
 
 
@@ -239,7 +239,7 @@ TYPES = [
 @pytest.mark.parametrize("kind", TYPES, ids=str)
 def test_the_schema_of_a_pydantic_type_compiles(kind: Any) -> None:
     model = create_model("Answer", value=(kind, ...))
-    text = json.dumps(servable_schema(model.model_json_schema()))
+    text = json.dumps(enforceable_schema(model.model_json_schema()))
     matcher = llguidance.LLMatcher(byte_tokens(), llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
     matcher.compute_bitmask()
     assert not matcher.is_error(), matcher.get_error()

@@ -1,4 +1,4 @@
-"""What an output must match: a grammar by its text. Checked for form here, compiled for a model by `sampling/matcher.py`."""
+"""What an output must match: a grammar as text. It is checked for form here and compiled for a model by `compiler.py`."""
 
 import json
 import re
@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 
 from paceline.errors import RequestError
 
-MAX_TEXT = 1_000_000  # characters
-MAX_MARKER = 100  # characters of a `reasoning_end`
+MAX_TEXT_CHARS = 1_000_000
+_MAX_REASONING_END_CHARS = 100
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _ANY_OBJECT = '{"type": "object"}'
 _ANY_WHITESPACE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 
 
 class GrammarKind(Enum):
-    """The language a grammar is written in."""
+    """The language of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -28,19 +28,19 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must match. Made by the constructors below.
+    """What an output must match; the class methods make one from each kind of text.
 
-    JSON is written on one line, as `json.dumps` does, unless `any_whitespace` is set: then the model may indent it, and a model that
-    never stops indenting never ends.
+    JSON is generated on one line, as by `json.dumps`, unless `any_whitespace` is set. With it the model may indent, and a model that
+    keeps adding whitespace does not end.
 
     Attributes:
-        kind: what `text` is; its name is accepted too.
+        kind: language of `text`; its name is accepted too.
         text: a JSON schema, a regular expression, a Lark grammar or a JSON list of choices.
-        reasoning_end: text after which the grammar begins, such as "</think>"; before it every token but an end token is allowed. None =
-            the grammar begins with the first token, as it does where the prompt ends with this text.
+        reasoning_end: text that ends a reasoning section, such as "</think>". The grammar begins after it; before it every token except
+            end tokens is allowed. None = no reasoning section. A prompt that ends with this text has ended the section.
 
     Raises:
-        RequestError: it cannot be a grammar; `parameter` is "grammar".
+        RequestError: the text is not a grammar of this kind; `parameter` is "grammar".
     """
 
     kind: GrammarKind
@@ -51,25 +51,25 @@ class Grammar:
         names = [kind.value for kind in GrammarKind]
         given: object = self.kind
         if not isinstance(given, GrammarKind) and given not in names:
-            _refuse(f"kind {given!r} is none of {', '.join(names)}")
+            _refuse(f"kind {given!r} is not one of {', '.join(names)}")
         object.__setattr__(self, "kind", GrammarKind(given))
-        _check_text("its text", self.text, MAX_TEXT)
+        _check_text("its text", self.text, MAX_TEXT_CHARS)
         if self.reasoning_end is not None:
-            _check_text("reasoning_end", self.reasoning_end, MAX_MARKER)
+            _check_text("reasoning_end", self.reasoning_end, _MAX_REASONING_END_CHARS)
         if self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
-            _parsed_schema(self.text)
+            _parse_schema(self.text)
         elif self.kind is GrammarKind.CHOICE:
             self.choices()
         elif self.kind is GrammarKind.LARK and _GBNF_RULE.search(self.text):
-            _refuse("it is written in GBNF (`root ::= ...`): write it in Lark, with rules `start: ...` and regular expressions `/[a-z]+/`")
+            _refuse("it is in GBNF (`root ::= ...`): use Lark, with rules `start: ...` and regular expressions `/[a-z]+/`")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False, reasoning_end: str | None = None) -> "Grammar":
-        """Return a grammar of the JSON values that match a schema; properties are in the schema's order.
+        """Return a grammar of the JSON values that match a schema; properties are generated in the schema's order.
 
         Args:
-            schema: a mapping or its JSON text. Keywords that cannot be enforced are refused when the grammar is compiled.
-            any_whitespace: whether the model may use whitespace as it likes.
+            schema: a mapping or its JSON text. Compiling it raises an error for keywords that cannot be enforced.
+            any_whitespace: whether whitespace between JSON tokens is left to the model.
         """
         return cls(GrammarKind.JSON_SCHEMA, _schema_text(schema, any_whitespace=any_whitespace), reasoning_end)
 
@@ -93,18 +93,17 @@ class Grammar:
         """Return a grammar of exactly one of `texts`."""
         given: object = texts
         if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(text, str) for text in given):
-            _refuse(f"choices {texts!r} are no list of texts")
+            _refuse(f"choices must be a list of strings, got {texts!r}")
         return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False), reasoning_end)
 
     def choices(self) -> list[str]:
-        """The texts of a choice."""
+        """Return the texts of a grammar of the kind CHOICE."""
         try:
             texts = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"grammar: choices are no JSON list ({error})", parameter="grammar") from error
-        is_usable = isinstance(texts, list) and texts and all(isinstance(text, str) and text for text in texts)
-        if not is_usable:
-            _refuse(f"choices {texts!r} are no list of one or more non-empty texts")
+            raise RequestError(f"grammar: choices are not a JSON list ({error})", parameter="grammar") from error
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            _refuse(f"choices must be a list of one or more non-empty strings, got {texts!r}")
         found: list[str] = texts
         return found
 
@@ -113,16 +112,15 @@ def _refuse(reason: str) -> NoReturn:
     raise RequestError(f"grammar: {reason}", parameter="grammar")
 
 
-def _check_text(name: str, text: object, limit: int) -> None:
+def _check_text(name: str, text: object, max_chars: int) -> None:
     if not isinstance(text, str) or not text:
-        _refuse(f"{name} is {text!r}; give a non-empty string")
-    if len(text) > limit:
-        _refuse(f"{name} has {len(text)} characters; at most {limit} are compiled")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            _refuse(f"{name} cannot be written in UTF-8 ({error.reason} at character {error.start})")
+        _refuse(f"{name} must be a non-empty string, got {text!r}")
+    if len(text) > max_chars:
+        _refuse(f"{name} has {len(text)} characters; at most {max_chars} are compiled")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        _refuse(f"{name} cannot be encoded in UTF-8 ({error.reason} at character {error.start})")
 
 
 def _schema_text(schema: Mapping[str, Any] | str, *, any_whitespace: bool) -> str:
@@ -130,23 +128,22 @@ def _schema_text(schema: Mapping[str, Any] | str, *, any_whitespace: bool) -> st
     if isinstance(given, str):
         if not any_whitespace:
             return given
-        given = _parsed_schema(given)
+        given = _parse_schema(given)
     if not isinstance(given, Mapping):
-        _refuse(f"schema {schema!r} is neither a mapping nor JSON text")
+        _refuse(f"schema must be a mapping or JSON text, got {schema!r}")
     try:
-        layout = {**_ANY_WHITESPACE, **given.get("x-guidance", {})}
-        laid_out = {**given, "x-guidance": layout} if any_whitespace else dict(given)
-        return json.dumps(laid_out, ensure_ascii=False, allow_nan=False)
+        options = {"x-guidance": {**_ANY_WHITESPACE, **given.get("x-guidance", {})}} if any_whitespace else {}
+        return json.dumps({**given, **options}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"grammar: the schema cannot be written as JSON ({error})", parameter="grammar") from error
 
 
-def _parsed_schema(text: str) -> dict[str, Any]:
+def _parse_schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"grammar: the schema is no JSON ({error})", parameter="grammar") from error
+        raise RequestError(f"grammar: the schema is not JSON ({error})", parameter="grammar") from error
     if not isinstance(schema, dict):
-        _refuse(f"the schema {schema!r} is no JSON object")
+        _refuse(f"the schema must be a JSON object, got {schema!r}")
     parsed: dict[str, Any] = schema
     return parsed

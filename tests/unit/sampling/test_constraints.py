@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import RequestError
+from paceline.sampling.constraints import BadWords, RepeatedNgrams, bad_word_ids
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.sampling.sequence_bans import BadWords, RepeatedNgrams, bad_word_ids
 from paceline.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = 30
@@ -101,10 +101,10 @@ MERGES_THE_LINE_BREAK = {"word": [5], " word": [6], "\n": [1], "\nword": [8, 9]}
 @pytest.mark.parametrize(
     ("spellings", "expected"),
     [(CUT_LIKE_GPT2, {(5,), (6,)}), (CUT_LIKE_LLAMA, {(6,), (0, 6), (5,)}), (MERGES_THE_LINE_BREAK, {(5,), (6,)})],
-    ids=["spaces in tokens", "a space in front of every text", "line breaks in tokens"],
+    ids=["spaces in tokens", "a space before every text", "line breaks in tokens"],
 )
 @pytest.mark.parametrize("word", ["word", " word"])
-def test_a_text_counts_with_and_without_a_space_before_it(spellings, expected, word):
+def test_a_bad_word_is_banned_with_and_without_a_space(spellings, expected, word):
     assert set(bad_word_ids([word], spellings.__getitem__)) == expected
     assert set(bad_word_ids([word, [7, 8], (5,)], spellings.__getitem__)) == expected | {(7, 8), (5,)}
 
@@ -114,7 +114,7 @@ def test_a_text_without_tokens_is_refused():
         bad_word_ids(["x"], lambda text: [])
 
 
-def test_the_spellings_of_a_real_tokenizer_stand_in_its_texts(mini_dir):
+def test_bad_word_ids_of_a_real_tokenizer_occur_in_its_texts(mini_dir):
     tokenizer = Tokenizer.open(mini_dir)
 
     def encode(text):

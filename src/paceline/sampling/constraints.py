@@ -1,0 +1,226 @@
+"""Rules about the next token that depend on the text so far: repeated n-grams, bad words and the user's own processors.
+
+Each masks the scores of the tokens that it forbids. All take the path of a draft tree in addition to the committed text, so a draft
+token is judged exactly as if it were already part of the output.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import RequestError, is_interrupt
+from paceline.sampling.params import CustomProcessor
+
+_ANCHOR = "\n"  # text before a word, to find its tokens without a leading space
+
+
+class Constraint(Protocol):
+    """A rule about the token that follows the output."""
+
+    def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Set the scores [V] of tokens that may not follow the committed output and `path` to -inf, in place; keep the state."""
+
+    def commit(self, token_id: int) -> None:
+        """Append a token to the committed output."""
+
+
+class GrammarConstraint(Constraint, Protocol):
+    """The position of an output in its grammar."""
+
+    def is_finished(self, path: Sequence[int] = ()) -> bool:
+        """Return whether the committed output and `path` are complete without a further token."""
+
+
+class RepeatedNgrams:
+    """Bans every token that would complete an n-gram of prompt + output for the second time, as in transformers.
+
+    Args:
+        size: tokens of an n-gram, >= 1.
+        token_ids: the prompt.
+    """
+
+    def __init__(self, size: int, token_ids: Sequence[int]) -> None:
+        self._num_before = size - 1
+        self._token_ids: list[int] = []
+        self._followers: dict[tuple[int, ...], array[int]] = {}
+        for token_id in token_ids:
+            self.commit(int(token_id))
+
+    def commit(self, token_id: int) -> None:
+        """Append a token to the output. O(size)."""
+        if len(self._token_ids) >= self._num_before:
+            start = tuple(_last(self._token_ids, self._num_before))
+            followers = self._followers.get(start)
+            if followers is None:
+                self._followers[start] = array("q", (token_id,))
+            else:
+                followers.append(token_id)
+        self._token_ids.append(token_id)
+
+    def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Mask tokens that repeat an n-gram. O(len(path) * size + number of banned tokens)."""
+        count = self._num_before
+        tail = [*_last(self._token_ids, count), *path]
+        if len(tail) < count:
+            return
+        start = tuple(_last(tail, count))
+        followers = self._followers.get(start)
+        if followers is not None:
+            scores[np.frombuffer(followers, np.int64)] = -np.inf
+        for end in range(count, len(tail)):  # n-grams that end in the path
+            if tuple(tail[end - count : end]) == start:
+                scores[tail[end]] = -np.inf
+
+
+class BadWords:
+    """Bans the last token of each sequence wherever prompt + output end with the tokens before it.
+
+    Args:
+        sequences: token ids of the bad words, none empty.
+        token_ids: the prompt.
+    """
+
+    def __init__(self, sequences: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
+        self._single_ids = np.array(sorted({word[0] for word in sequences if len(word) == 1}), np.int64)
+        endings: dict[int, dict[tuple[int, ...], set[int]]] = {}
+        for *before, last in (word for word in sequences if len(word) > 1):
+            endings.setdefault(len(before), {}).setdefault(tuple(before), set()).add(last)
+        self._endings = {  # number of tokens before the last one -> these tokens -> ids of last tokens
+            count: {before: np.array(sorted(lasts), np.int64) for before, lasts in group.items()} for count, group in endings.items()
+        }
+        self._num_before = max(self._endings, default=0)
+        self._recent = _last(list(token_ids), self._num_before)
+
+    def commit(self, token_id: int) -> None:
+        """Append a token to the output."""
+        self._recent = _last([*self._recent, token_id], self._num_before)
+
+    def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Mask tokens that complete a bad word."""
+        scores[self._single_ids] = -np.inf
+        tail = _last([*self._recent, *path], self._num_before)
+        for count, endings in self._endings.items():
+            lasts = endings.get(tuple(_last(tail, count)))
+            if lasts is not None:
+                scores[lasts] = -np.inf
+
+
+def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Convert bad words to distinct token sequences.
+
+    A text is encoded as at the start of a text, after a space and after a line break. Other tokenizations of it, and tokens that contain
+    more than it, are not found.
+
+    Args:
+        words: texts and token sequences, as in `SamplingParams.bad_words`.
+        encode: text -> token ids, without special tokens.
+
+    Raises:
+        RequestError: a text has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        sequences = _tokenizations(word, encode) if isinstance(word, str) else [tuple(word)]
+        if not any(sequences):
+            raise RequestError(f"bad_words: {word!r} has no tokens in this model's vocabulary; leave it out", parameter="bad_words")
+        found.update(dict.fromkeys(ids for ids in sequences if ids))
+    return tuple(found)
+
+
+def _tokenizations(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
+    bare = word.lstrip(" ") or word
+    # Some tokenizers add a space before every text; only after a line break do they show the word's tokens without one.
+    anchor, anchored = tuple(encode(_ANCHOR)), tuple(encode(_ANCHOR + bare))
+    found = [tuple(encode(bare)), tuple(encode(" " + bare))]
+    if anchor and anchored[: len(anchor)] == anchor:
+        found.append(anchored[len(anchor) :])
+    return found
+
+
+class TokenView(Sequence[int]):
+    """Prompt + output + path as one read-only sequence, without a copy of the text; slices are lists.
+
+    Args:
+        token_ids: a list that is only appended to; later tokens are not part of the view.
+        path: tokens after them.
+    """
+
+    def __init__(self, token_ids: list[int], path: Sequence[int]) -> None:
+        self._token_ids, self._size, self._path = token_ids, len(token_ids), tuple(path)
+
+    def __len__(self) -> int:
+        return self._size + len(self._path)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self._token_ids[index] if index < self._size else self._path[index - self._size]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(islice(self._token_ids, self._size), self._path)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.int64]:  # noqa: FBT001  # numpy's signature
+        return np.fromiter(self, np.int64, len(self)).astype(dtype or np.int64, copy=False)
+
+
+class CustomProcessors:
+    """Runs a request's own processors, in order.
+
+    Args:
+        processors: functions of (token ids of prompt + output + path, a copy of the scores [V] float32) that return new scores.
+            They run for draft tokens too, in any order and repeatedly for the same text, so they must depend on nothing else.
+        token_ids: the prompt.
+    """
+
+    def __init__(self, processors: Sequence[CustomProcessor], token_ids: Sequence[int]) -> None:
+        self._processors = processors
+        self._token_ids = [int(token_id) for token_id in token_ids]
+
+    def commit(self, token_id: int) -> None:
+        """Append a token to the output."""
+        self._token_ids.append(token_id)
+
+    def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Replace the scores by those that the processors return, in place.
+
+        Raises:
+            RequestError: a processor raises, or its result is not an array of usable scores.
+        """
+        text = TokenView(self._token_ids, path)
+        for processor in self._processors:
+            try:
+                returned = processor(text, scores.copy())
+            except BaseException as error:  # a user's code may raise anything; only this request fails
+                if is_interrupt(error):
+                    raise
+                raise _processor_error(processor, f"raised {type(error).__name__}: {error}") from error
+            if (problem := _problem_of(returned, len(scores))) is not None:
+                raise _processor_error(processor, f"returned {problem}")
+            scores[:] = returned
+
+
+def _problem_of(scores: object, vocab_size: int) -> str | None:
+    if not isinstance(scores, np.ndarray):
+        return f"{type(scores).__name__}; it must return the scores, a numpy array"
+    if scores.shape != (vocab_size,):
+        return f"scores of shape {scores.shape}; the shape must stay ({vocab_size},)"
+    if scores.dtype != np.float32:
+        return f"{scores.dtype} scores; they must stay float32: return scores.astype(numpy.float32)"
+    max_score = scores.max()  # NaN if any score is
+    if np.isnan(max_score) or max_score == np.inf:
+        return f"{'NaN' if np.isnan(max_score) else 'inf'} scores; to force a token set all others to -inf"
+    return None
+
+
+def _processor_error(processor: CustomProcessor, problem: str) -> RequestError:
+    name = getattr(processor, "__qualname__", type(processor).__qualname__)
+    return RequestError(f"processors: {name} {problem}", parameter="processors")
+
+
+def _last(token_ids: list[int], count: int) -> list[int]:
+    return token_ids[max(0, len(token_ids) - count) :]

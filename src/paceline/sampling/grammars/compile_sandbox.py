@@ -1,0 +1,94 @@
+"""Compiles untrusted grammars in a process with limits of time and memory, before they are compiled in this one.
+
+llguidance's own limits do not end every compilation, and a thread cannot be ended. {"type": "integer", "multipleOf": 999983} takes
+minutes. This module imports little because the process loads it.
+"""
+
+import json
+from collections import OrderedDict
+from hashlib import sha256
+from threading import Lock
+
+from paceline.errors import BackendUnavailableError, RequestError
+from paceline.isolated import Failure, IsolatedError, IsolatedFunction, Limits
+
+MEMORY_BYTES = 1 << 30
+"""Address space of the process."""
+GRAMMAR_BUSY = "grammar_busy"
+"""Error code: other requests' grammars take too long to compile."""
+_GRAMMAR_TOO_COSTLY = "grammar_too_costly"
+
+_COMPILE = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
+_MAX_WAITS = 12  # a request waits for its turn for at most this many times the limit of one compilation
+_MAX_CACHED = 1024
+
+
+def compile_for_bytes(text: str) -> None:
+    """Compile a grammar for a vocabulary of single bytes; runs in the process.
+
+    Errors of the grammar are ignored: compiling it for the model's vocabulary raises the same ones.
+    """
+    import llguidance
+
+    try:
+        llguidance.LLMatcher(llguidance.LLTokenizer("byte"), text, log_level=0).compute_bitmask()
+    except MemoryError:
+        raise
+    except Exception:
+        return
+
+
+class CompileSandbox:
+    """Tries grammars one at a time, so that together they take at most one core; other threads wait for their turn.
+
+    Args:
+        timeout_s: limit of one compilation.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = Lock()
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # hashes of the texts that compiled
+        self.isolated = IsolatedFunction(_COMPILE, Limits(timeout_s, MEMORY_BYTES))
+
+    def check(self, text: str) -> None:
+        """Check that a grammar compiles within the limits.
+
+        Args:
+            text: in llguidance's format.
+
+        Raises:
+            RequestError: it exceeds a limit, the wait for its turn was too long, or `close` was called.
+            BackendUnavailableError: no process can be started.
+        """
+        if not self._lock.acquire(timeout=_MAX_WAITS * self._timeout_s):
+            text = "grammar: other grammars take too long to compile: retry later"
+            raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY)
+        try:
+            key = sha256(text.encode()).digest()
+            if key not in self._passed:  # several threads may have waited with the same grammar
+                self._compile(text)
+                self._passed[key] = None
+                if len(self._passed) > _MAX_CACHED:
+                    self._passed.popitem(last=False)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Make the compilation in progress and all later calls of `check` fail at once."""
+        self.isolated.close()
+
+    def _compile(self, text: str) -> None:
+        try:
+            self.isolated.run(json.dumps(text))
+        except IsolatedError as error:
+            if error.failure is Failure.NOT_STARTED:
+                raise BackendUnavailableError(f"grammars are compiled in a separate process first, which cannot start ({error})") from error
+            if error.failure is Failure.CLOSED:
+                raise RequestError("grammar: not compiled, the engine is shutting down", parameter="grammar", code=GRAMMAR_BUSY) from error
+            reason = f"compiling it failed: {error}"
+            if error.failure is Failure.TIME:
+                reason = f"it takes longer than {self._timeout_s:g} s to compile"
+            elif error.failure is Failure.MEMORY:
+                reason = f"it takes more than {MEMORY_BYTES >> 20} MB to compile"
+            raise RequestError(f"grammar: {reason}: send a simpler one", parameter="grammar", code=_GRAMMAR_TOO_COSTLY) from error

@@ -1,0 +1,159 @@
+"""Grammars compiled by llguidance for the ids of one model. All of llguidance's objects are made here."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import BackendUnavailableError, RequestError, library_errors
+from paceline.installation import install_extra
+from paceline.sampling.grammars.grammar import Grammar, GrammarKind
+from paceline.sampling.grammars.json_schema import enforceable_schema
+from paceline.sampling.grammars.unique_items import ENDS_ITEM, ENDS_STRING, UniqueItemsState, unique_items
+from paceline.tokenizer.tokenizer import Tokenizer
+
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ADDED_END = "<|end of grammar|>"
+_MAX_REASON_CHARS = 400
+
+
+class GrammarVocabulary:
+    """A tokenizer in llguidance's form.
+
+    Attributes:
+        size: number of ids of the tokenizer.
+        eos_ids, eos_set: ids that end an output, ascending.
+        end_id: the id that stands for all of `eos_ids` in llguidance's masks. If the model has none, an id that is not a token.
+        num_words: 32-bit words of a mask.
+
+    Raises:
+        BackendUnavailableError: llguidance is not installed.
+        RequestError: llguidance cannot read this tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise BackendUnavailableError(f"grammars need llguidance: {install_extra('grammar')}") from error
+        self.llguidance: Any = llguidance
+        self.size = tokenizer.vocab_size
+        self._tokens_with: dict[bytes, NDArray[np.bool_]] = {}
+        self.eos_ids = np.array(sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size}), np.int64)
+        self.eos_set = frozenset(self.eos_ids.tolist())
+        text = tokenizer.to_json()
+        if self.eos_set:
+            self.end_id = int(self.eos_ids[0])
+        else:
+            text, self.end_id = _add_end_token(text)
+        with library_errors("grammar: llguidance cannot read this model's tokenizer; generate without a grammar", _grammar_error):
+            self.ids = self.llguidance.LLTokenizer(text, eos_token=self.end_id)
+        self.num_words = (self.ids.vocab_size + 31) // 32
+
+    def tokens_with(self, any_of: bytes) -> NDArray[np.bool_]:
+        """[size] whether each token's text has one of the bytes; all True if `any_of` is empty."""
+        if not any_of:
+            return np.ones(self.size, np.bool_)
+        if any_of not in self._tokens_with:
+            found = [not set(any_of).isdisjoint(self.bytes_of(token_id)) for token_id in range(self.size)]
+            self._tokens_with[any_of] = np.array(found, np.bool_)
+        return self._tokens_with[any_of]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the text of a token; empty for ids outside the vocabulary."""
+        text: bytes = self.ids.decode_bytes([token_id]) if 0 <= token_id < self.size else b""
+        return text
+
+
+class CompiledGrammar:
+    """A compiled grammar, of which each request gets a copy.
+
+    llguidance's matchers of one grammar share an automaton, which grows with every text. Above a limit, matchers fail; then `replace`
+    compiles the grammar again.
+
+    Args:
+        limits: llguidance's `LLParserLimits` by name; those not named keep llguidance's defaults.
+
+    Raises:
+        RequestError: it does not compile, or no text matches it.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, limits: dict[str, int]) -> None:
+        self.vocabulary = vocabulary
+        self._limits = vocabulary.llguidance.LLParserLimits(verbose_errors=False, **limits)
+        self._text = llguidance_text(grammar, vocabulary)
+        self._first = self._compile()
+        if not self._first.is_error():
+            self._first.compute_bitmask()  # some grammars that no text matches fail only here
+        if self._first.is_error():
+            raise _grammar_error(f"grammar: {failure_of(self._first)}")
+        self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
+        if self._unique_items is not None:
+            for ending_bytes in (ENDS_STRING, ENDS_ITEM):  # computed at compilation because it takes longer than a step
+                vocabulary.tokens_with(ending_bytes)
+
+    def new_matcher(self) -> Any:
+        """Return an llguidance matcher at the beginning of a text."""
+        return self._first.deep_copy()
+
+    def replace(self, failed_matcher: Any) -> Any:
+        """Return a new matcher for one that failed; compile the grammar again if the shared automaton may have caused the failure.
+
+        Compiling delays the whole batch: a grammar of 60 kB takes 0.4 s.
+        """
+        if "Current row has" not in failed_matcher.get_error():  # this limit depends on the matcher's own text only
+            self._first = self._compile()
+        return self._first.deep_copy()
+
+    def unique_items_state(self) -> UniqueItemsState | None:
+        """Return the state that enforces `uniqueItems`; None if the grammar does not use it."""
+        return None if self._unique_items is None else UniqueItemsState(self._unique_items)
+
+    def _compile(self) -> Any:
+        return self.vocabulary.llguidance.LLMatcher(self.vocabulary.ids, self._text, log_level=0, limits=self._limits)
+
+
+def failure_of(matcher: Any) -> str:
+    """Return why an llguidance matcher failed, on one line."""
+    text: str = matcher.get_error()
+    if text.startswith("NoExtension"):
+        return "no text matches it"
+    if text.startswith("oneOf constraints are not supported"):
+        return "`oneOf` cannot be enforced where several cases may match: use `anyOf`, or give each case a property with its own `const`"
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON_CHARS]
+
+
+def llguidance_text(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
+    """Convert a grammar to llguidance's format.
+
+    Raises:
+        RequestError: llguidance has no format for it.
+    """
+    convert = vocabulary.llguidance.LLMatcher
+    try:
+        if grammar.kind is GrammarKind.REGEX:
+            text = convert.grammar_from_regex(grammar.text)
+        elif grammar.kind is GrammarKind.LARK:
+            text = convert.grammar_from_lark(grammar.text)
+        elif grammar.kind is GrammarKind.CHOICE:  # strings of Lark have the syntax of JSON
+            text = convert.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in grammar.choices()))
+        else:
+            text = convert.grammar_from_json_schema(json.dumps(enforceable_schema(json.loads(grammar.text))), defaults=_ONE_LINE)
+    except ValueError as error:
+        raise _grammar_error(f"grammar: {error}") from error
+    return str(text)
+
+
+def _grammar_error(text: str) -> RequestError:
+    return RequestError(text, parameter="grammar")
+
+
+def _add_end_token(tokenizer_json: str) -> tuple[str, int]:
+    """Add an end token, which llguidance requires; return the tokenizer and the token's id."""
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer_json)
+    backend.add_special_tokens([_ADDED_END])
+    return backend.to_str(), backend.get_vocab()[_ADDED_END]

@@ -1,0 +1,238 @@
+"""Matches an output with a grammar: the tokens that may follow it, at every node of a draft tree, and those that must.
+
+llguidance's matcher is at the end of the committed output plus a path of a draft tree. It moves between paths by rolling tokens back and
+consuming others, about a microsecond a token, so a tree needs no copies of it. End tokens are handled here, because llguidance cannot
+roll back one after a complete text. They are allowed wherever the text may end.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import RequestError
+from paceline.sampling.grammars.compiled_grammar import CompiledGrammar, failure_of
+
+
+class ReasoningSection:
+    """Finds the end of the reasoning section, which is before the text that the grammar applies to.
+
+    Args:
+        marker: bytes that end the section; they may be split over several tokens.
+        bytes_of: token id -> bytes.
+    """
+
+    def __init__(self, marker: bytes, bytes_of: Callable[[int], bytes]) -> None:
+        self._marker, self._bytes_of = marker, bytes_of
+        self._tail = b""  # the end of the committed text, where the marker may have begun
+
+    def num_tokens(self, path: Sequence[int]) -> int | None:
+        """Return how many tokens of `path` are part of the section; None if it does not end in `path`."""
+        tail = self._tail
+        for index, token_id in enumerate(path):
+            tail = self._append(tail, token_id)
+            if self._marker in tail:
+                return index + 1
+        return None
+
+    def commit(self, token_id: int) -> bool:
+        """Append a token of the output; return whether it ends the section."""
+        self._tail = self._append(self._tail, token_id)
+        return self._marker in self._tail
+
+    def _append(self, tail: bytes, token_id: int) -> bytes:
+        # One byte less than the marker is enough to find a marker that begins in earlier tokens.
+        return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
+
+
+class GrammarMatcher:
+    """The position of one request's output in its grammar (a `GrammarConstraint`).
+
+    A `path` is a list of draft tokens that follow the committed output. Where the grammar forces a text, the mask allows only the token
+    with which the tokenizer itself continues it; `num_allowed` accepts every tokenization of the text.
+
+    Raises:
+        RequestError: by every method, if the grammar exceeds llguidance's limits.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, reasoning: ReasoningSection | None = None) -> None:
+        self._compiled = compiled
+        self._vocabulary = compiled.vocabulary
+        self._matcher = compiled.new_matcher()
+        self._reasoning = reasoning
+        self._unique_items = compiled.unique_items_state()
+        self._has_ended = False
+        self._committed: list[int] = []  # tokens of the output that the matcher consumed
+        self._ahead: list[int] = []  # tokens of a path that it consumed after them
+        self._mask_words = np.zeros(self._vocabulary.num_words, np.uint32)
+        self._mask_address = self._mask_words.ctypes.data
+
+    def is_finished(self, path: Sequence[int] = ()) -> bool:
+        """Return whether output + `path` needs no further token: it ends with an end token, or nothing may follow and there is none."""
+        inside = self._after_reasoning(path)
+        if self._has_ended or inside is None:
+            return self._has_ended
+        if self._vocabulary.eos_set:
+            return not self._vocabulary.eos_set.isdisjoint(inside)
+        return self._move_to(inside) == len(inside) and not self._allowed(self._vocabulary.size).any()
+
+    def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
+        """Set the scores [V] of tokens that may not follow `path` to -inf, in place."""
+        eos_ids = self._vocabulary.eos_ids
+        eos_ids = eos_ids[: np.searchsorted(eos_ids, len(scores))]
+        inside = self._after_reasoning(path)
+        if inside is None:
+            scores[eos_ids] = -np.inf
+        elif self._has_ended or not self._vocabulary.eos_set.isdisjoint(inside):
+            _mask_all_except(scores, eos_ids)
+        elif self._move_to(inside) < len(inside):
+            scores.fill(-np.inf)
+        else:
+            allowed = self._allowed(len(scores))
+            if self._unique_items is not None:
+                self._forbid_duplicates(allowed, inside)
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: the faster way if fewer than 3/4 are allowed
+                _mask_all_except(scores, allowed.nonzero()[0])
+            else:
+                scores[~allowed] = -np.inf
+
+    def commit(self, token_id: int) -> None:
+        """Append a token to the output."""
+        if self._reasoning is not None:
+            if self._reasoning.commit(token_id):
+                self._reasoning = None
+            return
+        self._has_ended = self._has_ended or token_id in self._vocabulary.eos_set
+        if self._has_ended:
+            return
+        if self._ahead[:1] != [token_id] and self._move_to((token_id,)) == 0:
+            text = self._vocabulary.bytes_of(token_id)
+            raise RequestError(f"grammar: the output continues with {text!r}, which the grammar does not allow", parameter="grammar")
+        if self._unique_items is not None:
+            self._unique_items.feed(self._vocabulary.bytes_of(token_id))
+            self._unique_items.has_duplicate = False
+        self._committed.append(self._ahead.pop(0))
+
+    def num_allowed(self, path: Sequence[int]) -> int:
+        """Return how many tokens of `path`, from the first on, may follow the output one after the other."""
+        is_end = self._vocabulary.eos_set.__contains__
+        inside = self._after_reasoning(path)
+        if inside is None:
+            return _first_index(path, is_end)
+        if self._has_ended:
+            return 0
+        end = _first_index(inside, is_end)
+        count = self._move_to(inside[:end])
+        if count == end < len(inside) and self._matcher.is_accepting():
+            count += 1
+        return len(path) - len(inside) + count
+
+    def is_allowed(self, path: Sequence[int]) -> bool:
+        """Return whether `path` may follow the output."""
+        return self.num_allowed(path) == len(path)
+
+    def forced_tokens(self, path: Sequence[int]) -> list[int]:
+        """Return the tokens of the text that must follow `path`, as the tokenizer encodes it, without end tokens; empty if none must."""
+        inside = self._after_reasoning(path)
+        if inside is None or self._has_ended or self._move_to(inside) < len(inside):
+            return []
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        if not forced and self._matcher.is_error():
+            self._replace_matcher()
+            forced = self._matcher.compute_ff_tokens()
+            self._check()
+        return forced
+
+    def _after_reasoning(self, path: Sequence[int]) -> Sequence[int] | None:
+        """Return the part of `path` that the grammar applies to; None if the reasoning section does not end in `path`."""
+        if self._reasoning is None:
+            return path
+        start = self._reasoning.num_tokens(path)
+        return None if start is None else path[start:]
+
+    def _move_to(self, path: Sequence[int]) -> int:
+        """Move the matcher to the end of `path`, or as far as the grammar allows; return how many of its tokens were consumed."""
+        ahead = self._ahead
+        shared = 0
+        while shared < len(ahead) and shared < len(path) and ahead[shared] == path[shared]:
+            shared += 1
+        num_back = len(ahead) - shared
+        if num_back:
+            del ahead[shared:]
+            self._matcher.rollback(num_back)  # does nothing if the matcher has failed; the next call reports that
+        # An id outside the vocabulary would make llguidance's matcher fail for good.
+        rest = list(path[shared:])
+        rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]
+        if rest:
+            count = self._matcher.try_consume_tokens(rest)
+            if count < len(rest) and self._matcher.is_error():
+                self._replace_matcher()
+                count = self._matcher.try_consume_tokens(rest)
+                self._check()
+            ahead.extend(rest[:count])
+        return len(ahead)
+
+    def _allowed(self, vocab_size: int) -> NDArray[np.bool_]:
+        """[vocab_size] which tokens may follow at the matcher's position, end tokens included."""
+        self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
+        if self._matcher.is_error():
+            self._replace_matcher()
+            self._matcher.unsafe_compute_mask_ptr(self._mask_address, self._mask_words.nbytes)
+            self._check()
+        bits = self._mask_words.view(np.uint8)
+        end_id = self._vocabulary.end_id
+        may_end = bool(bits[end_id >> 3] >> (end_id & 7) & 1)
+        allowed = np.unpackbits(bits, bitorder="little", count=vocab_size).view(np.bool_)
+        allowed[end_id : end_id + 1] = False
+        for eos_id in self._vocabulary.eos_ids.tolist():
+            allowed[eos_id : eos_id + 1] = may_end
+        return allowed
+
+    def _forbid_duplicates(self, allowed: NDArray[np.bool_], path: Sequence[int]) -> None:
+        """Clear the tokens that repeat an item of an array with `uniqueItems`, in place.
+
+        If all allowed tokens repeat one, they stay: the unfinished item can only be completed.
+        """
+        assert self._unique_items is not None
+        state = self._unique_items.copy()
+        for token_id in path:
+            state.feed(self._vocabulary.bytes_of(token_id))
+            state.has_duplicate = False
+        ending_bytes = state.ending_bytes
+        if ending_bytes is None:
+            return
+        may_repeat = self._vocabulary.tokens_with(ending_bytes)[: len(allowed)]
+        repeats = []
+        for token_id in np.flatnonzero(allowed[: len(may_repeat)] & may_repeat).tolist():
+            after = state.copy()
+            after.feed(self._vocabulary.bytes_of(token_id))
+            if after.has_duplicate:
+                repeats.append(token_id)
+        if len(repeats) < np.count_nonzero(allowed):
+            allowed[repeats] = False
+
+    def _replace_matcher(self) -> None:
+        """Replace a failed matcher by a new one at the same position."""
+        self._matcher = self._compiled.replace(self._matcher)
+        self._matcher.try_consume_tokens([*self._committed, *self._ahead])
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            num_tokens = len(self._committed) + len(self._ahead)
+            raise RequestError(
+                f"grammar: llguidance fails after {num_tokens} output tokens ({failure_of(self._matcher)}); use a simpler grammar or "
+                "shorter texts",
+                parameter="grammar",
+            )
+
+
+def _mask_all_except(scores: NDArray[np.float32], token_ids: NDArray[np.integer]) -> None:
+    kept = scores[token_ids]
+    scores.fill(-np.inf)
+    scores[token_ids] = kept
+
+
+def _first_index(token_ids: Sequence[int], is_match: Callable[[int], bool]) -> int:
+    """Return the index of the first token for which `is_match` is true; the number of tokens if there is none."""
+    return next((index for index, token_id in enumerate(token_ids) if is_match(token_id)), len(token_ids))

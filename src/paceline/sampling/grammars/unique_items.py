@@ -1,0 +1,264 @@
+"""Enforces `uniqueItems` while a JSON array is generated: finds items that repeat an earlier one.
+
+A grammar cannot express that two items differ, so the output is parsed byte by byte. The items of an array must differ if any schema
+that may apply to the array has the keyword. Under `anyOf`, this can forbid a repetition that another branch allows.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from paceline.sampling.grammars.json_schema import not_enforceable
+from paceline.sampling.grammars.schema_document import Schema, SchemaDocument, canonical_json, objects_of
+
+ENDS_STRING = b'"'
+ENDS_ITEM = b'",]} \t\n\r0tfn'
+"""A token that ends an item, or begins `0`, `true`, `false` or `null` (the first byte decides the item), contains one of these."""
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_SCALAR_ENDS = frozenset(b",]} \t\n\r")
+_SPACES = frozenset(b" \t\n\r")
+_WORDS = {b"t": "true", b"f": "false", b"n": "null"}
+_QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
+
+Schemas = tuple[Schema, ...]
+
+
+class _ParserState(Enum):
+    BEFORE_VALUE = 1
+    BEFORE_KEY = 2
+    IN_STRING = 3
+    IN_ESCAPE = 4
+    IN_SCALAR = 5  # a number, true, false or null
+    AFTER_VALUE = 6  # or after a key
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """An unfinished array or object.
+
+    Attributes:
+        schemas: those that may apply to it.
+        index, item_start: of an array, its current item and the position in the text where that begins.
+        key: of an object, the key of its current property.
+        items: canonical JSON of an array's finished items; None if they may repeat.
+        literals: JSON of every item that the array may have; empty if the schemas do not list them.
+    """
+
+    schemas: Schemas
+    is_array: bool
+    index: int = 0
+    key: str | None = None
+    item_start: int = 0
+    items: frozenset[str] | None = None
+    literals: tuple[str, ...] = ()
+
+
+class UniqueItemsSchema:
+    """Finds the schemas that may apply to each array of a value.
+
+    Raises:
+        RequestError: by the constructor and by methods, if a reference cannot be resolved.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._document = SchemaDocument(schema)
+        self._root = self._closure([schema])
+        self._children: dict[tuple[tuple[int, ...], str | int], Schemas] = {}
+
+    def open_container(self, parent: _Container | None, *, is_array: bool) -> _Container:
+        """Return a new array or object that is the current item or property of `parent`; None = it is the whole value."""
+        schemas = self._root
+        if parent is not None:
+            part = parent.index if parent.is_array else parent.key
+            schemas = () if part is None else self.children(parent.schemas, part)
+        if not is_array or not any(schema.get("uniqueItems") is True for schema in schemas):
+            return _Container(schemas, is_array)
+        return _Container(schemas, is_array, items=frozenset(), literals=self._item_literals(schemas))
+
+    def children(self, schemas: Schemas, part: str | int) -> Schemas:
+        """Return the schemas that may apply to a property (by key) or an item (by index) of a value of `schemas`."""
+        key = (tuple(map(id, schemas)), part)
+        if key not in self._children:
+            self._children[key] = self._closure(child for schema in schemas for child in _child_schemas(schema, part))
+        return self._children[key]
+
+    def _item_literals(self, schemas: Schemas) -> tuple[str, ...]:
+        parts = [part for schema in schemas for part in _item_schemas(schema, 0) if part is not None]
+        literals = [self._document.literals(part) for part in parts]
+        if None in literals:
+            return ()
+        return tuple(json.dumps(value, ensure_ascii=False) for values in literals if values for value in values)
+
+    def _closure(self, schemas: Iterable[Any]) -> Schemas:
+        """Return `schemas` and all schemas that they apply to the same value, such as those of `allOf` and `$ref`."""
+        pending, found = list(schemas), dict[int, Schema]()
+        while pending:
+            schema = pending.pop()
+            if not isinstance(schema, dict) or id(schema) in found:
+                continue
+            found[id(schema)] = schema
+            for name in _REFERENCES:
+                if name in schema:
+                    target = self._document.target(schema[name])
+                    if target is None:
+                        raise not_enforceable("uniqueItems", f"a schema with {name!r}")
+                    pending.append(target)
+            for name in ("allOf", "anyOf", "oneOf"):
+                pending += schema[name] if isinstance(schema.get(name), list) else []
+            for name in ("dependentSchemas", "dependencies"):
+                pending += schema[name].values() if isinstance(schema.get(name), dict) else []
+            pending += [schema.get("then"), schema.get("else")]
+        return tuple(found.values())
+
+
+def unique_items(schema: Schema) -> UniqueItemsSchema | None:
+    """Return what `UniqueItemsState` needs to enforce `uniqueItems`; None if the schema does not use the keyword."""
+    is_used = any(node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1) for _, node in objects_of(schema))
+    return UniqueItemsSchema(schema) if is_used else None
+
+
+class UniqueItemsState:
+    """Parses JSON as it is generated; the grammar makes sure that it is valid JSON.
+
+    Attributes:
+        has_duplicate: whether an item of an array with `uniqueItems` repeats an earlier one, or must become one that does.
+    """
+
+    def __init__(self, schema: UniqueItemsSchema) -> None:
+        self._schema = schema
+        self._text = b""
+        self._open: tuple[_Container, ...] = ()  # innermost last
+        self._state = _ParserState.BEFORE_VALUE
+        self._string_start = 0
+        self._is_key = False
+        self.has_duplicate = False
+
+    @property
+    def ending_bytes(self) -> bytes | None:
+        """The next token can repeat an item only if it contains one of these bytes. Empty: any token can; None: no token can."""
+        if not any(container.items is not None for container in self._open):
+            return None
+        if self._open[-1].literals:
+            return b""
+        return ENDS_STRING if self._state in (_ParserState.IN_STRING, _ParserState.IN_ESCAPE) else ENDS_ITEM
+
+    def copy(self) -> "UniqueItemsState":
+        """Return an independent copy; all attributes are immutable or shared."""
+        other = UniqueItemsState.__new__(UniqueItemsState)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def feed(self, text: bytes) -> None:
+        """Parse the next bytes."""
+        start = len(self._text)
+        self._text += text
+        for position, byte in enumerate(text, start):
+            self._parse_byte(position, byte)
+        if self._open and not self.has_duplicate:
+            self.has_duplicate = self._must_repeat()
+
+    def _parse_byte(self, position: int, byte: int) -> None:
+        if self._state is _ParserState.IN_ESCAPE:
+            self._state = _ParserState.IN_STRING
+        elif self._state is _ParserState.IN_STRING:
+            if byte == _BACKSLASH:
+                self._state = _ParserState.IN_ESCAPE
+            elif byte == _QUOTE:
+                self._end_string(position + 1)
+        else:
+            if self._state is _ParserState.IN_SCALAR:
+                if byte not in _SCALAR_ENDS:
+                    return
+                self._end_value(position)
+            if byte not in _SPACES:
+                self._parse_structure(position, byte)
+
+    def _parse_structure(self, position: int, byte: int) -> None:
+        """Parse a byte outside of strings and scalars."""
+        if byte == _COMMA:
+            is_array = self._open[-1].is_array
+            self._replace_top(index=self._open[-1].index + is_array)
+            self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
+        elif byte == _COLON:
+            self._state = _ParserState.BEFORE_VALUE
+        elif byte in (_CLOSE_LIST, _CLOSE_OBJECT):
+            self._open = self._open[:-1]
+            self._end_value(position + 1)
+        elif self._state is _ParserState.BEFORE_KEY:
+            self._string_start, self._is_key, self._state = position, True, _ParserState.IN_STRING
+        else:
+            self._begin_value(position, byte)
+
+    def _begin_value(self, position: int, byte: int) -> None:
+        if self._open and self._open[-1].is_array:
+            self._replace_top(item_start=position)
+        if byte in (_OPEN_LIST, _OPEN_OBJECT):
+            is_array = byte == _OPEN_LIST
+            self._open = (*self._open, self._schema.open_container(self._open[-1] if self._open else None, is_array=is_array))
+            self._state = _ParserState.BEFORE_VALUE if is_array else _ParserState.BEFORE_KEY
+        elif byte == _QUOTE:
+            self._string_start, self._is_key, self._state = position, False, _ParserState.IN_STRING
+        else:
+            self._state = _ParserState.IN_SCALAR
+
+    def _end_string(self, end: int) -> None:
+        if self._is_key:
+            self._replace_top(key=str(json.loads(self._text[self._string_start : end])))
+            self._state = _ParserState.AFTER_VALUE
+        else:
+            self._end_value(end)
+
+    def _end_value(self, end: int) -> None:
+        self._state = _ParserState.AFTER_VALUE
+        top = self._open[-1] if self._open else None
+        if top is None or top.items is None:
+            return
+        item = canonical_json(json.loads(self._text[top.item_start : end]))
+        self.has_duplicate |= item in top.items
+        self._replace_top(items=top.items | {item})
+
+    def _replace_top(self, **changes: Any) -> None:
+        self._open = (*self._open[:-1], replace(self._open[-1], **changes))
+
+    def _must_repeat(self) -> bool:
+        """Return whether the unfinished item can only become an earlier item. Checks listed values, words and zeros."""
+        top = self._open[-1]
+        if not top.items or self._state is _ParserState.AFTER_VALUE:
+            return False
+        begun = b"" if self._state is _ParserState.BEFORE_VALUE else self._text[top.item_start :]
+        if top.literals:
+            return not any(one.encode().startswith(begun) and canonical_json(json.loads(one)) not in top.items for one in top.literals)
+        if self._state is not _ParserState.IN_SCALAR:
+            return False
+        if begun[:1] in _WORDS:
+            return _WORDS[begun[:1]] in top.items
+        if begun not in (b"0", b"-0") or "0" not in top.items:
+            return False
+        # No digit may follow the zero of an integer, but a fraction may follow that of a number.
+        types = [schema["type"] for schema in self._schema.children(top.schemas, top.index) if "type" in schema]
+        return bool(types) and not any("number" in ([one] if isinstance(one, str) else one) for one in types)
+
+
+def _child_schemas(schema: Schema, part: str | int) -> list[Any]:
+    if isinstance(part, int):
+        return _item_schemas(schema, part)
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and part in properties:
+        found = [properties[part]]
+    else:
+        found = [schema.get("additionalProperties"), schema.get("unevaluatedProperties")]
+    # Patterns are not matched with the key, because a client's regular expression may take too long.
+    patterns = schema.get("patternProperties")
+    return [*found, *(patterns.values() if isinstance(patterns, dict) else ())]
+
+
+def _item_schemas(schema: Schema, index: int) -> list[Any]:
+    for name in ("prefixItems", "items"):
+        listed = schema.get(name)
+        if isinstance(listed, list) and index < len(listed):
+            return [listed[index]]
+    return [schema.get("items"), schema.get("additionalItems"), schema.get("unevaluatedItems")]

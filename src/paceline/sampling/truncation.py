@@ -1,0 +1,139 @@
+"""Top-k, top-p and min-p: which tokens of a row can be drawn.
+
+`truncate` is the definition, for a whole row. `support_of` decides the same for the most probable tokens alone, wherever these suffice.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.sampling.draw import ScoreArray
+from paceline.sampling.params import SamplingParams
+
+TOP_N = 8
+"""Number of most probable tokens from which a row's support is computed."""
+
+_BLOCKS_PER_TOKEN, _MIN_BLOCKS = 16, 128  # more blocks make the bound of `top_n` tighter, fewer make it cheaper
+
+
+def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: float, min_p: float) -> NDArray[np.int64] | None:
+    """Return the ids that pass top-k, then top-p of the rest, then min-p.
+
+    With weights w = exp(score - max_score), top-p keeps an id while the weight before it is below top_p * sum(w), in the order
+    (score descending, id ascending).
+
+    Args:
+        scores: [V] log-probabilities up to a constant.
+        max_score: their maximum, finite.
+        top_k: keep scores not below the k-th best, ties included; 0 = off.
+        top_p: keep ids while the weight before them is below this share of the total; 1 = off.
+        min_p: keep ids whose weight is at least this; 0 = off.
+
+    Returns:
+        ids, ascending, at least one; None = all V.
+
+    Source: Holtzman et al. 2019 (arXiv:1904.09751) section 3.1 for top-p; Nguyen et al. 2024 (arXiv:2407.01082) for min-p.
+    """
+    ids: NDArray[np.int64] | None = None
+    if 0 < top_k < len(scores):
+        finite = scores[scores > -np.inf]  # partition takes 20 times as long on a row that is mostly -inf
+        ids = np.flatnonzero(scores >= (np.partition(finite, -top_k)[-top_k] if top_k < len(finite) else finite.min()))
+        scores = scores[ids]
+    if top_p == 1.0 and min_p == 0.0:
+        return ids
+    weights = np.exp(scores - max_score)
+    if top_p < 1.0:
+        kept = _top_p(scores, weights, max_score, top_p)
+        kept = kept[weights[kept] >= np.float32(min_p)]
+    else:
+        kept = np.flatnonzero(weights >= np.float32(min_p))
+    return kept if ids is None else ids[kept]
+
+
+def _top_p(scores: ScoreArray, weights: ScoreArray, max_score: np.float32, top_p: float) -> NDArray[np.int64]:
+    """Return the indices that top-p keeps, ascending."""
+    total = float(weights.sum())
+    floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))  # all scores below it weigh less than top-p removes
+    for candidates in (scores[scores >= floor], scores):  # the second only if rounding requires it
+        falling = np.sort(candidates)[::-1]
+        mass = np.cumsum(np.exp(falling - max_score), dtype=np.float64)
+        if len(mass) and mass[-1] >= top_p * total:
+            break
+    count = min(int(np.searchsorted(mass, top_p * total)) + 1, len(scores))
+    kept = np.flatnonzero(scores >= falling[count - 1])
+    tied = np.flatnonzero(scores[kept] == falling[count - 1])
+    return np.delete(kept, tied[len(tied) - (len(kept) - count) :])
+
+
+def top_n(scores: ScoreArray, count: int) -> NDArray[np.intp]:
+    """Return the indices of the `count` largest scores above -inf, largest first, lowest index first on ties.
+
+    The count-th largest maximum of disjoint blocks is a lower bound of the count-th largest score, so only scores above it are sorted.
+    """
+    if count == 0:
+        return np.empty(0, np.intp)
+    num_blocks = max(_BLOCKS_PER_TOKEN * count, _MIN_BLOCKS)
+    bound = np.float32(-np.inf)
+    if len(scores) >= 2 * num_blocks:
+        whole = len(scores) - len(scores) % num_blocks
+        bound = np.partition(scores[:whole].reshape(-1, num_blocks).max(axis=0), -count)[-count]
+    candidates = np.flatnonzero(scores >= bound)
+    best = candidates[np.argsort(-scores[candidates], kind="stable")[:count]]
+    return best[scores[best] > -np.inf]
+
+
+def top_probs(params: SamplingParams, scores: ScoreArray, count: int) -> tuple[NDArray[np.intp], list[float]]:
+    """Find up to `count` of the most probable tokens that truncation keeps, and estimate their probabilities after it.
+
+    Args:
+        scores: [M] logits divided by the temperature, before truncation.
+
+    Returns:
+        indices as of `top_n`, and their probabilities.
+    """
+    best = top_n(scores, max(count, TOP_N) if params.truncates else count)
+    max_score = scores[best[0]]
+    probs: list[float] = (np.exp(scores[best] - max_score) / np.exp(scores - max_score).sum()).tolist()
+    if params.truncates:
+        support = support_of(params, probs)
+        kept = min(count, support.count)
+        best, probs = best[:kept], [prob / support.mass if support.is_all else prob for prob in probs[:kept]]
+    return best, probs
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The most probable tokens of a row that top-k, top-p and min-p certainly keep.
+
+    Attributes:
+        count: number of these tokens, counted from the most probable one.
+        mass: the sum of their probabilities before truncation.
+        is_all: whether no other token of the row is kept.
+    """
+
+    count: int
+    mass: float
+    is_all: bool
+
+
+def support_of(params: SamplingParams, probs: Sequence[float]) -> Support:
+    """Compute the support of a row from its most probable tokens.
+
+    Args:
+        probs: their probabilities before truncation, largest first.
+    """
+    top = probs[: params.top_k] if params.top_k else probs
+    # Bounds of the mass that top-k keeps, of which top-p keeps a share. Ties and tokens after `probs` leave it unknown.
+    upper = sum(top) if 0 < params.top_k <= len(probs) else 1.0
+    lower = sum(top) if params.top_k else 1.0
+    mass = 0.0
+    for count, prob in enumerate(top):
+        if count and (prob < params.min_p * probs[0] or mass >= params.top_p * upper):
+            return Support(count, mass, is_all=True)
+        if count and mass >= params.top_p * lower:
+            return Support(count, mass, is_all=False)
+        mass += prob
+    return Support(len(top), mass, is_all=len(top) == params.top_k or mass >= params.top_p * upper)
