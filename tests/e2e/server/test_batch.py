@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from harness.adapter_files import write_adapter_of
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.cli import app
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 from paceline.server.app import create_app
 from paceline.server.batch import run as run_module
 from paceline.server.batch.run import BatchResult, NotAnsweredError, Watcher, run_batch
@@ -174,11 +175,24 @@ def command(source: Path, target: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "paceline", "batch", str(source), str(target), "--threads", "1", "--max-num-seqs", "4", *more]
 
 
-def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
+def on_a_terminal(command: list[str]) -> tuple[int, str]:
+    """Exit code and what a terminal shows, with the bar."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # its other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    return process.wait(), shown.decode()
+
+
+def test_a_killed_run_goes_on_and_a_terminal_shows_how_far_it_is(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
     draws = random.Random(seed)
-    num_kills, num_lines = (10, 60) if large_counts else (2, 12)
+    num_kills, num_lines = (10, 60) if large_counts else (1, 12)
     lines = [request(index) for index in range(num_lines)]
-    source, target = write_lines(tmp_path / "asked", lines), tmp_path / "killed"
+    source, target = write_lines(tmp_path / "asked", [*lines, "oops"]), tmp_path / "killed"
     num_killed = 0
     for _ in range(num_kills):
         num_before = target.read_bytes().count(b"\n") if target.exists() else 0
@@ -190,9 +204,9 @@ def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, 
         process.kill()
         num_killed += process.wait() == -signal.SIGKILL
     assert num_killed == num_kills, "it was done before"
-    done = subprocess.run(command(source, target), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{num_lines} of {num_lines} requests are answered" in done.stderr
+    code, shown = on_a_terminal(command(source, target))
+    assert (code, f"{num_lines}/{num_lines}" in shown) == (2, True), shown
+    assert f"line {num_lines + 1} is left out" in shown
     run(lines)  # unbroken, with other drafters
     assert len(answers_in(target)) == num_lines
     assert sorted(map(told, answers_in(target))) == sorted(map(told, answers_in(tmp_path / "out")))
@@ -201,11 +215,9 @@ def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such devices here")
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null"])
 def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
-    done = subprocess.run(
-        command(write_lines(tmp_path / "in", [request(0)]), Path(place)), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "is no regular file" in done.stderr
+    silent = Watcher(lambda text: None, lambda text: None)
+    with pytest.raises(RequestError, match="is no regular file"):
+        run_batch({}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)
 
 
 @pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
@@ -226,28 +238,6 @@ def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signa
     assert "Traceback" not in said
     assert "\x1b" not in said, "no bar where there is no terminal"
     assert len(answers_in(target)) == 1
-
-
-def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
-    source, target = write_lines(tmp_path / "in", [request(0), "oops"]), tmp_path / "out"
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(command(source, target), stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # its other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    assert process.wait() == 2
-    assert b"answered" in shown
-    assert b"1/1" in shown
-    assert b"line 2 is left out" in shown
 
 
 def test_names_that_stand_twice_are_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
