@@ -83,7 +83,7 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
+def test_batch_answers_equal_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
     lines = [request(index) for index in range(12)]
     lines.append({**request(12), "body": {"prompt": "x", "temprature": 1}})
     result = run(lines)
@@ -98,7 +98,7 @@ def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path:
             assert answer["response"]["body"].get(name) == served.json().get(name)
 
 
-def test_bad_lines_are_told_and_the_others_answered(run: Run, tmp_path: Path) -> None:
+def test_bad_lines_are_reported_and_others_answered(run: Run, tmp_path: Path) -> None:
     said: list[str] = []
     result = run([request(0), "oops", request(1), {**request(2), "url": "/v1/files"}], said)
     assert [one.number for one in result.bad] == [2, 4]
@@ -106,7 +106,7 @@ def test_bad_lines_are_told_and_the_others_answered(run: Run, tmp_path: Path) ->
     assert {line["custom_id"] for line in answers_in(tmp_path / "out")} == {"request 0", "request 1"}
 
 
-def test_what_is_answered_is_not_asked_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_answers_only_missing_lines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     run(lines)
     whole = (tmp_path / "out").read_bytes().splitlines(keepends=True)
@@ -126,12 +126,12 @@ def test_what_is_answered_is_not_asked_again(run: Run, tmp_path: Path, monkeypat
     assert Counter(line["custom_id"] for line in answers_in(tmp_path / "out")) == Counter(line["custom_id"] for line in lines)
 
 
-def test_more_samples_than_a_server_would_queue_are_taken(run: Run) -> None:
+def test_batch_takes_more_samples_than_the_queue_limit(run: Run) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "n": 16, "max_tokens": 1}} for index in range(0, 24, 2)]
     assert run(lines).num_by_status == {200: 12}
 
 
-def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_engine_leaves_the_rest_to_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     made = create_app
 
@@ -148,13 +148,13 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
     assert run(lines).num_by_status == {200: 6}
 
 
-def test_an_output_of_another_model_is_refused(run: Run) -> None:
+def test_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
         run([request(0), request(1)], served_name="other")
 
 
-def test_a_batch_with_adapters_goes_on_where_it_was(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
+def test_batch_with_adapters_continues_after_a_stop(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "model": ("mini", "half")[index % 2]}} for index in range(4)]
     adapter = write_adapter_of(engine.opened.engine.runtime.config, tmp_path / "adapter", seed=1)
     asyncio.run(engine.load_adapter("half", adapter))
@@ -188,7 +188,7 @@ def on_a_terminal(command: list[str]) -> tuple[int, str]:
     return process.wait(), shown.decode()
 
 
-def test_a_killed_run_goes_on_and_a_terminal_shows_how_far_it_is(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
+def test_killed_run_continues_and_a_terminal_shows_progress(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
     draws = random.Random(seed)
     num_kills, num_lines = (10, 60) if large_counts else (1, 12)
     lines = [request(index) for index in range(num_lines)]
@@ -214,14 +214,13 @@ def test_a_killed_run_goes_on_and_a_terminal_shows_how_far_it_is(run: Run, tmp_p
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such devices here")
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null"])
-def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
+def test_output_that_is_a_device_is_refused(tmp_path: Path, place: str) -> None:
     silent = Watcher(lambda text: None, lambda text: None)
     with pytest.raises(RequestError, match="is no regular file"):
         run_batch({}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)
 
 
-@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signal.Signals, says: str) -> None:
+def test_interrupted_batch_says_how_to_continue(tmp_path: Path) -> None:
     endless = [{**request(index), "body": {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "seed": 1}} for index in (3, 6)]
     source, target = (
         write_lines(tmp_path / "in", [{**request(0), "body": {"prompt": "x", "max_tokens": 1, "seed": 1}}, *endless]),
@@ -231,16 +230,33 @@ def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signa
     process = subprocess.Popen(command(source, target), stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts)
     while process.poll() is None and (not target.exists() or not target.read_bytes().count(b"\n")):
         time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
-    assert f"{says}: 1 of 3 requests are answered in {target}; run the same command to continue" in said
+    assert process.returncode == 130, said
+    assert f"interrupted: 1 of 3 requests are answered in {target}; run the same command to continue" in said
     assert "Traceback" not in said
     assert "\x1b" not in said, "no bar where there is no terminal"
     assert len(answers_in(target)) == 1
 
 
-def test_names_that_stand_twice_are_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_sigterm_ends_a_batch_as_an_interrupt_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*_: Any, watcher: Watcher, **__: Any) -> None:
+        watcher.begin(1, 3)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run_module, "run_batch", terminated)
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the command if it is missing: so that it is restored
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(app, ["batch", str(write_lines(tmp_path / "in", [request(0)])), str(tmp_path / "out")])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert done.exit_code == 143
+    assert f"terminated: 1 of 3 requests are answered in {tmp_path / 'out'}; run the same command to continue" in done.stderr
+
+
+def test_duplicate_custom_ids_are_refused_before_loading(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [request(0), request(1), request(0)])
     done = CliRunner().invoke(app, ["batch", str(source), str(tmp_path / "out"), "--model", "absent", "--debug"])
     assert (done.exit_code, done.stdout) == (2, "")

@@ -76,7 +76,7 @@ def test_the_mini_answers_over_a_socket_streamed_and_whole(server: Server) -> No
         assert 'paceline:request_success_total{engine="0",finished_reason="stop",model_name="mini"}' in client.get("/metrics").text
 
 
-def test_a_client_that_hangs_up_is_given_up(server: Server) -> None:
+def test_requests_of_a_client_that_hangs_up_are_aborted(server: Server) -> None:
     with server.client() as client:
         before = number_of(client, "request_aborts_total")
         with client.stream("POST", CHAT, json=ENDLESS) as stream:
@@ -95,7 +95,7 @@ def number_of(client: httpx.Client, name: str) -> float:
     return float(found)
 
 
-def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_finish(start: Start, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-the-file-one\nkey-of-the-file-two\n")
     server = start("--api-key-file", str(keys), "--served-name", "mine", PACELINE_API_KEYS=KEY)
@@ -118,7 +118,7 @@ def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None
     assert logged[-1]["route"] == CHAT
 
 
-def test_a_stream_and_a_body_longer_than_the_drain_end_with_it(start: Start) -> None:
+def test_stream_and_body_longer_than_the_drain_end_with_it(start: Start) -> None:
     server = start("--drain-s", "0.2", "--quiet", "--host", "0.0.0.0", PACELINE_API_KEYS=f"another-key-of-the-test,{KEY}")
     assert "WARNING" in server.stderr
     url = server.url.replace("0.0.0.0", "127.0.0.1")
@@ -140,7 +140,7 @@ def test_a_stream_and_a_body_longer_than_the_drain_end_with_it(start: Start) -> 
     assert "Cancel" not in server.stderr
 
 
-def test_a_second_signal_ends_requests_with_an_error(server: Server) -> None:
+def test_second_signal_ends_requests_with_an_error(server: Server) -> None:
     """Whole and streamed, in every dialect, and without the time of the drain."""
     answers: dict[str, bytes] = {}
     long = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
@@ -177,7 +177,7 @@ def test_a_second_signal_ends_requests_with_an_error(server: Server) -> None:
     assert "Traceback" not in server.stderr
 
 
-def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(refused: Callable[..., Result]) -> None:
+def test_port_in_use_is_refused_before_loading(refused: Callable[..., Result]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = refused("--port", port, "--model", "path/that/is/not/there")
@@ -197,29 +197,27 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded(refused: Cal
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str, refused: Callable[..., Result]) -> None:
+def test_refusal_is_one_line_on_stderr(arguments: list[str], says: str, refused: Callable[..., Result]) -> None:
     done = refused(*arguments)
     assert done.exit_code in (1, 2)
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_key_of_the_environment_that_cannot_be_used_is_refused_and_not_repeated(
-    refused: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_api_key_is_refused_without_repeating_it(refused: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", "short-secret")
     done = refused()
     assert (done.exit_code, "short-secret" in done.output) == (2, False)
 
 
-def test_no_option_takes_a_key_itself(refused: Callable[..., Result]) -> None:
+def test_api_key_on_the_command_line_is_refused(refused: Callable[..., Result]) -> None:
     """Everybody on the machine could read it in the list of processes."""
     done = refused("--port", "0", "--api-key", KEY)
     assert (done.exit_code, KEY in done.stdout) == (2, False)
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="the size of a pipe can be set on Linux alone")
-def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_the_end() -> None:
+def test_full_stderr_pipe_blocks_neither_answers_nor_shutdown() -> None:
     """A line that waits for its reader in the event loop would be the last thing the server does."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
