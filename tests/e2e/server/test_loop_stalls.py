@@ -153,13 +153,13 @@ def check_stalls(stream: Stream, attack: Callable[[], object]) -> None:
     stalls, waits = [], []
     for _ in range(NUM_TRIES):
         begin = len(stream.arrivals)
-        time.sleep(0.1)
+        time.sleep(0.3)
         step_s = median(gap.wall_s for gap in stream.gaps(begin))
         begin = len(stream.arrivals)
         attacking = threading.Thread(target=attack)
         attacking.start()
         attacking.join(60)
-        time.sleep(0.1)
+        time.sleep(0.2)
         assert not attacking.is_alive(), "the attack is not answered"
         gaps = stream.gaps(begin)
         stalls.append(max(min(gap) for gap in gaps) - step_s)
