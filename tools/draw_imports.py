@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -48,6 +49,7 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     return {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
 
 
+@cache
 def imports(package: Path = PACKAGE) -> list[Import]:
     """Every import of every file, those inside functions included."""
     files = modules(package)

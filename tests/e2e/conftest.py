@@ -1,10 +1,12 @@
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 from harness.always_drafts import draft_always
 from harness.fake_llm import FakeLLM
+from harness.quick_profiles import quick_profiles
 
 
 @pytest.fixture
@@ -24,3 +26,10 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny target is too fast for drafting to pay."""
     draft_always(monkeypatch)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiles_are_quick() -> Iterator[None]:
+    """Tests of profiles themselves are tests/unit/runtimes/test_cost.py."""
+    with quick_profiles():
+        yield

@@ -107,13 +107,13 @@ def test_the_python_of_a_page_runs(here: None, page: str) -> None:
                 exec(compile(content, page, "exec"), namespace)
 
 
-COMMANDS = [
-    line
+COMMANDS = {
+    line: None
     for page in PAGES
     for language, content in blocks_of(page)
     for line in content.replace("\\\n", " ").splitlines()
     if language == "sh" and line.strip() and not line.startswith(NOT_RUN_HERE)
-]
+}
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -1,6 +1,6 @@
 """Targets whose rows and tokens are compared bit by bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from harness.checkpoints import write_checkpoint
 from harness.expert_checkpoints import CASES as EXPERTS
 from harness.gemma4_checkpoints import GEMMA4
 from harness.hybrid_checkpoints import CASES as HYBRIDS
+from harness.quick_profiles import quick_profiles
 
 WINDOW = 16
 MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,3 +48,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return target
 
     return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiles_are_quick() -> Iterator[None]:
+    """Tests of profiles themselves are tests/unit/runtimes/test_cost.py."""
+    with quick_profiles():
+        yield

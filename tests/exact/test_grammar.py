@@ -84,7 +84,7 @@ def reference(mini_dir: Path, large_counts: bool, seed: int) -> Reference:
         assert kernels_path() is None
         pytest.skip("this machine has no exact numerics")
     cases = []
-    for index in range(500 if large_counts else 40):
+    for index in range(500 if large_counts else 24):
         schema = SETS[index // 5 % len(SETS)] if index % 5 == 4 else random_schema(generator)
         for temperature in (0.0, 1.0) if large_counts else (float(index % 2),):
             params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=len(cases), grammar=Grammar.json_schema(schema))

@@ -68,7 +68,7 @@ def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
 @BY_TYPE
 def test_a_text_behind_thousands_of_tokens_is_the_same(kv_cache_dtype: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
     """Its prompt token by token, in chunks, and found again; plainly and with drafts; two of them in one batch."""
-    length = 8190 if large_counts else 1500
+    length = 8190 if large_counts else 1100
     model = write_checkpoint(tmp_path / "long", "llama", max_position_embeddings=9000, num_hidden_layers=2)
     random = np.random.default_rng(5)
     texts = [random.integers(1, 90, length - 700 * number).tolist() for number in range(2)]

@@ -124,13 +124,12 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
     return [output.usage.num_cached_tokens for output in outputs]
 
 
+@pytest.mark.spread(0.25)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafting_finds_what_plain_decoding_finds_and_says_the_same(
-    params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
+    params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks]
 ) -> None:
-    if not large_counts and (params is SAMPLED) != (kind in ("chaos", "draft_tree", "eagle3", "medusa")):
-        pytest.skip("left to make test-long")
     talks = talks_of(name)
     prompts = talks.sequence(params)
     plain, drafted = talks.behind_hits(params), ask(open_with(name, kind, params), prompts, params)

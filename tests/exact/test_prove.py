@@ -355,7 +355,7 @@ def test_rows_that_are_said_to_be_exact_and_are_not_are_a_bug(prove: Prove, monk
 
 
 def test_the_same_seed_gives_the_same_report(prove: Prove) -> None:
-    (_, one), (_, again), (_, other) = prove(), prove(), prove("--seed", 12345)
+    (_, one), (_, again), (_, other) = (prove("--tokens", 400, *seed) for seed in ((), (), ("--seed", 12345)))
     compared, repeated = ({name: value for name, value in report["compared"]["by"].items() if name != "drafter"} for report in (one, again))
     tokens = [{level: counts["tokens"] for level, counts in levels.items()} for levels in compared.values()]
     assert tokens == [{level: counts["tokens"] for level, counts in levels.items()} for levels in repeated.values()]
@@ -380,8 +380,7 @@ def test_a_case_of_a_report_is_found_again_by_its_number_and_by_its_file(
             assert code == 1
             shown = ("case", "request", "position", "plain_token", "token", "plain_logprob", "logprob", "rows_differ_by")
             assert [again["findings"][0][name] for name in shown] == [finding[name] for name in shown]
-    for name in (finding["case"], file, case):
-        assert prove("--case", name)[0] == 0, "with the fault mended nothing differs"
+    assert prove("--case", case)[0] == 0, "with the fault mended nothing differs"
     assert finding["repeat"][-4:] == ["--seed", str(report["seed"]), "--case", str(finding["case"])]
     assert finding["step"]["draft_token_ids"]
     request = finding["replay"]["requests"][finding["request"]]

@@ -154,7 +154,7 @@ def subject(request: pytest.FixtureRequest, checkpoint: Directory, large_counts:
     name, dtype, backend = request.param
     if not large_counts and not is_in_a_normal_run(*request.param):
         pytest.skip("left to make test-long")
-    length = 300 if large_counts else 44 if name == "mini" else 90
+    length = 300 if large_counts else 44 if name == "mini" else 70
     return make_subject(checkpoint(name), dtype, backend, length, seed)
 
 

@@ -110,7 +110,7 @@ def plain_of(checkpoint: Directory, large_counts: bool, seed: int) -> PlainOf:
         if (name, dtype, backend) not in made:
             llm = open_llm(checkpoint(name), dtype, backend, "none")
             assert llm.numerics == "exact"
-            max_tokens = (96 if name != "mini" else 48) if large_counts else (32 if name != "mini" else 12)
+            max_tokens = (96 if name != "mini" else 48) if large_counts else (24 if name != "mini" else 12)
             random = np.random.default_rng(seed)
             prompts = [random.integers(1, llm.vocab_size, int(length)).tolist() for length in (1, 31, 33, 70)]
             answers = {}

@@ -1,6 +1,8 @@
 """Tiny random checkpoints and tokenizers in the real on-disk formats, for tests."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,11 @@ MINISTRAL3 = {
 }
 
 
+_folder = tempfile.TemporaryDirectory(prefix="paceline-checkpoints-")
+_made: dict[str, Path] = {}
+"""By what was asked for: the directory that is copied."""
+
+
 def write_checkpoint(
     directory: Path,
     family: str,
@@ -98,10 +105,23 @@ def write_checkpoint(
 ) -> Path:
     """A random model of `family` saved by transformers, with a tokenizer; its logits differ clearly between tokens.
 
+    Each is made once a run and copied: making one takes eight times as long.
+
     Args:
         query_key_scale: factor on the weights of the query and key projections, of Gemma 4 their norms, for large attention scores.
         overrides: values of its transformers config.
     """
+    options: dict[str, Any] = {"dtype": dtype, "seed": seed, "max_shard_size": max_shard_size, "query_key_scale": query_key_scale}
+    key = repr((family, options, sorted(overrides.items())))
+    if key not in _made:
+        _made[key] = Path(_folder.name) / str(len(_made))
+        _make_checkpoint(_made[key], family, **options, **overrides)
+    return Path(shutil.copytree(_made[key], directory, copy_function=shutil.copyfile, dirs_exist_ok=True))
+
+
+def _make_checkpoint(
+    directory: Path, family: str, *, dtype: str, seed: int, max_shard_size: str, query_key_scale: float, **overrides: Any
+) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,7 +169,6 @@ def write_checkpoint(
                 torch.nn.init.uniform_(buffer, 0.6, 1.4)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, values["vocab_size"])
-    return directory
 
 
 def write_tokenizer(directory: Path, vocab_size: int = VOCAB_SIZE) -> Path:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,6 +303,7 @@ def tokenizers_at_hand(mini: Path) -> Iterator[Path]:
     yield from sorted(shared.rglob("*.gguf"))
 
 
+@cache
 def opened_both(path: Path) -> tuple[Any, Any]:
     """Our tokenizer, and transformers' with the same backend."""
     ours: Any = Tokenizer.open(path)

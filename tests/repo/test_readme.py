@@ -1,16 +1,16 @@
 """What the pages say can be typed as it stands, and nothing in the tree belongs to one machine."""
 
-import os
 import re
 import subprocess
-import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from draw_imports import PACKAGE, REPOSITORY
+from paceline.cli import app
 
 FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # in two halves, so that this file does not hold what it looks for
@@ -34,12 +34,8 @@ def _code_blocks(page: str) -> str:
 
 @cache
 def _help(*command: str) -> str:
-    program = "from paceline.cli import main; main()"
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command, "--help"], cwd=REPOSITORY, capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, f"paceline {' '.join(command)} --help: {done.stderr}"
+    done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert done.exit_code == 0, f"paceline {' '.join(command)} --help: {done.output}"
     return done.stdout
 
 

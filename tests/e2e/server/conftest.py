@@ -38,17 +38,17 @@ async def _until_idle(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(engine: AsyncEngine) -> Callable[..., HttpClient]:
     """A client of an application with the given settings."""
     return lambda headers=None, **settings: HttpClient(create_app(engine, ServerSettings(**settings)), headers)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(served: Callable[..., HttpClient]) -> HttpClient:
     return served()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def short_client(short_engine: AsyncEngine) -> HttpClient:
     return HttpClient(create_app(short_engine, ServerSettings()))

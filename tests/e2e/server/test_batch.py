@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from harness.adapter_files import write_adapter_of
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
 from paceline.cli import app
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 from paceline.server.app import create_app
 from paceline.server.batch import run as run_module
 from paceline.server.batch.run import BatchResult, NotAnsweredError, Watcher, run_batch
@@ -82,7 +83,7 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
-def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
+def test_batch_answers_equal_those_of_the_server(run: Run, client: HttpClient, tmp_path: Path) -> None:
     lines = [request(index) for index in range(12)]
     lines.append({**request(12), "body": {"prompt": "x", "temprature": 1}})
     result = run(lines)
@@ -97,7 +98,7 @@ def test_answers_are_those_of_the_server(run: Run, client: HttpClient, tmp_path:
             assert answer["response"]["body"].get(name) == served.json().get(name)
 
 
-def test_bad_lines_are_told_and_the_others_answered(run: Run, tmp_path: Path) -> None:
+def test_bad_lines_are_reported_and_others_answered(run: Run, tmp_path: Path) -> None:
     said: list[str] = []
     result = run([request(0), "oops", request(1), {**request(2), "url": "/v1/files"}], said)
     assert [one.number for one in result.bad] == [2, 4]
@@ -105,7 +106,7 @@ def test_bad_lines_are_told_and_the_others_answered(run: Run, tmp_path: Path) ->
     assert {line["custom_id"] for line in answers_in(tmp_path / "out")} == {"request 0", "request 1"}
 
 
-def test_what_is_answered_is_not_asked_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_answers_only_missing_lines(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     run(lines)
     whole = (tmp_path / "out").read_bytes().splitlines(keepends=True)
@@ -125,12 +126,12 @@ def test_what_is_answered_is_not_asked_again(run: Run, tmp_path: Path, monkeypat
     assert Counter(line["custom_id"] for line in answers_in(tmp_path / "out")) == Counter(line["custom_id"] for line in lines)
 
 
-def test_more_samples_than_a_server_would_queue_are_taken(run: Run) -> None:
+def test_batch_takes_more_samples_than_the_queue_limit(run: Run) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "n": 16, "max_tokens": 1}} for index in range(0, 24, 2)]
     assert run(lines).num_by_status == {200: 12}
 
 
-def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_engine_leaves_the_rest_to_the_next_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [request(index) for index in range(6)]
     made = create_app
 
@@ -147,13 +148,13 @@ def test_an_engine_that_ends_leaves_the_rest_for_the_next_run(run: Run, tmp_path
     assert run(lines).num_by_status == {200: 6}
 
 
-def test_an_output_of_another_model_is_refused(run: Run) -> None:
+def test_output_of_another_model_is_refused(run: Run) -> None:
     run([request(0)])
     with pytest.raises(ConfigError, match="holds answers of the model 'mini', and this is 'other'"):
         run([request(0), request(1)], served_model_name="other")
 
 
-def test_a_batch_with_adapters_goes_on_where_it_was(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
+def test_batch_with_adapters_continues_after_a_stop(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "model": ("mini", "half")[index % 2]}} for index in range(4)]
     adapter = write_adapter_of(engine.opened.engine.runtime.config, tmp_path / "adapter", seed=1)
     asyncio.run(engine.load_adapter("half", adapter))
@@ -174,11 +175,24 @@ def command(source: Path, target: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "paceline", "batch", str(source), str(target), "--threads", "1", "--max-num-seqs", "4", *more]
 
 
-def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
+def on_a_terminal(command: list[str]) -> tuple[int, str]:
+    """Exit code and what a terminal shows, with the bar."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"})
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # its other end is closed
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    return process.wait(), shown.decode()
+
+
+def test_killed_run_continues_and_a_terminal_shows_progress(run: Run, tmp_path: Path, large_counts: bool, seed: int) -> None:
     draws = random.Random(seed)
-    num_kills, num_lines = (10, 60) if large_counts else (2, 12)
+    num_kills, num_lines = (10, 60) if large_counts else (1, 12)
     lines = [request(index) for index in range(num_lines)]
-    source, target = write_lines(tmp_path / "asked", lines), tmp_path / "killed"
+    source, target = write_lines(tmp_path / "asked", [*lines, "oops"]), tmp_path / "killed"
     num_killed = 0
     for _ in range(num_kills):
         num_before = target.read_bytes().count(b"\n") if target.exists() else 0
@@ -190,9 +204,9 @@ def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, 
         process.kill()
         num_killed += process.wait() == -signal.SIGKILL
     assert num_killed == num_kills, "it was done before"
-    done = subprocess.run(command(source, target), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{num_lines} of {num_lines} requests are answered" in done.stderr
+    code, shown = on_a_terminal(command(source, target))
+    assert (code, f"{num_lines}/{num_lines}" in shown) == (2, True), shown
+    assert f"line {num_lines + 1} is left out" in shown
     run(lines)  # unbroken, with other drafters
     assert len(answers_in(target)) == num_lines
     assert sorted(map(told, answers_in(target))) == sorted(map(told, answers_in(tmp_path / "out")))
@@ -200,16 +214,13 @@ def test_a_run_that_is_killed_again_and_again_answers_every_line_once(run: Run, 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such devices here")
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null"])
-def test_an_output_that_is_no_file_is_refused(tmp_path: Path, place: str) -> None:
-    done = subprocess.run(
-        command(write_lines(tmp_path / "in", [request(0)]), Path(place)), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "is no regular file" in done.stderr
+def test_output_that_is_a_device_is_refused(tmp_path: Path, place: str) -> None:
+    silent = Watcher(lambda text: None, lambda text: None)
+    with pytest.raises(RequestError, match="is no regular file"):
+        run_batch({}, ServerSettings(), write_lines(tmp_path / "in", [request(0)]), Path(place), silent)
 
 
-@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signal.Signals, says: str) -> None:
+def test_interrupted_batch_says_how_to_continue(tmp_path: Path) -> None:
     endless = [{**request(index), "body": {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "seed": 1}} for index in (3, 6)]
     source, target = (
         write_lines(tmp_path / "in", [{**request(0), "body": {"prompt": "x", "max_tokens": 1, "seed": 1}}, *endless]),
@@ -219,38 +230,33 @@ def test_after_a_signal_the_same_command_continues(tmp_path: Path, number: signa
     process = subprocess.Popen(command(source, target), stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts)
     while process.poll() is None and (not target.exists() or not target.read_bytes().count(b"\n")):
         time.sleep(0.01)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
-    assert f"{says}: 1 of 3 requests are answered in {target}; run the same command to continue" in said
+    assert process.returncode == 130, said
+    assert f"interrupted: 1 of 3 requests are answered in {target}; run the same command to continue" in said
     assert "Traceback" not in said
     assert "\x1b" not in said, "no bar where there is no terminal"
     assert len(answers_in(target)) == 1
 
 
-def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
-    source, target = write_lines(tmp_path / "in", [request(0), "oops"]), tmp_path / "out"
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(command(source, target), stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # its other end is closed
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    assert process.wait() == 2
-    assert b"answered" in shown
-    assert b"1/1" in shown
-    assert b"line 2 is left out" in shown
+def test_sigterm_ends_a_batch_as_an_interrupt_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminated(*_: Any, watcher: Watcher, **__: Any) -> None:
+        watcher.begin(1, 3)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run_module, "run_batch", terminated)
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the command if it is missing: so that it is restored
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        done = CliRunner().invoke(app, ["batch", str(write_lines(tmp_path / "in", [request(0)])), str(tmp_path / "out")])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert done.exit_code == 143
+    assert f"terminated: 1 of 3 requests are answered in {tmp_path / 'out'}; run the same command to continue" in done.stderr
 
 
-def test_names_that_stand_twice_are_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_duplicate_custom_ids_are_refused_before_loading(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [request(0), request(1), request(0)])
     done = CliRunner().invoke(app, ["batch", str(source), str(tmp_path / "out"), "--model", "absent", "--debug"])
     assert (done.exit_code, done.stdout) == (2, "")

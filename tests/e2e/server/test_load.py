@@ -67,7 +67,7 @@ def test_every_answer_of_many_is_the_one_it_gets_alone(
 ) -> None:
     random, engine = np.random.default_rng(seed), drafting
     cases = cases_of(talking, random, 8 if large_counts else 2)
-    count, at_a_time = (1000, 64) if large_counts else (40, 16)
+    count, at_a_time = (1000, 64) if large_counts else (24, 12)
     with live_server(engine, max_queue=256) as server:
         traffic = ServerTraffic(server.url, cases, random)
         traffic.run(count // 2, at_a_time)

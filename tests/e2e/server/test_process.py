@@ -17,11 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner, Result
 
 from harness.dialects import DIALECTS
 from harness.http_client import events_in
-from harness.live_server import post_of, read_all, statuses
+from harness.live_server import head_of, post_of, read_all, statuses
 from harness.server_process import Server
+from paceline.cli import app
 
 CHAT = "/v1/chat/completions"
 FIELDS = {"messages": [{"role": "user", "content": "I need a taxi to the airport."}], "temperature": 0, "max_tokens": 24}
@@ -45,7 +47,17 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def server(start: Start) -> Server:
-    return start()
+    """One for several tests, the last of which ends it."""
+    return start("--drain-s", "60")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process, for arguments with which it serves nothing."""
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")  # set by the command if it is missing: so that it is restored
+    monkeypatch.delenv("PACELINE_API_KEYS", raising=False)
+    return lambda *arguments: CliRunner().invoke(app, ["serve", *arguments])
 
 
 def joined(events: list[dict[str, Any]]) -> str:
@@ -64,7 +76,7 @@ def test_the_mini_answers_over_a_socket_streamed_and_whole(server: Server) -> No
         assert 'paceline:request_success_total{engine="0",finished_reason="stop",model_name="mini"}' in client.get("/metrics").text
 
 
-def test_a_client_that_hangs_up_is_given_up(server: Server) -> None:
+def test_requests_of_a_client_that_hangs_up_are_aborted(server: Server) -> None:
     with server.client() as client:
         before = number_of(client, "request_aborts_total")
         with client.stream("POST", CHAT, json=ENDLESS) as stream:
@@ -83,7 +95,7 @@ def number_of(client: httpx.Client, name: str) -> float:
     return float(found)
 
 
-def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None:
+def test_sigterm_lets_running_requests_finish(start: Start, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-the-file-one\nkey-of-the-file-two\n")
     server = start("--api-key-file", str(keys), "--served-model-name", "mine", PACELINE_API_KEYS=KEY)
@@ -92,7 +104,7 @@ def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None
         assert client.get("/v1/models", headers={"x-api-key": KEY}).status_code == 401, "the file stands for the environment"
     with server.client(Authorization="Bearer key-of-the-file-two") as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
-        with client.stream("POST", CHAT, json={**ENDLESS, "max_tokens": 600}) as stream:
+        with client.stream("POST", CHAT, json={**ENDLESS, "max_tokens": 300}) as stream:
             parts = stream.iter_text()
             text = next(parts)
             server.process.send_signal(signal.SIGTERM)
@@ -106,24 +118,30 @@ def test_at_a_signal_what_runs_is_finished(start: Start, tmp_path: Path) -> None
     assert logged[-1]["route"] == CHAT
 
 
-def test_who_takes_longer_than_the_drain_is_told_so(start: Start) -> None:
+def test_stream_and_body_longer_than_the_drain_end_with_it(start: Start) -> None:
     server = start("--drain-s", "0.2", "--quiet", "--host", "0.0.0.0", PACELINE_API_KEYS=f"another-key-of-the-test,{KEY}")
     assert "WARNING" in server.stderr
     url = server.url.replace("0.0.0.0", "127.0.0.1")
     headers = {"x-api-key": KEY}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client, client.stream("POST", CHAT, json=ENDLESS) as stream:
-        parts = stream.iter_text()
-        text = next(parts)
-        server.process.send_signal(signal.SIGINT)
-        text += "".join(parts)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as never_sends:
+        never_sends.sendall(
+            head_of("/v1/completions", method="POST", Content_Type="application/json", Content_Length="500", **headers) + b"{"
+        )
+        with httpx.Client(base_url=url, timeout=60, headers=headers) as client, client.stream("POST", CHAT, json=ENDLESS) as stream:
+            parts = stream.iter_text()
+            text = next(parts)
+            server.process.send_signal(signal.SIGINT)
+            text += "".join(parts)
+        code = server.wait()
     last = text.rstrip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
-    assert server.wait() == 0
+    assert code == 0
+    assert "Traceback" not in server.stderr
+    assert "Cancel" not in server.stderr
 
 
-def test_a_second_signal_ends_requests_with_an_error(start: Start) -> None:
+def test_second_signal_ends_requests_with_an_error(server: Server) -> None:
     """Whole and streamed, in every dialect, and without the time of the drain."""
-    server = start("--drain-s", "60")
     answers: dict[str, bytes] = {}
     long = {"max_tokens": 1900, "temperature": 100.0, "seed": 1, "top_p": 1.0}  # it hardly ever ends by itself
     bodies = {"openai": (CHAT, ENDLESS), "whole": (CHAT, {**ENDLESS, "stream": False})}
@@ -159,12 +177,11 @@ def test_a_second_signal_ends_requests_with_an_error(start: Start) -> None:
     assert "Traceback" not in server.stderr
 
 
-def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
+def test_port_in_use_is_refused_before_loading(refused: Callable[..., Result]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "paceline", "serve", "--port", port, "--model", "path/that/is/not/there"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
+        done = refused("--port", port, "--model", "path/that/is/not/there")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: host 127.0.0.1 port {port} cannot be listened on")
 
 
@@ -180,44 +197,27 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_served_is_one_line(arguments: list[str], says: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PACELINE_API_KEYS"}
-    command = [sys.executable, "-m", "paceline", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
-    assert done.returncode in (1, 2)
+def test_refusal_is_one_line_on_stderr(arguments: list[str], says: str, refused: Callable[..., Result]) -> None:
+    done = refused(*arguments)
+    assert done.exit_code in (1, 2)
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_key_of_the_environment_that_cannot_be_used_is_refused_and_not_repeated() -> None:
-    command = [sys.executable, "-m", "paceline", "serve"]
-    environment = {**os.environ, "PACELINE_API_KEYS": "short-secret"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
-    assert (done.returncode, "short-secret" in done.stderr) == (2, False)
+def test_unusable_api_key_is_refused_without_repeating_it(refused: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEYS", "short-secret")
+    done = refused()
+    assert (done.exit_code, "short-secret" in done.output) == (2, False)
 
 
-def test_no_option_takes_a_key_itself() -> None:
+def test_api_key_on_the_command_line_is_refused(refused: Callable[..., Result]) -> None:
     """Everybody on the machine could read it in the list of processes."""
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--api-key", KEY]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, KEY in done.stdout) == (2, False)
-
-
-def test_a_body_that_never_comes_holds_the_end_up_without_a_word(start: Start) -> None:
-    server = start("--drain-s", "0.2")
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-        client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
-        )
-        time.sleep(0.3)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0
-    assert "Traceback" not in server.stderr
-    assert "Cancel" not in server.stderr
+    done = refused("--port", "0", "--api-key", KEY)
+    assert (done.exit_code, KEY in done.stdout) == (2, False)
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="the size of a pipe can be set on Linux alone")
-def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_the_end() -> None:
+def test_full_stderr_pipe_blocks_neither_answers_nor_shutdown() -> None:
     """A line that waits for its reader in the event loop would be the last thing the server does."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -233,7 +233,7 @@ def test_a_log_that_nobody_reads_holds_up_neither_answers_nor_the_end() -> None:
             with client.stream("POST", CHAT, json=ENDLESS) as stream:
                 next(stream.iter_text())
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(30) == 0
+        assert process.wait(30) == 0
     finally:
         os.close(reading)
         process.kill()

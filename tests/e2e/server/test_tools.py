@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def tool_engine(mini_dir: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def tooled(tool_engine: AsyncEngine) -> Callable[..., HttpClient]:
-    return lambda **settings: HttpClient(create_app(tool_engine, ServerSettings(**settings)))
+    return cache(lambda **settings: HttpClient(create_app(tool_engine, ServerSettings(**settings))))
 
 
 def whole(client: HttpClient, fields: dict[str, Any]) -> tuple[Parsed, str]:

@@ -424,20 +424,16 @@ CASES = [
 ]
 
 
+CUT = longest_of_formats((case.formats, case.output) for case in CASES)
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_an_answer_read_whole_has_its_text_and_calls(case: Case) -> None:
+def test_an_answer_whole_or_cut_anywhere_has_its_text_and_calls(case: Case, large_counts: bool) -> None:
     events, num_complete = events_of(case, [case.output])
     assert parsed(events) == case.expected
     calls = [one for one in case.expected if one[0] == "call"]
     assert num_complete >= (len(calls) if case.num_complete is None else case.num_complete)
     assert all(isinstance(json.loads(call[2]), dict) for call in calls)
-
-
-CUT = longest_of_formats((case.formats, case.output) for case in CASES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_an_answer_cut_anywhere_has_the_same_text_and_calls(case: Case, large_counts: bool) -> None:
     check(case, every_cut=large_counts or case.output in CUT)
 
 

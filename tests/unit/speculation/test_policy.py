@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.replay import Costs, Trace, best_fixed, controller, made_up, replay
+from harness.fixed_draft_length import fixed_lengths
+from harness.replay import DEEPEST, Costs, Trace, best_fixed, controller, made_up, replay
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.speculation.draft_length.acceptance import PRIOR_RATE
@@ -32,7 +33,11 @@ def texts(chance: Callable[[int], float], random: np.random.Generator, count: in
 
 
 def plain_seconds(traces: list[Trace], costs: Costs, batch_size: int = 1) -> float:
-    return best_fixed(traces, costs, batch_size=batch_size, deepest=0)[1]
+    return best_fixed_seconds(traces, costs, batch_size=batch_size, deepest=0)
+
+
+def best_fixed_seconds(traces: list[Trace], costs: Costs, *, batch_size: int = 1, deepest: int = DEEPEST) -> float:
+    return min(length.seconds for length in fixed_lengths(traces, costs, batch_size=batch_size, deepest=deepest))
 
 
 CASES = [(chance, machine, says) for chance in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0) for machine in MACHINES for says in SAYS]
@@ -51,7 +56,7 @@ def test_one_text_after_another_it_is_as_fast_as_the_best_fixed_length(case: tup
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: chance, random, 24, says)
     seconds = replay(controller(costs), traces, costs).seconds
-    assert seconds <= 1.06 * best_fixed(traces, costs)[1]  # what is learned of the first text included
+    assert seconds <= 1.06 * best_fixed_seconds(traces, costs)  # what is learned of the first text included
     assert seconds <= 1.015 * plain_seconds(traces, costs)
 
 
@@ -71,7 +76,7 @@ def test_in_a_batch_guesses_go_as_deep_as_was_planned_for_all_of_them(machine: s
     """Guessing takes as long as the deepest of all: to stop earlier saves nothing."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: 0.9, random, 32, "too much")
-    assert replay(controller(costs), traces, costs, batch_size=8).seconds < 1.06 * best_fixed(traces, costs, batch_size=8)[1]
+    assert replay(controller(costs), traces, costs, batch_size=8).seconds < 1.06 * best_fixed_seconds(traces, costs, batch_size=8)
 
 
 @pytest.mark.spread(0.5)
@@ -80,7 +85,7 @@ def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, see
     """Passages of 64 tokens that are easy, then hard, which the drafter knows: no fixed length does as well."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda at: 0.95 if at // 64 % 2 else 0.05, random, 8, "too much", length=256)
-    assert replay(controller(costs), traces, costs).seconds < 1.03 * best_fixed(traces, costs)[1]
+    assert replay(controller(costs), traces, costs).seconds < 1.03 * best_fixed_seconds(traces, costs)
 
 
 @pytest.mark.spread(0.4)
@@ -90,7 +95,7 @@ def test_what_is_worth_little_is_not_given_up_for_a_few_unlucky_guesses(machine:
     """Guesses right at 0.3, of which one is worth 6 to 14 %: what single steps bring says nothing for long."""
     costs, random = MACHINES[machine], np.random.default_rng(number)
     traces = texts(lambda _: 0.3, random, count, "too much")
-    best = best_fixed(traces, costs, batch_size=batch_size, deepest=4)[1]
+    best = best_fixed_seconds(traces, costs, batch_size=batch_size, deepest=4)
     assert replay(controller(costs), traces, costs, batch_size=batch_size).seconds < 1.05 * best
 
 
@@ -146,7 +151,7 @@ def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: f
         traces = texts(lambda _, chance=chance: chance, np.random.default_rng(3), 12, "nothing")  # type: ignore[misc]
         seconds = replay(controller(costs, table=wrong), traces, costs).seconds
         assert seconds < 1.02 * plain_seconds(traces, costs)
-        assert seconds < 1.10 * best_fixed(traces, costs)[1]
+        assert seconds < 1.10 * best_fixed_seconds(traces, costs)
 
 
 def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
