@@ -110,8 +110,8 @@ class StepTime:
 
     host_ms: float
     kernels_ms: float
-    drafted: float
-    emitted: float
+    num_draft_tokens: float
+    num_emitted_tokens: float
 
 
 def requests_of(llm: LLM, case: Case, max_tokens: int) -> list[Request]:
@@ -141,14 +141,16 @@ def time_steps(
     clock = _clock(options)
     with closing(llm.engine.run(requests)) as run:
         while True:
-            emitted, drafted = (_sum(requests, count) for count in (lambda one: one.num_output_tokens, lambda one: one.stats.drafted))
+            emitted, drafted = (
+                _sum(requests, count) for count in (lambda one: one.num_output_tokens, lambda one: one.stats.num_draft_tokens)
+            )
             is_steady = all(request.num_output_tokens > FIRST_TOKENS and not request.is_finished for request in requests)
             inside, start = kernels.paceline_run.seconds, clock()
             if next(run, run) is run:
                 return steps
             wall = clock() - start
             inside = kernels.paceline_run.seconds - inside
-            drafted = _sum(requests, lambda one: one.stats.drafted) - drafted
+            drafted = _sum(requests, lambda one: one.stats.num_draft_tokens) - drafted
             if is_steady:
                 emitted = _sum(requests, lambda one: one.num_output_tokens) - emitted
                 steps.append(StepTime(1e3 * (wall - inside), 1e3 * inside, drafted / case.batch, emitted / case.batch))
@@ -184,7 +186,7 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _row(vocab: int, logits: str, case: Case, steps: Sequence[StepTime]) -> dict[str, Any]:
-    drafting = [step for step in steps if step.drafted >= 1.0] or list(steps)
+    drafting = [step for step in steps if step.num_draft_tokens >= 1.0] or list(steps)
     host = np.array([step.host_ms for step in drafting])
     return {
         "ids": vocab,
@@ -192,8 +194,8 @@ def _row(vocab: int, logits: str, case: Case, steps: Sequence[StepTime]) -> dict
         "sampling": f"top-p, {logits}" if case.is_sampled else "greedy",
         "drafter": case.drafter,
         "host ms (p90)": f"{np.median(host):.3f} ({np.quantile(host, 0.9):.3f})",
-        "guesses": f"{np.mean([step.drafted for step in drafting]):.1f}",
-        "tokens": f"{np.mean([step.emitted for step in drafting]):.2f}",
+        "guesses": f"{np.mean([step.num_draft_tokens for step in drafting]):.1f}",
+        "tokens": f"{np.mean([step.num_emitted_tokens for step in drafting]):.2f}",
         "kernels ms": f"{np.median([step.kernels_ms for step in drafting]):.2f}",
         "steps": len(drafting),
     }

@@ -1,7 +1,7 @@
 """Host time of a step, by batch size: its wall time less the kernels' run, and a flame graph of where it goes.
 
     python tools/bench_host.py --batches 1 16
-    python tools/bench_host.py --flame docs/dev/engine-step.svg --sampler PATH/py-spy --batches 16 --sampled
+    python tools/bench_host.py --flame step.svg --sampler PATH/py-spy --batches 16 --sampled
 
 The model's pass is short but its vocabulary is not. Cases take turns in one process; medians over all steps are reported.
 """
@@ -155,7 +155,7 @@ def time_steps(llm: LLM, case: Case, kernels: TimedCall) -> list[tuple[float, fl
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:
     """Tokens emitted and drafted so far."""
-    return sum(request.num_output_tokens for request in requests), sum(request.stats.drafted for request in requests)
+    return sum(request.num_output_tokens for request in requests), sum(request.stats.num_draft_tokens for request in requests)
 
 
 def bench_host(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Tokens a second of plain decoding and of drafting with an MTP module whose guesses are right with a known probability, in turns.
 
     python tools/random_gguf.py DIR/qwen3.5-0.8b.gguf --model qwen3.5-0.8b-q8_0 --layers 24 --module
-    python tools/bench_mtp.py DIR/qwen3.5-0.8b.gguf --num-ids 0 32768 --num-draft-tokens 1 2 3
+    python tools/bench_mtp.py DIR/qwen3.5-0.8b.gguf --num-ids 0 32768 --num-speculative-tokens 1 2 3
 
 Random weights guess wrongly: the module runs as it always does, then what it proposes is replaced by tokens of a plain run, each right
 with probability --accuracy. Whatever is compared takes turns in one process on one loaded model, round by round; the model is loaded
@@ -72,8 +72,8 @@ def bench(options: argparse.Namespace, num_ids: int) -> list[list[str]]:
     """Rows of the table for one number of ids; 0 = all."""
     given = {"normed_recurrence": True, **({"num_ids": num_ids} if num_ids else {})}  # a convention that is named is not tried out
     llm = LLM(
-        str(options.model), drafter="mtp", drafter_options=given, num_draft_tokens=max(options.num_draft_tokens), threads=options.threads,
-        max_model_len=options.prompt + options.max_tokens + 64, max_num_seqs=1, enable_prefix_caching=False,
+        str(options.model), drafter="mtp", drafter_options=given, num_speculative_tokens=max(options.num_speculative_tokens),
+        threads=options.threads, max_model_len=options.prompt + options.max_tokens + 64, max_num_seqs=1, enable_prefix_caching=False,
     )  # fmt: skip
     module = llm.drafter
     if module is None:
@@ -85,7 +85,7 @@ def bench(options: argparse.Namespace, num_ids: int) -> list[list[str]]:
     answer = llm.generate(prompt, params)[0].token_ids
     oracle = importlib.import_module("harness.adversaries").OracleDrafter
     answers = {(tuple(prompt), SEED): answer}
-    depths: list[int] = options.num_draft_tokens
+    depths: list[int] = options.num_speculative_tokens
     told = {
         depth: ToldDrafter(module, oracle(answers, accuracy=options.accuracy, vocab_size=llm.vocab_size, seed=SEED)) for depth in depths
     }
@@ -112,7 +112,7 @@ def _row(num_ids: int, depth: int, plain: Sequence[RequestOutput], own: Sequence
     speeds = [statistics.median(output.tokens_per_s for output in runs) for runs in (plain, own)]
     stats = [output.speculation for output in own]
     steps = sum(len(output.token_ids) - 1 for output in own) / sum(one.steps - 1 for one in stats)
-    accepted = sum(one.accepted for one in stats) / max(1, sum(one.drafted for one in stats))
+    accepted = sum(one.num_accepted_tokens for one in stats) / max(1, sum(one.num_draft_tokens for one in stats))
     row = [str(num_ids or "all"), str(depth), *(f"{speed:.2f}" for speed in speeds), f"{statistics.median(ratios):.3f}"]
     return [*row, f"{min(ratios):.3f} to {max(ratios):.3f}", f"{steps:.2f}", f"{accepted:.2f}"]
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a GGUF file or directory with a module; weights may be random")
     parser.add_argument("--num-ids", type=int, nargs="+", default=[0], help="guess ids below it alone; 0 = all")
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--num-speculative-tokens", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--accuracy", type=float, default=0.7, help="probability that a guess is right")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt", type=int, default=64, help="tokens")

@@ -41,7 +41,7 @@ from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length.explain import explain_policy  # noqa: E402
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength  # noqa: E402
 from paceline.speculation.drafter import DraftBudget, Drafter  # noqa: E402
-from paceline.speculation.request import DraftHints, Request  # noqa: E402
+from paceline.speculation.request import Request  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
 from paceline.speculation.tree import DraftTree  # noqa: E402
 
@@ -137,7 +137,7 @@ def run_texts(llm: LLM, sides: Sequence[Side], prompts: list[list[int]], params:
         requests = llm._opened.requests(prompts, params, {}, is_streamed=False)
         if side.name == "prediction":
             for request, guess in zip(requests, unrelated, strict=True):
-                request.hints = DraftHints(prediction_token_ids=guess)
+                request.prediction_token_ids = guess
         side.begin(requests)
     while waiting := [side for side in sides if not side.is_done]:
         for index in random.permutation(len(waiting)):
@@ -162,8 +162,9 @@ def bench_batch(llm: LLM, batch: int, temperature: float, options: argparse.Name
     for side in sides:
         if options.explain and side.engine.speculator.drafters:
             policy, stats = side.engine.speculator.policy, side.engine.stats.speculation
-            shares = ", ".join(f"{reason.value} {count / stats.steps:.3f}" for reason, count in stats.plain.items())
-            print(f"\n{side.name}, batch {batch}, T = {temperature}: drafted {stats.drafted}, accepted {stats.accepted} in {stats.steps}")
+            shares = ", ".join(f"{reason.value} {count / stats.steps:.3f}" for reason, count in stats.skip_counts.items())
+            counts = f"drafted {stats.num_draft_tokens}, accepted {stats.num_accepted_tokens} in {stats.steps}"
+            print(f"\n{side.name}, batch {batch}, T = {temperature}: {counts}")
             print("\n".join([f"plain: {shares}", *explain_policy(policy)]))
     plain, lines = sides[0], []
     for side in sides[1:]:

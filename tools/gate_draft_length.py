@@ -93,8 +93,8 @@ class Result:
     mean_s: float
     plain_mean_s: float
     steps: int
-    drafted: int
-    accepted: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
     @property
     def over_best(self) -> float:
@@ -219,7 +219,7 @@ def run_cell(cell: Cell) -> Result:
     parts = [[trace] for trace in traces] if cell.forgets else [traces]
     outcomes = [replay(controller(cell.costs), part, cell.costs, batch_size=cell.batch_size, **noise) for part in parts]
     mean_s = math.exp(fmean(math.log(seconds) for outcome in outcomes for seconds in outcome.lasted_s))
-    names = ("steps", "drafted", "accepted")
+    names = ("steps", "num_draft_tokens", "num_accepted_tokens")
     seconds, counts = sum(one.seconds for one in outcomes), [sum(getattr(one, name) for one in outcomes) for name in names]
     return Result(cell.group, cell.name, seconds, best, best_s, plain.seconds, mean_s, plain.mean_s, *counts)
 

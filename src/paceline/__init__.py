@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from paceline.config import QuantOptions
     from paceline.engine.async_engine import AsyncEngine
     from paceline.engine.inputs import RequestOptions
+    from paceline.engine.request import SpeculationOptions
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
     from paceline.parsing.parse_output import ParsedOutput, ParsedToolCall, parse_output
     from paceline.sampling.grammars.grammar import Grammar
     from paceline.sampling.params import SamplingParams
-    from paceline.speculation.request import RequestSpeculation
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ __all__ = [
     "RequestError",
     "RequestOptions",
     "RequestOutput",
-    "RequestSpeculation",
+    "SpeculationOptions",
     "SamplingParams",
     "StreamChunk",
     "Timing",
@@ -61,7 +61,7 @@ _LAZY = {
     "QuantOptions": "paceline.config",
     "RequestOptions": "paceline.engine.inputs",
     "RequestOutput": "paceline.outputs",
-    "RequestSpeculation": "paceline.speculation.request",
+    "SpeculationOptions": "paceline.engine.request",
     "SamplingParams": "paceline.sampling.params",
     "StreamChunk": "paceline.outputs",
     "Timing": "paceline.outputs",

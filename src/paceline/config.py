@@ -18,7 +18,7 @@ DRAFT_QUANT = ("auto", *QUANT)
 _MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # a value, scales included, of what counts as 8 and as 16 bits
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
-MAX_DRAFT_TOKENS = 64
+MAX_SPECULATIVE_TOKENS = 64
 MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 4096
 _WEIGHTS_CACHE_GB = 50
@@ -126,7 +126,7 @@ class SpeculationConfig:
     Attributes:
         drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
             guess together.
-        num_draft_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
+        num_speculative_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quantization: quantise draft models and heads while loading: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
             the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, and rows that a
@@ -139,7 +139,7 @@ class SpeculationConfig:
     """
 
     drafter: str | tuple[str, ...] = "auto"
-    num_draft_tokens: int | str = "auto"
+    num_speculative_tokens: int | str = "auto"
     tree_width: int = 1
     draft_quantization: Quant = "auto"
     draft_adapter: str | None = None
@@ -150,9 +150,9 @@ class SpeculationConfig:
         names: object = (self.drafter,) if isinstance(self.drafter, str) else self.drafter
         if not isinstance(names, tuple) or not names or not all(isinstance(name, str) and name for name in names):
             raise ConfigError(f'drafter is {self.drafter!r}: use "auto", "none", "ngram" or the directory or id of a draft model')
-        count = self.num_draft_tokens
-        if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DRAFT_TOKENS):
-            raise ConfigError(f'num_draft_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_DRAFT_TOKENS}')
+        count = self.num_speculative_tokens
+        if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SPECULATIVE_TOKENS):
+            raise ConfigError(f'num_speculative_tokens is {count!r}: use "auto" or a whole number from 1 to {MAX_SPECULATIVE_TOKENS}')
         _check_int("tree_width", self.tree_width, 1, 8)
         draft_quant_options(self.draft_quantization, None)
         _check_directory("draft_adapter", self.draft_adapter)

@@ -22,13 +22,13 @@ from paceline.engine.inputs import (
     split_chat_options,
 )
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps
 from paceline.speculation.drafter import Drafter, DrafterNeeds
-from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class LLM:
         backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
         drafter: "auto" (ngram, and what comes with the model), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
             "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
-        num_draft_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
+        num_speculative_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
         tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
         draft_quantization: as `quantization`, for draft models and heads; "auto": as `SpeculationConfig` says, 8 bits or 4.
         draft_adapter: directory of a LoRA adapter that the draft model computes with; it changes the speed alone.
@@ -98,7 +98,7 @@ class LLM:
         device: str = "auto",
         backend: str = "auto",
         drafter: str | Sequence[str] | Drafter | Sequence[Drafter] = "auto",
-        num_draft_tokens: int | str = "auto",
+        num_speculative_tokens: int | str = "auto",
         tree_width: int = 1,
         draft_quantization: Quant = "auto",
         draft_adapter: str | Path | None = None,
@@ -330,7 +330,7 @@ class LLM:
         """
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
-        needs = DrafterNeeds.of(drafters)
+        needs = DrafterNeeds.union(drafters)
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
         without = replace(self._opened.config, quantization=quantization, adapters={})
@@ -385,13 +385,13 @@ class LLM:
                     yield from chunks  # the caller may run steps of its own in between
 
 
-def _raise_error(requests: Iterable[Request]) -> None:
+def _raise_error(requests: Iterable[EngineRequest]) -> None:
     for request in requests:
         if request.error is not None:
             raise request.error
 
 
-def _has_news(num_seen: Mapping[Request, int]) -> bool:
+def _has_news(num_seen: Mapping[EngineRequest, int]) -> bool:
     """Whether any of these requests has more output than in `num_seen`, or ended; False if one failed, so that the engine reports it."""
     if any(request.error is not None for request in num_seen):
         return False

@@ -5,8 +5,7 @@ from typing import Any
 
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import SpeculationStats
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import SpeculationStats, StepRecord
 
 _OTHER_NAMES = {
     "outputs": "it is one output itself, use .text; with n > 1 there is one RequestOutput for each sample",

@@ -61,9 +61,8 @@ OTHER_NAMES = {
     "speculative_model": "drafter",
     "assistant_model": "drafter",
     "draft_model": "drafter",
-    "num_speculative_tokens": "num_draft_tokens",
-    "num_assistant_tokens": "num_draft_tokens",
-    "prompt_lookup_num_tokens": "num_draft_tokens",
+    "num_assistant_tokens": "num_speculative_tokens",
+    "prompt_lookup_num_tokens": "num_speculative_tokens",
     "use_auth_token": "hf_token",
     "local_files_only": "offline",
     # asking

@@ -47,8 +47,8 @@ def test_a_peer_says_what_we_say_up_to_near_ties(
     make_environment(PEERS[name])
     python = environment_python(PEERS[name])
     first = {
-        "model": str(mini_dir), "draft": str(mini_dir / "draft"), "mode": mode, "threads": 2, "num_draft_tokens": None, "context": 512,
-        "precision": "f32",
+        "model": str(mini_dir), "draft": str(mini_dir / "draft"), "mode": mode, "threads": 2, "num_speculative_tokens": None,
+        "context": 512, "precision": "f32",
     }  # fmt: skip
     prompts = [ours.tokenizer.encode(text) for text in PROMPTS]
     orders = [{"prompt_ids": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "seed": 0} for ids in prompts * 2]
@@ -61,14 +61,16 @@ def test_a_peer_says_what_we_say_up_to_near_ties(
         same = next((index for index, pair in enumerate(zip(answer["token_ids"], wanted, strict=True)) if pair[0] != pair[1]), NUM_TOKENS)
         tally[f"tokens of {name} ({mode}) that are ours, of {NUM_TOKENS * len(prompts)}"] += same
         assert same == NUM_TOKENS or our_margin(ours, ids + wanted[:same])[0] < NEAR_TIE, (same, answer["token_ids"])
-        assert mode == "plain" or answer["drafted"] is None or answer["drafted"] >= (answer["accepted"] or 0) > 0, answer
+        assert (
+            mode == "plain" or answer["num_draft_tokens"] is None or answer["num_draft_tokens"] >= (answer["num_accepted_tokens"] or 0) > 0
+        ), answer
 
 
 def test_a_request_for_what_a_peer_has_not_is_one_error(clients: Path, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(clients.absolute()))
     for peer in PEERS.values():
         make_environment(peer)
-        order = {"model": str(mini_dir), "draft": None, "mode": "mtp", "threads": 1, "num_draft_tokens": None, "context": 64}
+        order = {"model": str(mini_dir), "draft": None, "mode": "mtp", "threads": 1, "num_speculative_tokens": None, "context": 64}
         (answer,) = ask([str(environment_python(peer)), str(peer.worker)], [order | {"precision": "f32"}])
         assert "mtp" in answer["error"], answer
 
@@ -80,7 +82,7 @@ def test_llama_cpp_reads_every_type_that_is_written(
     peer = PEERS["llama.cpp"]
     make_environment(peer)
     for precision in ("bf16", "int8", "int4", "q4_k_m"):
-        first = {"model": str(mini_dir), "draft": None, "mode": "plain", "threads": 2, "num_draft_tokens": None, "context": 128}
+        first = {"model": str(mini_dir), "draft": None, "mode": "plain", "threads": 2, "num_speculative_tokens": None, "context": 128}
         request = {"prompt_ids": [1, 290, 201], "max_tokens": 8, "temperature": 0, "seed": 0}
         ready, answer = ask([str(environment_python(peer)), str(peer.worker)], [first | {"precision": precision}, request])
         assert ready["ready"]

@@ -40,7 +40,7 @@ def test_every_variant_has_the_logits_and_the_tokens_that_peft_gives(written: Pa
     adapters = {path.parent.name: path.parent for path in sorted((written / model).glob("*/expected.safetensors"))}
     assert len(adapters) > 10
     llm = LLM(
-        str(base), drafter="suffix", num_draft_tokens=4, backend="torch", device="cpu", dtype="f32", threads=1, kv_cache_gb=0.02,
+        str(base), drafter="suffix", num_speculative_tokens=4, backend="torch", device="cpu", dtype="f32", threads=1, kv_cache_gb=0.02,
         adapters={name: str(path) for name, path in adapters.items()},
     )  # fmt: skip
     answers = set()

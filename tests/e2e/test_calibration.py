@@ -72,7 +72,7 @@ def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
     given = {"backend": "native", "threads": 1, "max_model_len": 256, "kv_cache_gb": 0.05, **options}
-    return LLM(str(target), drafter=drafter, num_draft_tokens=4, **given)
+    return LLM(str(target), drafter=drafter, num_speculative_tokens=4, **given)
 
 
 def drafter_of(llm: LLM) -> PairDrafter:
@@ -83,7 +83,7 @@ def drafter_of(llm: LLM) -> PairDrafter:
 def acceptance(llm: LLM) -> float:
     prompt = [FIRST_TOKEN, *np.random.default_rng(1).choice(DRAFT_IDS, 40).tolist()]
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))
-    assert output.speculation.drafted > 28
+    assert output.speculation.num_draft_tokens > 28
     return output.speculation.acceptance_rate
 
 

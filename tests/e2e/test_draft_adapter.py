@@ -50,7 +50,7 @@ def test_a_draft_model_with_the_targets_own_adapter_guesses_what_the_target_says
         found = answer(llm, temperature)
         assert found.token_ids == expected
         assert ("with the adapter support" in llm.banner) == (draft_adapter is not None)
-        shares.append(found.speculation.accepted / found.speculation.drafted)
+        shares.append(found.speculation.num_accepted_tokens / found.speculation.num_draft_tokens)
     assert shares[0] < 0.8
     assert shares[1] == 1.0
 
@@ -61,7 +61,7 @@ def test_a_draft_model_is_quantised_with_its_adapter(open_llm: Open, adapter: Pa
     assert {weights.facts(name).bits for name in weights if len(weights.facts(name).shape) == 2} == {8}
     plain, adapted = (answer(open_llm(draft_adapter=one, draft_quantization="int8")) for one in (None, adapter))
     assert plain.token_ids == adapted.token_ids
-    assert plain.speculation.accepted > adapted.speculation.accepted
+    assert plain.speculation.num_accepted_tokens > adapted.speculation.num_accepted_tokens
 
 
 def test_an_adapter_without_the_one_draft_model_that_it_is_for_is_refused(open_llm: Open, directory: Path, tmp_path: Path) -> None:

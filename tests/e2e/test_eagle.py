@@ -62,7 +62,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
 def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, **options: object) -> LLM:
     target, files = head
     given = {"backend": "native", "threads": 1, "max_model_len": 512, "kv_cache_gb": 0.05, **options}
-    llm = LLM(str(target), drafter=str(files), num_draft_tokens=depth, **given)  # type: ignore[arg-type]
+    llm = LLM(str(target), drafter=str(files), num_speculative_tokens=depth, **given)  # type: ignore[arg-type]
     llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=row_budget)
     return llm
 
@@ -165,7 +165,7 @@ def test_trees_hold_the_right_path(name: str, backend: str, heads: Heads, plain:
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads(name), texts)
     for output in outputs:
-        assert output.speculation.drafted > output.speculation.accepted  # there are branches
+        assert output.speculation.num_draft_tokens > output.speculation.num_accepted_tokens  # there are branches
         assert output.speculation.steps <= PERFECT_STEPS + (
             2 if backend == "native" else 8
         )  # a likelier guess may take a row from the right one
@@ -296,7 +296,7 @@ def test_a_head_whose_pass_fails_leaves_plain_steps(heads: Heads, plain: PlainTa
     texts = prompts(40, 90)
     outputs = llm.generate(texts, GREEDY)
     assert [output.token_ids for output in outputs] == plain(heads("listening"), texts)
-    assert sum(output.speculation.plain[SkipReason.DRAFTER_FAILED] for output in outputs) > 3
+    assert sum(output.speculation.skip_counts[SkipReason.DRAFTER_FAILED] for output in outputs) > 3
     check(llm)
 
 
@@ -359,5 +359,5 @@ def test_a_head_that_knows_nothing_changes_nothing(backend: str, method: str, tm
             expected = [alone.generate([text], params)[0].token_ids for text in texts]
             outputs = [llm.generate([text], params)[0] for text in texts] + llm.generate(texts, params)
             assert [output.token_ids for output in outputs] == 2 * expected
-            assert sum(output.speculation.drafted for output in outputs) > 100
+            assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
         check(llm)

@@ -150,8 +150,8 @@ def test_nan_in_one_row_ends_the_requests_that_meet_it(copy: Path) -> None:
         ("max_model_len", 513, "512"),
         ("kv_cache_gb", 0, "above 0"),
         ("kv_cache_gb", "2", "above 0"),
-        ("num_draft_tokens", 0, "from 1 to 64"),
-        ("num_draft_tokens", "many", "auto"),
+        ("num_speculative_tokens", 0, "from 1 to 64"),
+        ("num_speculative_tokens", "many", "auto"),
         ("drafter", [], "ngram"),
         ("drafter", None, "ngram"),
         ("drafter", ["ngram", 5], "ngram"),
@@ -361,7 +361,7 @@ def test_garbage_from_a_drafter_means_plain_steps_and_one_warning(
         outputs = shared_llm.generate([[5, 6, 7], [8]], GREEDY) + shared_llm.generate([5, 6, 7], GREEDY)
     assert [output.token_ids for output in outputs] == [*plain, plain[0]]
     reason = SkipReason.UNUSABLE if name in UNUSABLE else SkipReason.DRAFTER_FAILED
-    assert [output.speculation.plain[reason] for output in outputs] == [10, 10, 10]  # the first token and the last are plain anyway
+    assert [output.speculation.skip_counts[reason] for output in outputs] == [10, 10, 10]  # the first token and the last are plain anyway
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == (name in GARBAGE)
     assert all("a drafter failed" in warning for warning in warnings)
@@ -388,7 +388,7 @@ def test_a_draft_model_that_is_damaged_costs_its_guesses_only(
     llm = open_llm(directory, drafter=str(copy))
     outputs = llm.generate([[5, 6, 7], [8]], GREEDY)
     assert [output.token_ids for output in outputs] == plain
-    assert all(output.speculation.plain[SkipReason.DRAFTER_FAILED] == 10 for output in outputs)
+    assert all(output.speculation.skip_counts[SkipReason.DRAFTER_FAILED] == 10 for output in outputs)
     drafts = llm.drafter.cache  # type: ignore[union-attr]
     drafts.check()
     assert drafts.pool.num_free == drafts.pool.num_blocks
@@ -399,7 +399,7 @@ def test_a_smaller_vocabulary_of_the_same_pieces_is_no_error(directory: Path, tm
     write_tokenizer(draft, 60)
     llm = open_llm(directory, drafter=str(draft))
     assert [output.token_ids for output in llm.generate([[5, 6, 7], [8]], GREEDY)] == plain
-    assert llm.generate([90, 91], GREEDY)[0].speculation.plain[SkipReason.DRAFTER_FAILED] == 0
+    assert llm.generate([90, 91], GREEDY)[0].speculation.skip_counts[SkipReason.DRAFTER_FAILED] == 0
     assert_usable(llm)
 
 

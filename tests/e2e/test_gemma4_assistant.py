@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 
@@ -54,9 +54,9 @@ def test_an_assistant_that_must_be_right_is_accepted_always(tmp_path: Path, chan
                     expected.append(successor[expected[-1]])
                 assert output.token_ids == expected[1:]
                 stats = output.speculation
-                assert stats.drafted > 28
+                assert stats.num_draft_tokens > 28
                 if "tree_width" not in options:
-                    assert stats.accepted == stats.drafted
+                    assert stats.num_accepted_tokens == stats.num_draft_tokens
                 assert stats.mean_acceptance_length > 3.5
     assert llm.stats().drafter_failures == 0
 
@@ -78,12 +78,12 @@ def test_token_ids_are_those_of_plain_decoding(pair: tuple[Path, Path], options:
         together = drafting.generate(PROMPTS, params)
         assert [output.token_ids for output in together] == expected
         assert drafting.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
-        assert sum(output.speculation.drafted for output in together) > 100
+        assert sum(output.speculation.num_draft_tokens for output in together) > 100
     assert drafting.stats().drafter_failures == 0
     drafting.engine.cache.check()
 
 
-@pytest.mark.parametrize("shape", [{"num_draft_tokens": 4}, {"num_draft_tokens": 4, "tree_width": 3}], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 4}, {"num_speculative_tokens": 4, "tree_width": 3}], ids=["chain", "tree"])
 def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: dict[str, int]) -> None:
     """As beside 26B-A4B: a batch whose rows choose experts of their own, and each alone."""
     values = {**EXPERTS, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
@@ -94,7 +94,7 @@ def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: di
         together = drafting.generate(PROMPTS, params)
         assert [output.token_ids for output in together] == expected
         assert [drafting.generate([prompt], params)[0].token_ids for prompt in PROMPTS] == expected
-        assert sum(output.speculation.drafted for output in together) > 100
+        assert sum(output.speculation.num_draft_tokens for output in together) > 100
     assert drafting.numerics == "exact"
     assert drafting.stats().drafter_failures == 0
     drafting.engine.cache.check()
@@ -141,8 +141,8 @@ def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_pa
     llm = open_llm(target, str(assistant), acceptance="rejection")
     outputs = llm.generate(PROMPTS, SAMPLED)
     stats = [output.speculation for output in outputs]
-    assert sum(one.drafted for one in stats) > 100
-    assert sum(one.accepted for one in stats) >= sum(one.drafted for one in stats) * (0.7 if changes else 0.999)
+    assert sum(one.num_draft_tokens for one in stats) > 100
+    assert sum(one.num_accepted_tokens for one in stats) >= sum(one.num_draft_tokens for one in stats) * (0.7 if changes else 0.999)
     assert llm.stats().drafter_failures == 0
 
 

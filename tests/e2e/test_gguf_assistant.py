@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str | list[str], **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, device="cpu", **shape)
 
 
@@ -133,7 +133,7 @@ def test_it_drafts_what_the_directory_drafts_and_changes_no_token(
         (given, found) = (llm.generate(PROMPTS, params) for llm in drafting)
         assert [output.token_ids for output in found] == expected
         assert [output.speculation for output in found] == [output.speculation for output in given]
-        assert sum(output.speculation.drafted for output in found) > 100
+        assert sum(output.speculation.num_draft_tokens for output in found) > 100
     assert drafting[1].stats().drafter_failures == 0
     assert drafting[1].drafter.traits.description == drafting[0].drafter.traits.description
 
@@ -150,8 +150,8 @@ def test_beside_a_file_it_is_right_where_it_must_be(tmp_path: Path, changes: dic
         for _ in range(40):
             expected.append(successor[expected[-1]])
         assert output.token_ids == expected[1:]
-        assert output.speculation.drafted > 28
-        assert output.speculation.accepted == output.speculation.drafted
+        assert output.speculation.num_draft_tokens > 28
+        assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens
     assert llm.stats().drafter_failures == 0
 
 

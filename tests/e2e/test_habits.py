@@ -156,12 +156,12 @@ def test_a_stream_that_is_open_when_its_llm_is_closed_ends_with_that_error(direc
 def test_an_output_as_a_dictionary_is_json_and_tells_the_truth(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1))
     record = json.loads(json.dumps(dataclasses.asdict(output)))
-    assert record["speculation"]["plain"]["prompt"] == 1
-    assert sum(record["speculation"]["plain"].values()) == output.speculation.plain_steps
+    assert record["speculation"]["skip_counts"]["prompt"] == 1
+    assert sum(record["speculation"]["skip_counts"].values()) == output.speculation.plain_steps
     assert record["origins"][0] == "plain"
     assert len(record["origins"]) == len(record["token_ids"]) == len(record["logprobs"])
     stats = json.loads(json.dumps(dataclasses.asdict(llm.stats())))
-    assert stats["speculation"]["plain"]["prompt"] == llm.stats().num_finished
+    assert stats["speculation"]["skip_counts"]["prompt"] == llm.stats().num_finished
 
 
 def names_in(value: Any) -> set[str]:
@@ -179,10 +179,10 @@ def keys_in(value: Any) -> set[str]:
 def test_json_and_python_have_one_name_for_one_thing(llm: LLM) -> None:
     (output,) = llm.generate("the cat", GREEDY)
     record = output.as_dict(model="m", version="1")
-    plain = set(record["speculation"]["plain"])  # reasons, no names
+    plain = set(record["speculation"]["skip_counts"])  # reasons, no names
     assert keys_in(record) - plain - names_in(output) == {"model", "version"}
     stats = llm.stats()
-    assert keys_in(stats.as_dict()) - set(stats.as_dict()["speculation"]["plain"]) <= names_in(stats)
+    assert keys_in(stats.as_dict()) - set(stats.as_dict()["speculation"]["skip_counts"]) <= names_in(stats)
 
 
 def test_the_public_names_are_listed() -> None:
@@ -203,7 +203,7 @@ SAMPLING_NAMES = {
 LLM_NAMES = {
     "max_model_len": "max_model_len",
     "speculative_model": "drafter",
-    "num_speculative_tokens": "num_draft_tokens",
+    "num_assistant_tokens": "num_speculative_tokens",
     "n_ctx": "max_model_len",
     "thread": "threads",
     "enable_prefix_caching": "enable_prefix_caching",

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)
 
 
@@ -75,7 +75,7 @@ def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decod
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == answers
         assert llm.generate(PROMPTS[2:3], params)[0].token_ids == answers[2]
-        assert sum(output.speculation.drafted for output in outputs) > 100
+        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
     assert llm.stats().drafter_failures == 0
 
 
@@ -112,7 +112,7 @@ def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model
     assert llm.drafter_name == "mtp"
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == expected
-    assert sum(output.speculation.drafted for output in outputs) > 50
+    assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
 
 
 def test_a_module_that_cannot_be_used_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, c
     for params in (GREEDY, SAMPLED):
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
-        assert sum(output.speculation.drafted for output in outputs) > 100
+        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
 def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:

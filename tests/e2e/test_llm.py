@@ -79,8 +79,8 @@ def test_an_output_says_what_it_did(llm: LLM) -> None:
     assert output.numerics == llm.numerics
     assert output.drafter == llm.drafter_name == "ngram"
     stats = output.speculation
-    assert stats.emitted == stats.accepted + stats.bonus == len(output.token_ids) == len(output.origins)
-    assert output.origins.count(TokenOrigin.ACCEPTED) == stats.accepted
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == len(output.token_ids) == len(output.origins)
+    assert output.origins.count(TokenOrigin.ACCEPTED) == stats.num_accepted_tokens
     assert output.origins.count(TokenOrigin.PLAIN) == stats.plain_steps
     assert output.origins[0] is TokenOrigin.PLAIN
     record = output.as_dict(model="m", version="1")
@@ -276,7 +276,7 @@ def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open
     for params in (GREEDY, SAMPLED):
         for output in llm.generate(["the cat sat", [7] * 50], params):
             assert max(output.token_ids) < 90
-            assert output.speculation.cut == 0 or "wide" in drafter  # a wide tree is cut to its budget
+            assert output.speculation.num_dropped_tokens == 0 or "wide" in drafter  # a wide tree is cut to its budget
             assert output.speculation.acceptance_rate == 1.0 or drafter != "self"
     with pytest.raises(RequestError, match="90"):
         llm.generate([90], GREEDY)
@@ -311,7 +311,7 @@ def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, t
 
 
 def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
-    for options in ({"max_model_len": 2, "num_draft_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
+    for options in ({"max_model_len": 2, "num_speculative_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
         assert_clean(llm)

@@ -21,11 +21,11 @@ PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
 pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
-def open_llm(target: Path, drafter: str | MedusaDrafter, num_draft_tokens: int = 3, **options: object) -> LLM:
+def open_llm(target: Path, drafter: str | MedusaDrafter, num_speculative_tokens: int = 3, **options: object) -> LLM:
     return LLM(
         str(target),
         drafter=drafter,
-        num_draft_tokens=num_draft_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         threads=2,
         max_model_len=256,
         kv_cache_gb=0.05,
@@ -67,12 +67,12 @@ def test_the_right_path_of_a_tree_is_accepted_always(successor_target: tuple[Pat
     target, successor = successor_target
     files = HeadFiles.open(write_heads(tmp_path, "rows", perfect_heads(successor, 4)))
     drafter = open_medusa(files, load_target(target, SpeculationConfig(drafter_options={"tree": tree})))
-    llm = open_llm(target, drafter, num_draft_tokens=4, tree_width=4)
+    llm = open_llm(target, drafter, num_speculative_tokens=4, tree_width=4)
     for params in (GREEDY, SAMPLED):
         for output, prompt in zip(llm.generate(PROMPTS, params), PROMPTS, strict=True):
             assert output.token_ids == follow(successor, prompt, 40)
             assert output.speculation.steps == 1 + (8 if tree != "mc_sim_7b_63" else 10)  # its fourth level begins behind 40 nodes
-            assert output.speculation.drafted > 2 * output.speculation.accepted  # it was a tree
+            assert output.speculation.num_draft_tokens > 2 * output.speculation.num_accepted_tokens  # it was a tree
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -81,8 +81,8 @@ def test_heads_shifted_by_one_are_never_accepted(successor_target: tuple[Path, N
     write_heads(tmp_path, "rows", perfect_heads(successor, shift=shift))
     for output, prompt in zip(open_llm(target, str(tmp_path)).generate(PROMPTS, GREEDY), PROMPTS, strict=True):
         assert output.token_ids == follow(successor, prompt, 40)
-        assert output.speculation.drafted > 40
-        assert output.speculation.accepted == 0
+        assert output.speculation.num_draft_tokens > 40
+        assert output.speculation.num_accepted_tokens == 0
 
 
 def follow(successor: NDArray[np.int64], prompt: Sequence[int], count: int) -> list[int]:
@@ -102,7 +102,7 @@ def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, tree_width: int, 
         together = drafting.generate(PROMPTS, params)
         assert [output.token_ids for output in together] == answers
         assert drafting.generate(PROMPTS[:1], params)[0].token_ids == answers[0]
-        assert sum(output.speculation.drafted for output in together) > 40
+        assert sum(output.speculation.num_draft_tokens for output in together) > 40
 
 
 def test_a_target_with_heads_inside_runs_without_them(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
@@ -57,8 +57,8 @@ def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: 
                         expected.append(int(successor[expected[-1]]))
                     assert output.token_ids == expected[1:]
                     stats = output.speculation
-                    assert stats.drafted > 28
-                    assert stats.accepted == (0 if is_swapped else stats.drafted)
+                    assert stats.num_draft_tokens > 28
+                    assert stats.num_accepted_tokens == (0 if is_swapped else stats.num_draft_tokens)
 
 
 @pytest.mark.parametrize(("layout", "tree_width", "quantization"), [("mtp", 1, "none"), ("extra_layer", 3, "int8")])
@@ -74,7 +74,7 @@ def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, layout: str, tree
         together = drafting.generate(PROMPTS, params)
         assert [output.token_ids for output in together] == expected
         assert drafting.generate(PROMPTS[:1], params)[0].token_ids == expected[0]
-        assert sum(output.speculation.drafted for output in together) > 100
+        assert sum(output.speculation.num_draft_tokens for output in together) > 100
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -202,7 +202,7 @@ def test_a_mimo_runs_and_guesses_with_its_own_module(tmp_path: Path) -> None:
     for params, expected in zip(samplings, answers, strict=True):
         outputs = llm.generate(PROMPTS, params)
         assert [output.token_ids for output in outputs] == expected
-        assert sum(output.speculation.drafted for output in outputs) > 100
+        assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
     assert any("drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
 
 
@@ -221,7 +221,7 @@ def test_copies_of_the_targets_matrices_are_used_where_they_guess_better(tmp_pat
         assert isinstance(llm.drafter, PairDrafter)
         assert llm.drafter.head.config.own_lm_head is is_right
         for output in llm.generate(PROMPTS, GREEDY):
-            assert output.speculation.accepted == output.speculation.drafted > 28
+            assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens > 28
 
 
 def test_a_head_inside_the_target_that_guesses_badly_is_not_said_to_be_anothers(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_module_in_a_speculators_file_mixes_the_embedding_first(tmp_path: Path
             for _ in range(40):
                 expected.append(int(successor[expected[-1]]))
             assert output.token_ids == expected[1:]
-            assert output.speculation.accepted == output.speculation.drafted > 28
+            assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens > 28
     for number, (family, text) in enumerate({"mamba": "'mamba'", "qwen3_next": r"expected \[128, 128\]: queries and gates"}.items()):
         other = write_speculators(tmp_path / f"other{number}", perfect_module(), target, model_type=family)
         with pytest.raises(CheckpointError, match=text):

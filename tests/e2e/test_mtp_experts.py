@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("always_drafts")
 
 
 def open_llm(target: Path, drafter: str, **options: object) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)  # type: ignore[arg-type]
 
 
@@ -57,7 +57,7 @@ def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Pat
             outputs = llm.generate(PROMPTS, params)
             assert [output.token_ids for output in outputs] == expected
             assert llm.generate(PROMPTS[2:3], params)[0].token_ids == expected[2]
-            assert sum(output.speculation.drafted for output in outputs) > 100
+            assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
         assert llm.stats().drafter_failures == 0
     assert any("holds a drafting head: drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
     assert open_llm(target, "auto").drafter_name == "ngram+mtp"
@@ -124,7 +124,7 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -
         for params in (GREEDY, SAMPLED):
             outputs = llm.generate(PROMPTS, params)
             assert [output.token_ids for output in outputs] == [output.token_ids for output in without.generate(PROMPTS, params)]
-            assert sum(output.speculation.drafted for output in outputs) > 100
+            assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
 def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def run(head: PairHead, *, ranks: bool) -> PairOutputs:
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
-    shape = {"num_draft_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
+    shape = {"num_speculative_tokens": 3, "threads": 2, "max_model_len": 256, "kv_cache_gb": 0.05, "backend": "native", **options}
     return LLM(str(target), drafter=drafter, **shape)
 
 
@@ -271,7 +271,7 @@ def test_no_token_changes(
         outputs = llm.generate(PROMPTS, params)
         if acceptance == "match" or params is GREEDY:
             assert [output.token_ids for output in outputs] == [output.token_ids for output in plain.generate(PROMPTS, params)]
-        assert sum(output.speculation.drafted for output in outputs) > 50
+        assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
         assert all(token < FIRST for tree in trees for token in tree.token_ids[1:])
         drawn = [probs for tree in trees for probs in tree.draft_probs.values()]
         assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY and tree_width == 1)  # branches are chosen

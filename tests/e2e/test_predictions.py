@@ -43,8 +43,8 @@ def test_each_prompt_has_its_own_prediction_or_none(directory: Path, answers: li
     llm = open_llm(directory)
     outputs = llm.generate(PROMPTS, GREEDY, prediction=[answers[0], None, np.array(answers[2])])
     assert [output.token_ids for output in outputs] == answers
-    assert [output.speculation.accepted > 15 for output in outputs] == [True, False, True]
-    assert outputs[1].speculation.drafted == 0
+    assert [output.speculation.num_accepted_tokens > 15 for output in outputs] == [True, False, True]
+    assert outputs[1].speculation.num_draft_tokens == 0
 
 
 def test_one_prediction_serves_all_prompts_as_ids_or_text(directory: Path, answers: list[list[int]]) -> None:
@@ -56,7 +56,7 @@ def test_one_prediction_serves_all_prompts_as_ids_or_text(directory: Path, answe
     text = open_llm(directory, "none").generate("w5 w6", GREEDY)[0].text
     (output,) = llm.generate("w5 w6", GREEDY, prediction=text)
     assert output.text == text
-    assert output.speculation.drafted > 0
+    assert output.speculation.num_draft_tokens > 0
 
 
 def test_streams_and_stacks_read_predictions_too(directory: Path, answers: list[list[int]]) -> None:
@@ -64,7 +64,7 @@ def test_streams_and_stacks_read_predictions_too(directory: Path, answers: list[
     *_, last = llm.stream(PROMPTS[0], GREEDY, prediction=answers[0])
     assert last.output is not None
     assert last.output.token_ids == answers[0]
-    assert last.output.speculation.accepted > 15
+    assert last.output.speculation.num_accepted_tokens > 15
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
@@ -103,8 +103,10 @@ def test_finished_outputs_are_guessed_from_in_their_namespace_alone(directory: P
     first = llm.generate(prompt, sampled, namespace="a")[0]
     again = {name: llm.generate(prompt, sampled, namespace=name)[0] for name in ("a", "b", None)}
     assert all(output.token_ids == first.token_ids for output in again.values())
-    assert again["a"].speculation.accepted > 15
-    assert again["b"].speculation.accepted == again[None].speculation.accepted == first.speculation.accepted
+    assert again["a"].speculation.num_accepted_tokens > 15
+    assert (
+        again["b"].speculation.num_accepted_tokens == again[None].speculation.num_accepted_tokens == first.speculation.num_accepted_tokens
+    )
     with pytest.raises(RequestError, match="namespace"):
         llm.generate(prompt, sampled, namespace=5)  # type: ignore[arg-type]
 
@@ -129,7 +131,7 @@ def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, 
         with pytest.raises(RequestError):
             llm.generate(PROMPTS[0], replace(GREEDY, processors=[fail_late]), namespace="a")
     else:
-        speculation = {"enabled": False} if ending == "off" else {"max_draft_tokens": 0}
+        speculation = {"enabled": False} if ending == "off" else {"num_speculative_tokens": 0}
         llm.generate(PROMPTS[0], GREEDY, namespace="a", speculation=speculation)
     assert store.num_tokens("a") == 0
     llm.generate(PROMPTS[0], GREEDY, namespace="a")

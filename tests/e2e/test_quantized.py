@@ -62,7 +62,7 @@ def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, mon
         llm = open_llm(numerics="exact", drafter=str(directory), draft_quantization=draft_quantization)
         output = llm.generate(PROMPT, SAMPLED)[0]
         assert output.token_ids == expected
-        assert output.speculation.accepted > 0
+        assert output.speculation.num_accepted_tokens > 0
 
 
 def test_a_draft_model_is_quantised_beside_a_quantised_target(open_llm: Open, directory: Path) -> None:

@@ -26,12 +26,12 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, real = [], RecurrentStates._take_records
     monkeypatch.setattr(RecurrentStates, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
-    llm = LLM(str(hybrid), drafter=str(hybrid), num_draft_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
+    llm = LLM(str(hybrid), drafter=str(hybrid), num_speculative_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
     llm.engine.speculator.policy = FixedDraftLength(4)  # it always guesses
     counts.clear()
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert output.speculation.accepted > 0
+    assert output.speculation.num_accepted_tokens > 0
     assert max(counts) < KNOWN_ROWS
 
 

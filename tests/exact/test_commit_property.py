@@ -191,13 +191,17 @@ def assert_same(case: Case, blocks: Ran, ones: Ran, *, walks_on: bool) -> None:
     if case.is_streamed:
         assert blocks.streamed == ones.streamed == ones.output.text
     stats, request = blocks.request.stats, blocks.request
-    assert stats.emitted == stats.accepted + stats.bonus == blocks.output.usage.completion_tokens
-    assert sum(stats.accepted_by_position) == stats.accepted == request.origins.count(TokenOrigin.ACCEPTED)
-    assert sum(stats.drafted_by_position) == stats.drafted
-    assert all(kept <= drafted for kept, drafted in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == blocks.output.usage.completion_tokens
+    assert sum(stats.num_accepted_tokens_by_position) == stats.num_accepted_tokens == request.origins.count(TokenOrigin.ACCEPTED)
+    assert sum(stats.num_draft_tokens_by_position) == stats.num_draft_tokens
+    assert all(
+        kept <= drafted for kept, drafted in zip(stats.num_accepted_tokens_by_position, stats.num_draft_tokens_by_position, strict=True)
+    )
     assert stats.steps == blocks.num_blocks
-    assert stats.bonus == stats.steps or (walks_on and stats.bonus == stats.steps - 1), "the token that ends a walk is the target's own"
-    assert (ones.request.stats.accepted, ones.request.stats.steps) == (0, len(ones.output.token_ids))
+    assert stats.num_bonus_tokens == stats.steps or (walks_on and stats.num_bonus_tokens == stats.steps - 1), (
+        "the token that ends a walk is the target's own"
+    )
+    assert (ones.request.stats.num_accepted_tokens, ones.request.stats.steps) == (0, len(ones.output.token_ids))
     row = np.random.default_rng(case.seed).normal(0.0, 3.0, case.vocab_size).astype(np.float32)
     fresh = LogitsProcessor(case.params, case.vocab_size, case.prompt, case.eos_ids)
     for token in ones.output.token_ids:
@@ -229,7 +233,7 @@ def compare(tokenizer: Tokenizer, random: np.random.Generator, num_blocks: int, 
         met["tokens"] += len(ones.output.token_ids)
         met[how_it_ended(case, ones)] += 1
         met["ended within a block"] += ones.output.finish_reason == "stop" and drafter.num_guessed > len(ones.request.token_ids)
-        met["blocks of several"] += sum(blocks.request.stats.accepted_by_position[:1])
+        met["blocks of several"] += sum(blocks.request.stats.num_accepted_tokens_by_position[:1])
     return met
 
 

@@ -137,7 +137,7 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     cache.release(request.sequence)
     cache.check()
     stats = request.stats
-    assert stats.emitted == stats.accepted + stats.bonus == request.num_output_tokens
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == request.num_output_tokens
     error = None if request.error is None else f"{type(request.error).__name__}: {request.error}"
     return Outcome(output.token_ids, output.finish_reason, output.text, output.logprobs, error)
 

@@ -130,7 +130,7 @@ def test_every_request_gets_what_it_gets_alone(
             stats, hits = llm.stats(), llm.engine.cache.stats
             assert stats.num_preemptions > 0
             assert stats.num_failed == stats.num_aborted == 0
-            assert stats.speculation.drafted > 0 or kind == "none" or (kind == "ngram" and not large_counts)
+            assert stats.speculation.num_draft_tokens > 0 or kind == "none" or (kind == "ngram" and not large_counts)
             if enable_prefix_caching:
                 assert stats.num_cached_tokens > 0
                 assert hits.evicted_blocks > 0
@@ -290,7 +290,7 @@ def faulty(given_of: GivenOf, seed: int) -> Faulty:
     def run(*, num_rounds: int = MAX_ROUNDS, num_blocks: int = NUM_BLOCKS) -> None:
         random = np.random.default_rng(seed)
         drafter = ChaosDrafter(known_of(jobs), given.solo.vocab_size, seed=seed, raises=False)
-        llm = given.solo.open(drafter, num_draft_tokens=4, num_blocks=num_blocks)
+        llm = given.solo.open(drafter, num_speculative_tokens=4, num_blocks=num_blocks)
         llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
         for _ in range(num_rounds):
             Traffic(llm, jobs, random).run(checks=False)

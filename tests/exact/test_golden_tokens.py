@@ -53,7 +53,7 @@ def test_token_ids_of_a_batch_equal_the_stored_ones(
         for temperature in TEMPERATURES:
             outputs = llm.generate(stored["prompts"], sampling(temperature))
             assert [output.token_ids for output in outputs] == stored[f"T={temperature}"]
-            num_drafted += sum(output.speculation.drafted for output in outputs)
+            num_drafted += sum(output.speculation.num_draft_tokens for output in outputs)
         assert (num_drafted > 0) == (drafter != "none")
         assert llm.stats().drafter_failures == 0
 

@@ -123,7 +123,7 @@ def test_constrained_tokens_are_the_same_whatever_drafts(
     if kind in ("none", "draft_model") and not large_counts:
         pytest.skip("left to make test-long: the reference itself, and one path of what is drafted as a tree")
     count = int(np.random.default_rng([seed, len(kind)]).integers(2, 9))
-    llm = open_llm(reference.directory, drafter, num_draft_tokens=count, tree_width=3 if kind == "draft_tree" else 1)
+    llm = open_llm(reference.directory, drafter, num_speculative_tokens=count, tree_width=3 if kind == "draft_tree" else 1)
     llm.engine.speculator.policy = FixedDraftLength(count, row_budget=12 if kind in ("draft_tree", "chaos") else None)
     every = 2 if kind == "chaos" and not large_counts else 1
     outputs = generate(llm, reference.cases[::every], AT_ONCE)
@@ -131,7 +131,7 @@ def test_constrained_tokens_are_the_same_whatever_drafts(
         assert (case.prompt, output.token_ids) == (case.prompt, plain.token_ids)
         assert (output.finish_reason, output.text) == (plain.finish_reason, plain.text)
     tally["token ids compared with plain constrained decoding"] += sum(len(output.token_ids) for output in outputs)
-    accepted = sum(output.speculation.accepted for output in outputs)
+    accepted = sum(output.speculation.num_accepted_tokens for output in outputs)
     assert accepted > 0.3 * sum(len(output.token_ids) for output in outputs) or kind == "none"
 
 
@@ -152,7 +152,7 @@ def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path,
         borders.add(len(thought))
     assert len(borders) > 3
     for drafter in ("ngram", str(mini_dir / "draft")):
-        llm = open_llm(mini_dir, drafter, num_draft_tokens=6)
+        llm = open_llm(mini_dir, drafter, num_speculative_tokens=6)
         llm.engine.speculator.policy = FixedDraftLength(6)
         assert [output.token_ids for output in generate(llm, cases, AT_ONCE)] == [output.token_ids for output in plain]
 
@@ -168,7 +168,7 @@ def test_without_the_grammar_at_the_nodes_tokens_differ(reference: Reference, mo
     monkeypatch.setattr(GrammarMatcher, "mask", lambda self, scores, path: real(self, scores, path[:0]))
     monkeypatch.setattr(propose, "constrain_draft", lambda *_: None)
     few = reference.cases[:10]
-    llm = open_llm(reference.directory, "ngram", num_draft_tokens=4)
+    llm = open_llm(reference.directory, "ngram", num_speculative_tokens=4)
     drafter = make_drafter("chaos", reference, 1)
     assert isinstance(drafter, Drafter)
     set_drafters(llm, drafter)

@@ -67,7 +67,7 @@ class Given:
         pair = self.pairs[kind]
         solo = copy(self.solo)
         solo.directory = pair.target
-        given = {"num_blocks": NUM_BLOCKS, "num_draft_tokens": depth, "tree_width": width, **options}
+        given = {"num_blocks": NUM_BLOCKS, "num_speculative_tokens": depth, "tree_width": width, **options}
         llm = solo.open(pair.drafter, **given)  # type: ignore[arg-type]
         llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=1 + depth * width)
         llm.engine.scheduler.limits = replace(llm.engine.scheduler.limits, spare_blocks=0)  # begin while there is any room at all
@@ -86,7 +86,7 @@ class Given:
         for output, answer in zip(outputs, expected, strict=True):
             told = f"{name}, prompt of {len(output.prompt_token_ids)}, {output.usage.num_cached_tokens} cached, {output.speculation}"
             assert output.token_ids == answer.token_ids, told
-            assert output.speculation.emitted == len(output.token_ids), told
+            assert output.speculation.num_emitted_tokens == len(output.token_ids), told
             assert output.finish_reason == answer.finish_reason, told
         llm.engine.cache.check()
         return sum(len(answer.token_ids) for answer in expected)
@@ -237,7 +237,7 @@ def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
     """A text under the second rule ends as asked, and its counters add up."""
     stats, ids, stops = output.speculation, output.token_ids, set(params.stop_token_ids)
     assert stats.acceptance == stats.as_dict()["acceptance"] == "rejection"
-    assert stats.emitted == stats.accepted + stats.bonus == len(ids)
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == len(ids)
     assert not stops & set(ids[:-1])
     assert output.finish_reason == ("stop" if ids[-1] in stops else "length")
     assert output.finish_reason == "stop" or len(ids) == params.max_tokens
@@ -250,5 +250,7 @@ def test_a_head_with_the_targets_distribution_is_kept_by_either_rule(acceptance:
     for kind in ("eagle", "mtp-mtp"):
         llm = given.open(kind, acceptance=acceptance, num_blocks=40)
         outputs = llm.generate([[1, *text] for text in given.texts if len(text) > 30], given.params("sampled"))
-        drafted, accepted = (sum(getattr(output.speculation, name) for output in outputs) for name in ("drafted", "accepted"))
+        drafted, accepted = (
+            sum(getattr(output.speculation, name) for output in outputs) for name in ("num_draft_tokens", "num_accepted_tokens")
+        )
         assert accepted >= 0.9 * drafted > 60

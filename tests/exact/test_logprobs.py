@@ -126,7 +126,7 @@ def test_logprobs_are_the_same_bits_alone_in_a_batch_behind_cached_rows_and_what
     alone = alone_of(target)
     llm = alone.open(kind)
     compare(alone, llm)
-    assert llm.stats().speculation.drafted > 0
+    assert llm.stats().speculation.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["none", "chaos"])
@@ -141,7 +141,7 @@ def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_
 
         def preempt(number: int, running: list[Request] = scheduler.running) -> None:
             if number % 3 == 0 and number < 120 and running:
-                half_read = [request for request in running if request.wants_prompt_rows and request.sequence.committed_len] or running
+                half_read = [request for request in running if request.needs_prompt_logits and request.sequence.committed_len] or running
                 scheduler.preempt(half_read[int(random.integers(len(half_read)))])  # noqa: B023
 
         requests = run_all(alone, llm, preempt)

@@ -124,7 +124,7 @@ class Scene:
         pair = heads.pair(name)
         solo = copy(plain.solo)
         solo.directory = pair.target
-        self.llm: LLM = solo.open(pair.drafter, num_blocks=NUM_BLOCKS, num_draft_tokens=depth, tree_width=width)  # type: ignore[arg-type]
+        self.llm: LLM = solo.open(pair.drafter, num_blocks=NUM_BLOCKS, num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
         self.llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=32 if width > 1 else None)
         self.num_compared = 0
         self._plain = plain

@@ -140,7 +140,7 @@ def test_drafting_finds_what_plain_decoding_finds_and_says_the_same(
     assert cached(drafted) == cached(plain)
     assert cached(plain)[:7] == [0, 96, 64, 96, 32, 64, 32]
     assert cached(plain)[-2] == (len(prompts[-2]) - 1) // BLOCK * BLOCK, "the same again: all but its last block"
-    assert sum(output.speculation.drafted for output in drafted) > 0 or kind == "ngram"
+    assert sum(output.speculation.num_draft_tokens for output in drafted) > 0 or kind == "ngram"
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
@@ -233,8 +233,10 @@ def test_a_drafter_guesses_as_well_behind_cached_rows(
     assert max(cached(outputs)) >= 96
     assert max(cached(fresh)) == 0
     for output, one in zip(outputs, fresh, strict=True):
-        assert abs(output.speculation.accepted - one.speculation.accepted) <= 1, len(output.prompt_token_ids)  # fast kernels may tie
-        assert output.speculation.accepted > 0 or name == "llama"
+        assert abs(output.speculation.num_accepted_tokens - one.speculation.num_accepted_tokens) <= 1, len(
+            output.prompt_token_ids
+        )  # fast kernels may tie
+        assert output.speculation.num_accepted_tokens > 0 or name == "llama"
 
 
 # Salts

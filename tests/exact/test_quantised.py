@@ -83,6 +83,6 @@ def test_a_quantised_target_says_what_it_says_alone(
             alone = llm.generate(prompts[:1], one)
             assert [output.token_ids for output in together] == answers, drafter
             assert alone[0].token_ids == answers[0], drafter
-            drafted += sum(output.speculation.drafted for output in together)
+            drafted += sum(output.speculation.num_draft_tokens for output in together)
             tally["token ids equal to plain decoding of a quantised target"] += max_tokens * (len(prompts) + 1)
         assert drafted > 0 or drafter in ("ngram", "suffix")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.drafters.ngram import NgramDrafter
 from paceline.engine.engine import Engine
+from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import Limits
 from paceline.kv_cache.key_values import KeyValues
 from paceline.kv_cache.layer_memory import LayerMemory
@@ -27,7 +28,6 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.request import Request
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.tree import DraftTree
 
@@ -167,10 +167,10 @@ class Knowing(Drafter):
     def __init__(self, texts: dict[tuple[int, ...], list[int]], random: np.random.Generator, *, has_branches: bool) -> None:
         self._texts, self._random, self._has_branches = texts, random, has_branches
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+    def propose(self, requests: Sequence[EngineRequest], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._guess(request) for request in requests]
 
-    def _guess(self, request: Request) -> DraftTree:
+    def _guess(self, request: EngineRequest) -> DraftTree:
         text, start = self._texts[(request.seed, *request.token_ids[: request.num_prompt_tokens])], len(request.token_ids)
         right = text[start : start + int(self._random.integers(0, 6))]
         wrong = self._random.integers(0, VOCAB, 3).tolist()
@@ -205,13 +205,15 @@ class Traffic:
             traffic.texts[(request.seed, *prompt)] = request.token_ids
         return traffic
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[EngineRequest]:
         made = []
         for index, prompt in enumerate(self.prompts):
             params = SamplingParams(temperature=float(index % 3 > 0))
             processor = LogitsProcessor(params, VOCAB, prompt)
             salt = b"" if index % 5 else b"another's"
-            made.append(Request(list(prompt), len(prompt), params, processor, CachedSequence(), index, 0, len(prompt) + 24, salt=salt))
+            made.append(
+                EngineRequest(list(prompt), len(prompt), params, processor, CachedSequence(), index, 0, len(prompt) + 24, salt=salt)
+            )
         return made
 
     def run(self, drafter: Drafter | None, *, num_blocks: int) -> Engine:
@@ -255,7 +257,7 @@ def test_a_network_with_a_recurrent_layer_says_the_same_tokens(layout: TreeLayou
     assert engine.cache.stats.hit_tokens > 0
     assert (stats.num_preemptions > 0) == (num_blocks == 16)
     if drafter is knowing:
-        assert stats.speculation.accepted > 100
+        assert stats.speculation.num_accepted_tokens > 100
         assert stats.num_steps < stats.completion_tokens / 2
 
 

@@ -125,7 +125,7 @@ def _speak(scene: Scene, seed: int) -> tuple[Tokens, int]:
         tree = _draft(scene, request)
         result = verify_rejection(tree, _rows(scene, request, tree), request)
         num_accepted += len(result.accepted_nodes)
-        commit(request, result.token_ids, len(result.accepted_nodes), drafted=True)
+        commit(request, result.token_ids, len(result.accepted_nodes), has_draft=True)
     return tuple(request.output_token_ids), num_accepted
 
 

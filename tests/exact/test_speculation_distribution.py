@@ -67,7 +67,7 @@ EVERY = [pytest.param(*names, id=", ".join(names)) for names in NUM_SEEDS]
 
 
 def _commit(request: Request, result: VerifyResult, tree: DraftTree) -> None:
-    commit(request, result.token_ids, len(result.accepted_nodes), drafted=tree.num_draft_tokens > 0)
+    commit(request, result.token_ids, len(result.accepted_nodes), has_draft=tree.num_draft_tokens > 0)
 
 
 def _speculate(params: SamplingParams, seed: int, propose: Proposer, commit_result: Commit = _commit) -> tuple[Tokens, int]:

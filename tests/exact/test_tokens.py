@@ -75,8 +75,8 @@ class Plain:
                 known[tuple(prompt), seed_of(name)] = self.answers[name, index]
         return known
 
-    def open(self, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
-        return open_llm(self.directory, self.dtype, self.backend, drafter, num_draft_tokens, **options)
+    def open(self, drafter: str | Drafter, num_speculative_tokens: int = 4, **options: object) -> LLM:
+        return open_llm(self.directory, self.dtype, self.backend, drafter, num_speculative_tokens, **options)
 
 
 def seed_of(name: str) -> int:
@@ -88,8 +88,15 @@ def params(name: str, max_tokens: int) -> SamplingParams:
     return replace(SAMPLINGS[name], seed=seed_of(name), max_tokens=max_tokens, ignore_eos=True)
 
 
-def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, num_draft_tokens: int = 4, **options: object) -> LLM:
-    given = {"backend": "native", "threads": 2, "max_model_len": 512, "kv_cache_gb": 0.2, "num_draft_tokens": num_draft_tokens, **options}
+def open_llm(directory: Path, dtype: str, backend: str, drafter: str | Drafter, num_speculative_tokens: int = 4, **options: object) -> LLM:
+    given = {
+        "backend": "native",
+        "threads": 2,
+        "max_model_len": 512,
+        "kv_cache_gb": 0.2,
+        "num_speculative_tokens": num_speculative_tokens,
+        **options,
+    }
     with opened_as(backend):
         return LLM(str(directory), dtype=dtype, drafter=drafter, **given)  # type: ignore[arg-type]
 
@@ -159,7 +166,7 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
         for index, output in enumerate(outputs):
             expected = plain.answers[name, index % len(plain.prompts)]
             assert output.token_ids == expected, f"{name}, prompt {index}: {output.speculation.as_dict()}"
-            assert output.speculation.emitted == len(expected) == output.usage.completion_tokens
+            assert output.speculation.num_emitted_tokens == len(expected) == output.usage.completion_tokens
             count += len(expected)
         llm.engine.cache.check()
         assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
@@ -186,10 +193,10 @@ def test_tokens_are_the_same_whatever_drafts(
     draft = embedded if embedded.is_dir() else plain.directory
     half = (SAMPLE.index(target) // 2 + DRAFTERS.index(kind)) % 2 if not large_counts else 0  # a drafter has both
     samplings = list(SAMPLINGS)[half :: 1 if large_counts else 2]
-    for num_draft_tokens in random.permutation(np.arange(1, 13))[: 2 if large_counts else 1].tolist():
+    for num_speculative_tokens in random.permutation(np.arange(1, 13))[: 2 if large_counts else 1].tolist():
         width = 3 if kind == "draft_tree" else 1
-        llm = plain.open(make_drafter(kind, plain, draft, seed), num_draft_tokens, tree_width=width)
-        llm.engine.speculator.policy = FixedDraftLength(num_draft_tokens, row_budget=12 if kind in TREES else None)
+        llm = plain.open(make_drafter(kind, plain, draft, seed), num_speculative_tokens, tree_width=width)
+        llm.engine.speculator.policy = FixedDraftLength(num_speculative_tokens, row_budget=12 if kind in TREES else None)
         before = llm.runtime.num_passes
         tally["token ids compared with plain decoding"] += compare(llm, plain, samplings)
         assert llm.runtime.num_passes > before
@@ -215,8 +222,8 @@ def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, 
     monkeypatch.setattr(RecurrentStates, "_new_state", lambda memory, **given: made.append(given) or real(memory, **given))
     before = llm.runtime.num_passes
     (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
-    assert output.speculation.accepted == 0
-    assert output.speculation.drafted >= plain.max_tokens
+    assert output.speculation.num_accepted_tokens == 0
+    assert output.speculation.num_draft_tokens >= plain.max_tokens
     assert llm.runtime.num_passes - before == output.speculation.steps == plain.max_tokens
     assert len(made) == 1, "the state of the request"
 
@@ -239,7 +246,7 @@ def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
     llm.engine.speculator.policy = FixedDraftLength(4)
     drafter = llm.drafter
     (output,) = llm.generate([plain.prompts[2]], params("greedy", plain.max_tokens))
-    assert drafter.runtime.num_passes == output.speculation.drafted  # type: ignore[union-attr]
+    assert drafter.runtime.num_passes == output.speculation.num_draft_tokens  # type: ignore[union-attr]
 
 
 def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: PlainOf, seed: int) -> None:

@@ -51,8 +51,8 @@ class Given:
             drafter=make_drafter(kind, known, config.vocab_size, self.target),
             adapters=self.adapters,
             **{
-                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_model_len": MAX_CONTEXT, "num_draft_tokens": 4,
-                "kv_cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
+                "backend": self.backend, "device": "cpu", "dtype": "f32", "threads": 1, "max_model_len": MAX_CONTEXT,
+                "num_speculative_tokens": 4, "kv_cache_gb": (num_blocks + 0.5) * BLOCK * row_bytes / 1e9, **options,
             },
         )  # fmt: skip
         llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12 if kind in TREES else None)
@@ -129,7 +129,7 @@ def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(k
     assert 0 < stats.num_scaling_passes <= stats.num_steps
     check_clean(llm)
     if kind in ("oracle", "chaos"):
-        assert stats.speculation.accepted > 0
+        assert stats.speculation.num_accepted_tokens > 0
 
 
 def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: Given) -> None:
@@ -190,14 +190,14 @@ def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Call
     with LLM(str(target), drafter="none", enable_prefix_caching=False, **options) as llm:
         (expected,) = llm.generate([prompt], params, adapter="mix")
     known = {(tuple(prompt), 0): expected.token_ids}
-    with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_draft_tokens=4, **options) as llm:
+    with LLM(str(target), drafter=make_drafter("chaos", known, config.vocab_size, target), num_speculative_tokens=4, **options) as llm:
         llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
         for _ in range(2):
             (found,) = llm.generate([prompt], replace(params, seed=0), adapter="mix")
             assert found.token_ids == expected.token_ids
             assert found.logprobs == expected.logprobs
         assert found.usage.num_cached_tokens > 0
-        assert llm.stats().speculation.accepted > 0
+        assert llm.stats().speculation.num_accepted_tokens > 0
 
 
 # Planted faults

@@ -18,7 +18,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are opened from now on do."""
 
     def policy(speculation: SpeculationConfig, *_: Any) -> FixedDraftLength:
-        wanted = speculation.num_draft_tokens
+        wanted = speculation.num_speculative_tokens
         count = wanted if isinstance(wanted, int) else NUM_DRAFT_TOKENS
         return FixedDraftLength(count, row_budget=1 + count * speculation.tree_width)
 

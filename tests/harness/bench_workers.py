@@ -25,9 +25,9 @@ def answer(request: dict[str, Any], words: dict[str, str]) -> dict[str, Any]:
     step = 1 + int(words.get("drafts", 0))
     times = [STEP_S * (1 + -(-index // step)) for index in range(len(tokens))]
     num_steps = 1 + -(-(len(tokens) - 1) // step)
-    counts: dict[str, Any] = {"drafted": (num_steps - 1) * (step - 1), "accepted": len(tokens) - num_steps}
+    counts: dict[str, Any] = {"num_draft_tokens": (num_steps - 1) * (step - 1), "num_accepted_tokens": len(tokens) - num_steps}
     if "silent" in words:
-        counts = {"drafted": None, "accepted": None}
+        counts = {"num_draft_tokens": None, "num_accepted_tokens": None}
     return {"token_ids": tokens, "times_s": times, "first_token_s": times[0], "seconds": times[-1], "peak_rss_bytes": 1000, **counts}
 
 

@@ -19,8 +19,8 @@ def make_request(token_ids: list[int], *, num_output: int = 1, max_len: int = 40
     return request
 
 
-def make_rows(*, num_cached: int = 10, num_known: int = 1, length: int | None = None) -> RequestRows:
+def make_rows(*, num_cached: int = 10, num_new_tokens: int = 1, length: int | None = None) -> RequestRows:
     """The rows of a request with `num_cached` cached tokens."""
-    request = make_request([1] * (num_cached + num_known if length is None else length))
+    request = make_request([1] * (num_cached + num_new_tokens if length is None else length))
     request.sequence.committed_len = num_cached
-    return RequestRows.of(request, num_known)
+    return RequestRows.without_draft(request, num_new_tokens)

@@ -189,7 +189,7 @@ class JobMaker:
         (beyond, *_) = self._solo.answer(prompt, base)
         params = self._finish(name, replace(base, max_tokens=max_tokens, min_tokens=min(base.min_tokens, max_tokens)), beyond)
         answers = self._solo.answer(prompt, params)
-        controls: list[Mapping[str, object]] = [{}] * 7 + [{"enabled": False}, {"max_draft_tokens": 1}, {"max_draft_tokens": 3}]
+        controls: list[Mapping[str, object]] = [{}] * 7 + [{"enabled": False}, {"num_speculative_tokens": 1}, {"num_speculative_tokens": 3}]
         salt = "salt" if self._random.random() < 0.1 else None
         control = controls[int(self._random.integers(len(controls)))]
         return Job(name, prompt, params, parent, beyond.token_ids, answers, control, salt)
@@ -279,7 +279,7 @@ def open_drafting(kind: str, solo: "Solo", known: Answers, draft: Path, *, depth
     """The target with a drafter that always drafts so many tokens deep."""
     width = 3 if kind in WIDE else 1
     drafter = make_drafter(kind, known, solo.vocab_size, draft, seed)
-    llm = solo.open(drafter, num_draft_tokens=depth, tree_width=width, **options)
+    llm = solo.open(drafter, num_speculative_tokens=depth, tree_width=width, **options)
     llm.engine.speculator.policy = FixedDraftLength(depth, row_budget=12 if kind in TREES else None)
     return llm
 

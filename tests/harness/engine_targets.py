@@ -41,5 +41,9 @@ def assert_clean(llm: LLM) -> None:
     assert cache.pool.num_free == cache.pool.num_blocks
     assert llm.engine.is_idle
     stats = llm.stats()
-    assert stats.speculation.emitted == stats.speculation.accepted + stats.speculation.bonus == stats.completion_tokens
-    assert sum(stats.speculation.accepted_by_position) == stats.speculation.accepted
+    assert (
+        stats.speculation.num_emitted_tokens
+        == stats.speculation.num_accepted_tokens + stats.speculation.num_bonus_tokens
+        == stats.completion_tokens
+    )
+    assert sum(stats.speculation.num_accepted_tokens_by_position) == stats.speculation.num_accepted_tokens

@@ -140,14 +140,14 @@ def compare(llm: LLM, request: Request, job: Job, sample: int) -> int:
         assert found.logprobs == expected.logprobs, told
         assert found.prompt_logprobs == expected.prompt_logprobs, told
     stats = found.speculation
-    assert stats.emitted == stats.accepted + stats.bonus == count == found.usage.completion_tokens, told
-    assert sum(stats.accepted_by_position) == stats.accepted, told
-    assert sum(stats.drafted_by_position) == stats.drafted, told
-    assert stats.plain_steps <= stats.steps <= stats.emitted, told
-    if request.speculation.is_off:
-        assert stats.drafted == 0, told
-    elif request.speculation.max_draft_tokens is not None and request.params.grammar is None:
-        assert len(stats.drafted_by_position) <= request.speculation.max_draft_tokens, told
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens == count == found.usage.completion_tokens, told
+    assert sum(stats.num_accepted_tokens_by_position) == stats.num_accepted_tokens, told
+    assert sum(stats.num_draft_tokens_by_position) == stats.num_draft_tokens, told
+    assert stats.plain_steps <= stats.steps <= stats.num_emitted_tokens, told
+    if not request.is_speculative:
+        assert stats.num_draft_tokens == 0, told
+    elif request.num_speculative_tokens is not None and request.params.grammar is None:
+        assert len(stats.num_draft_tokens_by_position) <= request.num_speculative_tokens, told
     return count
 
 
@@ -163,7 +163,7 @@ def check_engine(engine: Engine) -> None:
         assert not request.is_finished
         assert sequence.plan is None
         assert 0 <= sequence.committed_len < len(request.token_ids) <= request.max_len
-        assert request.processor.num_output_tokens == request.num_output_tokens == len(request.origins) == request.stats.emitted
+        assert request.processor.num_output_tokens == request.num_output_tokens == len(request.origins) == request.stats.num_emitted_tokens
         assert len(sequence.block_table) == blocks_for(sequence.committed_len, cache.block_size)
         assert request.num_cached_tokens < request.num_prompt_tokens
         assert request.num_cached_tokens % cache.block_size == 0
@@ -184,6 +184,6 @@ def check_clean(llm: LLM) -> None:
     assert not any(isinstance(held, Request) for held in vars(policy).values()), "the policy holds a request that has ended"
     stats = engine.stats
     speculation = stats.speculation
-    assert speculation.emitted == speculation.accepted + speculation.bonus == stats.completion_tokens
-    assert sum(speculation.accepted_by_position) == speculation.accepted
+    assert speculation.num_emitted_tokens == speculation.num_accepted_tokens + speculation.num_bonus_tokens == stats.completion_tokens
+    assert sum(speculation.num_accepted_tokens_by_position) == speculation.num_accepted_tokens
     assert stats.num_cached_tokens <= stats.prompt_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paceline.sampling.residual import TokenProbs
-from paceline.speculation.rejection import Walk
+from paceline.speculation.rejection import RejectionSampler
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult
 
@@ -26,7 +26,7 @@ def never(_: Text) -> bool:
 
 
 class _Ahead:
-    """What `Walk` asks where a text ends."""
+    """What `RejectionSampler` asks where a text ends."""
 
     def __init__(self, ends: Ends) -> None:
         self._ends, self._text = ends, ()
@@ -148,7 +148,7 @@ def walk(tree: DraftTree, target: ProbsOf, chance: Branching, ends: Ends = never
         assert tuple(path) == paths[node]
         return target(paths[node])
 
-    result = Walk(tree, target_probs, lambda: _Ahead(ends), chance).run()
+    result = RejectionSampler(tree, target_probs, lambda: _Ahead(ends), chance).run()
     assert result.token_ids[: len(result.accepted_nodes)] == (paths[result.accepted_nodes[-1]] if result.accepted_nodes else ())
     assert len(result.token_ids) == len(result.accepted_nodes) + 1
     return result

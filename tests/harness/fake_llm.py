@@ -111,7 +111,13 @@ class FakeLLM:
     def _output(self) -> RequestOutput:
         reasons = SkipCounts({SkipReason.PROMPT: 1})
         stats = SpeculationStats(
-            steps=3, drafted=8, accepted=4, bonus=3, emitted=7, drafted_by_position=[2], accepted_by_position=[2], plain=reasons
+            steps=3,
+            num_draft_tokens=8,
+            num_accepted_tokens=4,
+            num_emitted_tokens=7,
+            num_draft_tokens_by_position=[2],
+            num_accepted_tokens_by_position=[2],
+            skip_counts=reasons,
         )
         return RequestOutput(
             text=self.text,

@@ -40,7 +40,7 @@ class Costs:
     asking_s: float = 0.0
 
     def table(self) -> ForwardProfile:
-        return ForwardProfile.of({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
+        return ForwardProfile.from_samples({rows: self.pass_s(rows) for rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 33, 64)})
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Outcome:
 
     seconds: float = 0.0
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     plain: dict[SkipReason, int] = field(default_factory=dict)
-    emitted: int = 0
+    num_emitted_tokens: int = 0
     lasted_s: list[float] = field(default_factory=list)
 
     @property
@@ -138,7 +138,7 @@ def replay(
             began[id(running[-1][0])] = outcome.seconds
             if takes_scaling_passes:
                 running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
-        batch = [RequestRows.of(request, 1) for request, _ in running]
+        batch = [RequestRows.without_draft(request, 1) for request, _ in running]
         draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.select(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
@@ -149,7 +149,7 @@ def replay(
         outcome.steps += 1
         for rows, (request, trace) in zip(batch, running, strict=True):
             _commit(policy, rows, request, trace, outcome)
-        policy.observe_step(batch, pass_s * noise(), host_s * other_noise(), draft_s * other_noise(), plan_s * other_noise())
+        policy.observe_step_time(batch, pass_s * noise(), host_s * other_noise(), draft_s * other_noise(), plan_s * other_noise())
         for request, _ in running:
             if request.is_finished:
                 policy.release(request)
@@ -195,10 +195,10 @@ def _guess(
     reason = policy.begin_step(batch)
     num_considered = 0
     for rows, (request, _) in zip(batch, running, strict=True):
-        depth = min(policy.num_draft_tokens, request.num_remaining_tokens - 1)
+        depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.limit = DraftBudget(policy.row_budget, depth, layout, wants_draws=drawn)
+        rows.limit = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
             rows.budget = rows.limit
@@ -222,7 +222,7 @@ def _guess(
         deepest = max(deepest, tree.tree_depth)
     seconds = costs.draft_s[0] + costs.draft_s[1] * deepest
     if deepest:
-        policy.observe_draft(player, len(asked), deepest, seconds * noise())
+        policy.observe_draft_time(player, len(asked), deepest, seconds * noise())
     return seconds, plan_s
 
 
@@ -236,7 +236,7 @@ def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
         reached.append(reached[parent] * budget.rate(tree.probs[node]))
         if parent in kept and reached[parent] >= budget.min_reach:
             kept.append(node)
-    return tree.part(kept)
+    return tree.subtree(kept)
 
 
 def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace: Trace, outcome: Outcome) -> None:
@@ -250,15 +250,15 @@ def _commit(policy: FixedDraftLength, rows: RequestRows, request: Request, trace
         node = child
     request.token_ids += said[: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
-    outcome.emitted += len(accepted) + 1
-    outcome.drafted += rows.num_draft_tokens
-    outcome.accepted += len(accepted)
+    outcome.num_emitted_tokens += len(accepted) + 1
+    outcome.num_draft_tokens += rows.num_draft_tokens
+    outcome.num_accepted_tokens += len(accepted)
     if rows.skip_reason is not None:
         outcome.plain[rows.skip_reason] = outcome.plain.get(rows.skip_reason, 0) + 1
     if request.num_output_tokens == len(trace.token_ids):
         request.finish_reason = FinishReason.LENGTH
     if tree is not None and rows.num_draft_tokens:
-        policy.observe(request, tree, accepted)
+        policy.observe_verified(request, tree, accepted)
 
 
 def made_up(length: int, chance: Callable[[int], float], random: Any, *, confident: Callable[[float], float] | None = None) -> Trace:

@@ -52,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "benchmarking": {*ABOVE_LLM, "__init__"},
     "proof": {*ABOVE_LLM, "drafters"},
     "server": {*ABOVE_LLM, "__init__"},
-    "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats", "speculation.step_record"},
+    "outputs": {"sampling.logprobs", "speculation.request", "speculation.stats"},
     "cli": {
         *LEAVES,
         "__init__",
@@ -72,11 +72,11 @@ ARROWS: dict[str, set[str]] = {
         "llm",
         "engine.async_engine",
         "engine.inputs",
+        "engine.request",
         "outputs",
         "parsing.parse_output",
         "sampling.params",
         "sampling.grammars.grammar",
-        "speculation.request",
     },
     "__main__": {"cli.__init__"},
 }

@@ -13,7 +13,7 @@ from paceline import errors
 
 PUBLIC = {
     # generate
-    "LLM", "AsyncEngine", "SamplingParams", "RequestOptions", "RequestSpeculation", "Grammar", "QuantOptions",
+    "LLM", "AsyncEngine", "SamplingParams", "RequestOptions", "SpeculationOptions", "Grammar", "QuantOptions",
     "StreamChunk", "RequestOutput", "Usage", "Timing",
     # read what a model wrote
     "parse_output", "ParsedOutput", "ParsedToolCall",

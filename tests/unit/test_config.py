@@ -59,12 +59,12 @@ def test_settings_of_another_type_are_refused_and_no_token_is_shown(name: str, v
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_draft_tokens", 0),
-        ("num_draft_tokens", 65),
-        ("num_draft_tokens", True),
-        ("num_draft_tokens", 4.0),
-        ("num_draft_tokens", "4"),
-        ("num_draft_tokens", None),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 65),
+        ("num_speculative_tokens", True),
+        ("num_speculative_tokens", 4.0),
+        ("num_speculative_tokens", "4"),
+        ("num_speculative_tokens", None),
         ("tree_width", 0),
         ("tree_width", 9),
         ("drafter", ""),
@@ -89,7 +89,7 @@ def test_good_settings_stay_as_they_are() -> None:
     assert (config.num_threads, config.kv_cache_gb) == (1, 0.001)
     assert EngineConfig(kv_cache_gb=2).kv_cache_gb == 2
     for count in ("auto", 1, 64):
-        assert SpeculationConfig(num_draft_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_draft_tokens == count
+        assert SpeculationConfig(num_speculative_tokens=count, drafter=("ngram", "a/b"), tree_width=8).num_speculative_tokens == count
 
 
 def test_threads_are_by_default_the_processors_there_are() -> None:

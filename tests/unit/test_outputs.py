@@ -43,4 +43,8 @@ def test_the_json_record_is_json_and_complete() -> None:
     assert record["timing"] == {"prompt_s": 0.5, "decode_s": 2.0, "total_s": 2.5}
     assert (record["seed"], record["model"], record["version"], record["finish_reason"]) == (2**64 - 1, "mini", "9.9", "stop")
     assert record["drafter"] == "ngram"
-    assert (record["speculation"]["accepted"], record["speculation"]["drafted"], record["speculation"]["steps"]) == (1, 2, 2)
+    assert (record["speculation"]["num_accepted_tokens"], record["speculation"]["num_draft_tokens"], record["speculation"]["steps"]) == (
+        1,
+        2,
+        2,
+    )

@@ -1,8 +1,8 @@
 """Our own engine as a worker: `python -m paceline.benchmarking.own_worker`, orders and answers as lines of JSON.
 
-The first order opens the model: {"model", "mode", "threads", "context", "num_draft_tokens", "drafters": [...], "options": {...}}, options
-being arguments of `paceline.LLM`. Every further one is a request, {"prompt_ids", "max_tokens", "temperature", "seed", "prediction"}, or a
-batch of them, {"batch": [request, ...]}; end tokens are ignored. Nothing of a request is kept for the next one.
+The first order opens the model: {"model", "mode", "threads", "context", "num_speculative_tokens", "drafters": [...], "options": {...}},
+options being arguments of `paceline.LLM`. Every further one is a request, {"prompt_ids", "max_tokens", "temperature", "seed",
+"prediction"}, or a batch of them, {"batch": [request, ...]}; end tokens are ignored. Nothing of a request is kept for the next one.
 """
 
 import json
@@ -17,12 +17,12 @@ from typing import Any, TextIO
 from paceline import __version__
 from paceline.engine.inputs import RequestOptions
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.engine.request import EngineRequest
 from paceline.errors import PacelineError, RequestError
 from paceline.models.layers import ExpertMLP
 from paceline.runtimes.native.library import kernels, kernels_path
 from paceline.runtimes.native.network import NativeNetwork
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.request import Request
 
 
 class TimedCall:
@@ -62,8 +62,8 @@ class OwnModel:
             "max_model_len": order["context"],
             "enable_prefix_caching": False,  # rows of earlier requests must not help later ones
         }
-        if order["num_draft_tokens"] is not None:
-            options["num_draft_tokens"] = order["num_draft_tokens"]
+        if order["num_speculative_tokens"] is not None:
+            options["num_speculative_tokens"] = order["num_speculative_tokens"]
         self._opened: OpenedEngine = open_engine(*settings_of(order["model"], options))
 
     def facts(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class OwnModel:
         ]
         return answer | ({"outputs": outputs} if "batch" in order else outputs[0])
 
-    def _request(self, item: dict[str, Any]) -> Request:
+    def _request(self, item: dict[str, Any]) -> EngineRequest:
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
         options: RequestOptions = {}
         if item.get("prediction") and self._opened.engine.speculator.uses_predictions:
@@ -123,7 +123,7 @@ class OwnModel:
         (request,) = self._opened.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
         return request
 
-    def _run(self, requests: Sequence[Request], times: Sequence[list[float]], start: float) -> tuple[int, int]:
+    def _run(self, requests: Sequence[EngineRequest], times: Sequence[list[float]], start: float) -> tuple[int, int]:
         """Passes, and of them those in front of which every request had a token."""
         num_passes = num_decoding = 0
         with closing(self._opened.engine.run(requests)) as steps:
@@ -135,13 +135,13 @@ class OwnModel:
                     own.extend([now] * (request.num_output_tokens - len(own)))
         return num_passes, num_decoding
 
-    def _counts(self, requests: Sequence[Request], num_passes: tuple[int, int]) -> dict[str, Any]:
+    def _counts(self, requests: Sequence[EngineRequest], num_passes: tuple[int, int]) -> dict[str, Any]:
         stats = [request.stats for request in requests]
-        num_steps, num_emitted = sum(one.steps for one in stats), sum(one.emitted for one in stats)
+        num_steps, num_emitted = sum(one.steps for one in stats), sum(one.num_emitted_tokens for one in stats)
         resident, peak = memory_bytes()
         return {
-            "drafted": sum(one.drafted for one in stats),
-            "accepted": sum(one.accepted for one in stats),
+            "num_draft_tokens": sum(one.num_draft_tokens for one in stats),
+            "num_accepted_tokens": sum(one.num_accepted_tokens for one in stats),
             "steps": num_steps,
             "acceptance_length": num_emitted / max(1, num_steps),
             "passes": num_passes[0],

@@ -72,7 +72,7 @@ def _order(plan: BenchPlan, target: Path, draft: Path | None, kind: str, precisi
         "draft": None if draft is None or kind != "draft_model" else str(draft),
         "mode": kind,
         "threads": EngineConfig(threads=plan.threads).num_threads,
-        "num_draft_tokens": plan.num_draft_tokens,
+        "num_speculative_tokens": plan.num_speculative_tokens,
         "context": context,
         "precision": precision,
     }

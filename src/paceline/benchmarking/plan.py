@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.benchmarking.workloads import NAMES
-from paceline.config import MAX_DRAFT_TOKENS, MAX_NUM_SEQS, quant_options
+from paceline.config import MAX_NUM_SEQS, MAX_SPECULATIVE_TOKENS, quant_options
 from paceline.errors import ConfigError
 
 DEFAULT_ROUNDS, DEFAULT_TOKENS, DEFAULT_PROMPTS = 5, 96, 4
@@ -42,7 +42,7 @@ class BenchPlan:
     offline: bool = False
     draft_model: str | None = None
     drafters: tuple[str, ...] = ()
-    num_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     workloads: tuple[str, ...] = ()
     prompts: Path | None = None
     spec_bench: Path | None = None
@@ -62,7 +62,7 @@ class BenchPlan:
         for name, least, most in (("rounds", 1, 1000), ("tokens", LEAST_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
             _check_count(name, getattr(self, name), least, most)
         _check_count("batch_size", self.batch_size, 1, MAX_NUM_SEQS)
-        _check_count("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _check_count("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if not 0 < self.minutes <= 10_000:
             raise ConfigError(f"minutes is {self.minutes}: use a number above 0 and at most 10000, such as 5 or 0.5")
         for temperature in self.temperatures:

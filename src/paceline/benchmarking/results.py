@@ -44,7 +44,7 @@ class Cell:
     gap_p95_s: float | None
     acceptance_length: float | None
     acceptance_rate: float | None
-    drafted: int | None
+    num_draft_tokens: int | None
     passes: int | None
     host_share: float | None
     bytes_per_s: float | None
@@ -128,11 +128,11 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
     ratios = {name: _ratio(rounds, plain, name, seed) for name in _SPEEDS}
     repeats = repeat_share([output.token_ids for sample in known or everything for output in sample.outputs])
     differing = None if mode.is_plain else compare(everything, samples.get(mode.baseline, ()))
-    drafted = _total(known, "drafted")
+    drafted = _total(known, "num_draft_tokens")
     first = known[0] if known else everything[0]
     gaps = [gap for sample in known for gap in sample.gaps_s]
     host_s, seconds = _total(known, "host_s"), sum(sample.seconds for sample in known)
-    accepted = _total(known, "accepted")
+    accepted = _total(known, "num_accepted_tokens")
     return Cell(
         workload=first.workload,
         temperature=first.temperature,
@@ -145,7 +145,7 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
         gap_p95_s=percentile(gaps, 95),
         acceptance_length=_acceptance_length(known),
         acceptance_rate=accepted / drafted if accepted is not None and drafted else None,
-        drafted=None if drafted is None else int(drafted),
+        num_draft_tokens=None if drafted is None else int(drafted),
         passes=None if (passes := _total(known, "passes")) is None else int(passes),
         host_share=None if host_s is None or not seconds else host_s / seconds,
         bytes_per_s=_bytes_per_s(known, facts),

@@ -26,7 +26,7 @@ class Sample:
         round: 0 = warming up, not counted.
         outputs: one; of a batch, one a request.
         seconds: from the order to the last token.
-        drafted, accepted: guessed tokens; None where a program does not tell.
+        num_draft_tokens, num_accepted_tokens: guessed tokens; None where a program does not tell.
         steps, passes, decoding_passes: of the target; decoding passes began when every request had a token.
         host_s: outside of the kernels.
         num_prompt_tokens: of all requests.
@@ -40,8 +40,8 @@ class Sample:
     outputs: tuple[Output, ...]
     seconds: float
     num_prompt_tokens: int
-    drafted: int | None = None
-    accepted: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
     steps: int | None = None
     passes: int | None = None
     decoding_passes: int | None = None
@@ -60,7 +60,7 @@ class Sample:
         outputs = tuple(Output(tuple(map(int, one["token_ids"])), tuple(map(float, one["times_s"]))) for one in given)
         if any(len(one.token_ids) != len(one.times_s) or not one.token_ids for one in outputs):
             raise ValueError("an output without tokens, or without a time for each of them")
-        names = ("drafted", "accepted", "steps", "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes")
+        names = ("num_draft_tokens", "num_accepted_tokens", "steps", "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes")
         fields: dict[str, Any] = {name: answer.get(name) for name in names} | known
         return cls(outputs=outputs, seconds=float(answer["seconds"]), **fields)
 
@@ -100,7 +100,7 @@ class Sample:
         """Tokens a step. Each step emits what it accepted and one token more, so what was accepted tells it where steps are not known."""
         if self.steps:
             return self.num_tokens / self.steps
-        return None if self.accepted is None else self.num_tokens / max(1, self.num_tokens - self.accepted)
+        return None if self.num_accepted_tokens is None else self.num_tokens / max(1, self.num_tokens - self.num_accepted_tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

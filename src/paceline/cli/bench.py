@@ -39,7 +39,9 @@ DraftModel = Annotated[
     str | None, _option("--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
 ]
 Drafter = Annotated[list[str] | None, _option("--drafter", help_text=DRAFTER_HELP, panel=WHAT, metavar="<str>")]
-NumDraftTokens = Annotated[int | None, _option("--num-draft-tokens", help_text="Draft tokens a step. Default: as many as pay.", panel=WHAT)]
+NumSpeculativeTokens = Annotated[
+    int | None, _option("--num-speculative-tokens", help_text="Draft tokens a step. Default: as many as pay.", panel=WHAT)
+]
 Workload = Annotated[list[str] | None, _option("--workload", help_text=WORKLOAD_HELP, panel=WHAT, metavar="<str>")]
 Prompts = Annotated[Path | None, _option("--prompts", help_text="Your own prompts: lines of text, or JSON lines.", panel=WHAT)]
 SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions as in Spec-Bench's question.jsonl.", panel=WHAT)]
@@ -71,7 +73,7 @@ def bench(
     quantization: Quant = "none",
     draft_model: DraftModel = None,
     drafter: Drafter = None,
-    num_draft_tokens: NumDraftTokens = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     workload: Workload = None,
     prompts: Prompts = None,
     spec_bench: SpecBench = None,
@@ -113,7 +115,7 @@ def _plan(given: Mapping[str, Any]) -> "BenchPlan":
         "gguf_file",
         "quantization",
         "draft_model",
-        "num_draft_tokens",
+        "num_speculative_tokens",
         "prompts",
         "spec_bench",
         "batch_size",

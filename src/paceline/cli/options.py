@@ -88,7 +88,7 @@ SPECULATION = Panel(
         "drafter": "The drafter: auto (ngram, and the target's own draft model, assistant or mtp layer), none, ngram, suffix, prediction; "
         "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
         "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
-        "num_draft_tokens": 'Tokens to draft a step, at most: a number, or "auto" (16). As many are drafted as pay.',
+        "num_speculative_tokens": 'Tokens to draft a step, at most: a number, or "auto" (16). As many are drafted as pay.',
         "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
         "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
@@ -163,7 +163,7 @@ METAVARS = {
     "device": "|".join(DEVICES),
     "backend": "auto|<str>",  # longer than a column
     "gguf_weights": "|".join(GGUF_WEIGHTS),
-    "num_draft_tokens": "auto|<int>",
+    "num_speculative_tokens": "auto|<int>",
     "stop": "<str>",
     "drafter": "<str>",
     "unknown_fields": "ignore|refuse",
@@ -305,7 +305,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint, default = list[str], [default] if default else []
     elif name in ("quantization", "draft_quantization"):
         hint = str
-    elif name == "num_draft_tokens":
+    elif name == "num_speculative_tokens":
         hint, parser = str, _count_or_word
     flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
     if default is True:  # it needs a --no form

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 5
 _COLUMNS = ("answers", "tokens", "accepted", "near-ties", "bugs")
-_SHORT = {"num_draft_tokens": "draft tokens"}
+_SHORT = {"num_speculative_tokens": "draft tokens"}
 
 
 def report(proof: "Proof") -> Group:
@@ -45,7 +45,7 @@ def _table(proof: "Proof") -> Table:
 
 
 def _cells(counts: "Counts") -> list[Text]:
-    numbers = (counts.requests, counts.tokens, counts.accepted, counts.near_ties, counts.bugs)
+    numbers = (counts.requests, counts.tokens, counts.num_accepted_tokens, counts.near_ties, counts.bugs)
     styles = ("", "", "", "yellow" if counts.near_ties else "", "bold red" if counts.bugs else "")
     return [Text(f"{number:,}", style=style) for number, style in zip(numbers, styles, strict=True)]
 
@@ -59,7 +59,7 @@ def _finding_lines(proof: "Proof", finding: "Finding") -> list[Text]:
         setting = case.setting
         lines.append(
             Text(
-                f"  {setting.num_draft_tokens} draft tokens, {setting.shape}, batch of {setting.batch}, {setting.event}"
+                f"  {setting.num_speculative_tokens} draft tokens, {setting.shape}, batch of {setting.batch}, {setting.event}"
                 + ("" if finding.request is None else f"; {printable(_request(proof, finding))}")
             )
         )

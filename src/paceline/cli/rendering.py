@@ -193,7 +193,7 @@ def closing_line(output: RequestOutput, *, sampled: bool) -> str:
     parts.append(f"drafter {output.drafter}")
     if output.drafter != "none":
         parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
-        parts.append(f"acceptance rate {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)")
+        parts.append(f"acceptance rate {stats.acceptance_rate:.0%} ({stats.num_accepted_tokens} of {stats.num_draft_tokens} drafted)")
     parts += [_plain_steps(output), f"finish reason {output.finish_reason}", f"numerics {output.numerics}"]
     if sampled:
         parts.append(f"seed {output.seed}")
@@ -206,7 +206,7 @@ def _in_colour(console: Console) -> bool:
 
 def _plain_steps(output: RequestOutput) -> str:
     stats = output.speculation
-    by_count = sorted(stats.plain.items(), key=operator.itemgetter(1), reverse=True)
+    by_count = sorted(stats.skip_counts.items(), key=operator.itemgetter(1), reverse=True)
     reasons = ", ".join(f"{reason.description}: {count}" for reason, count in by_count)
     return f"plain steps {stats.plain_steps} of {stats.steps}" + (f" ({reasons})" if reasons else "")
 

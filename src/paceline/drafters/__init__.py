@@ -162,7 +162,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
         ConfigError: an option or an adapter was given that none of the drafters reads.
     """
     if made:
-        return PreparedDrafters((), DrafterNeeds.of(made).layers, made)
+        return PreparedDrafters((), DrafterNeeds.union(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
     options = HeadOptions.of(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
@@ -349,7 +349,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_interval, max_kept=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
-    passes = time_passes(runtime, cache, (READ_ROWS,), max_model_len=max_model_len, repeats=1, wants_logits=False)
+    passes = time_passes(runtime, cache, (READ_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, by_text = None, None
     if not has_all_ids:
         ours, theirs = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)

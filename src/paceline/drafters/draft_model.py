@@ -24,8 +24,7 @@ from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs, draw_distinct
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
-from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
+from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, growing_tree
@@ -157,7 +156,7 @@ class DraftModelDrafter(Drafter):
             depth = min(budget.max_depth, budget.row_budget - 1, self.max_model_len - len(context))
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
-                is_drawn = budget.wants_draws and not request.params.is_greedy
+                is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.reads_ranks = self._translation is None and request.processor.keeps_logits and not is_drawn
                 draft.truncates = request.params.truncates
             drafts.append(draft)
@@ -180,7 +179,7 @@ class DraftModelDrafter(Drafter):
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def prefill_s(self, request: Request) -> float:
-        return self._reading.of(len(request.token_ids) - self._state_of(request).num_read)
+        return self._reading.expected_s(len(request.token_ids) - self._state_of(request).num_read)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
@@ -209,7 +208,7 @@ class DraftModelDrafter(Drafter):
         """The request's state, created if new. With translated ids the prefix cache is not counted on."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _State(self.cache.new_sequence(request.prefix_salt))
+            state = self._states[request] = _State(self.cache.new_sequence(request.sequence.salt))
             if self._translation is None:
                 state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
         return state
@@ -257,7 +256,7 @@ class DraftModelDrafter(Drafter):
             draft.pending, draft.result = [], end.value
 
     def _drafting(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        if budget.wants_draws and not request.params.is_greedy:
+        if budget.needs_draft_probs and not request.params.is_greedy:
             return self._drawn(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
             return self._picked(request, budget)
@@ -327,7 +326,7 @@ class DraftModelDrafter(Drafter):
             if guessed is not None:
                 return guessed
         try:
-            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, wants_draws=False)
+            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, needs_draft_probs=False)
         except RequestError:  # no token is allowed
             return NOTHING
 

@@ -7,8 +7,7 @@ is built token by token instead of searching the prompt every step; short matche
 from collections.abc import Sequence
 
 from paceline.speculation.draft_length.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
-from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
+from paceline.speculation.drafter import MAX_CATCH_UP_TOKENS, DraftBudget, Drafter, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 

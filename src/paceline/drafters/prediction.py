@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.speculation.draft_length.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
-from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
+from paceline.speculation.drafter import MAX_CATCH_UP_TOKENS, DraftBudget, Drafter, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -146,7 +145,7 @@ class PredictionDrafter(Drafter):
         return [self._guess(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
     def has_candidates(self, request: Request) -> bool:
-        if not request.hints.prediction_token_ids:
+        if not request.prediction_token_ids:
             return False
         prediction = self._predictions.get(request)
         if prediction is None or request.num_output_tokens - prediction.num_read > MAX_CATCH_UP_TOKENS:
@@ -155,11 +154,11 @@ class PredictionDrafter(Drafter):
         return prediction.goes_on
 
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        if not request.hints.prediction_token_ids:
+        if not request.prediction_token_ids:
             return None
         prediction = self._predictions.get(request)
         if prediction is None:
-            prediction = self._predictions[request] = Prediction(request.hints.prediction_token_ids)
+            prediction = self._predictions[request] = Prediction(request.prediction_token_ids)
         prediction.read(request.token_ids[request.num_prompt_tokens + prediction.num_read :])
         drafts = prediction.propose(budget.max_tokens)
         return DraftTree.chain(request.token_ids[-1], drafts, self.name, prediction.confidence(len(drafts))) if drafts else None

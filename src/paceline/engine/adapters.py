@@ -1,12 +1,12 @@
 """The adapters of an engine: loaded and removed while requests run, each freed when the last request that began with it has ended."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
 from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
-from paceline.speculation.request import Request
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Adapters:
     def __init__(self, runtime: Network) -> None:
         self._runtime = runtime
         self._by_name: dict[str, _Loaded] = {}
-        self._held: dict[Request, _Loaded] = {}
+        self._held: dict[EngineRequest, _Loaded] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Adapters:
         loaded.is_removed = True
         self._free_if_done(loaded)
 
-    def hold(self, request: Request) -> None:
+    def hold(self, request: EngineRequest) -> None:
         """Give a request that begins its adapter; its rows, and what drafters may show of it, are those of this adapter alone.
 
         Raises:
@@ -96,10 +96,10 @@ class Adapters:
         loaded.num_requests += 1
         request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
         request.takes_scaling_passes = loaded.adapter.mixture is not None
-        if (namespace := request.hints.namespace) is not None:
-            request.hints = replace(request.hints, namespace=f"{namespace}\0{loaded.adapter.key.hex()}")
+        if request.namespace is not None:
+            request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
 
-    def release(self, request: Request) -> None:
+    def release(self, request: EngineRequest) -> None:
         """A request has ended."""
         loaded = self._held.pop(request, None)
         if loaded is not None:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar, Unpack
 from paceline.engine.engine import EngineStats
 from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, one_of, split_chat_options
 from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.engine.request import EngineRequest
 from paceline.engine.worker import Command, Listener, Update, Worker, call_soon
 from paceline.errors import ConfigError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.params import SAMPLING_NAMES
-from paceline.speculation.request import Request
 from paceline.spelling import suggest_arguments
 
 Result = TypeVar("Result")
@@ -167,7 +167,7 @@ class AsyncEngine:
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         requests = await self._make(prompts, params, options, is_streamed=False)
-        outputs: dict[Request, RequestOutput] = {}
+        outputs: dict[EngineRequest, RequestOutput] = {}
         async with aclosing(self._follow(requests, wants_chunks=False)) as updates:
             async for request, chunk in updates:
                 if chunk.output is not None:
@@ -182,12 +182,14 @@ class AsyncEngine:
 
     async def _make(
         self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions, *, is_streamed: bool
-    ) -> list[Request]:
+    ) -> list[EngineRequest]:
         """Tokenising and compiling take time: neither the event loop nor the engine's thread waits for them."""
         self._worker.check_open()
         return await asyncio.to_thread(lambda: self.opened.requests(prompts(), params, options, is_streamed=is_streamed))
 
-    async def _follow(self, requests: Sequence[Request], *, wants_chunks: bool) -> AsyncGenerator[tuple[Request, StreamChunk], None]:
+    async def _follow(
+        self, requests: Sequence[EngineRequest], *, wants_chunks: bool
+    ) -> AsyncGenerator[tuple[EngineRequest, StreamChunk], None]:
         """Run requests, yielding their updates until all have ended; they are aborted if this is left before."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         listeners = [Listener(request, loop, updates, wants_chunks) for request in requests]

@@ -11,6 +11,7 @@ from paceline.engine.chat_messages import as_tools
 from paceline.engine.chat_output import ChatOutputParser
 from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
 from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
+from paceline.engine.request import EngineRequest, PromptOptions, SpeculationOptions
 from paceline.engine.text_stop import TextStop
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
 from paceline.kv_cache.paged import CachedSequence
@@ -21,29 +22,12 @@ from paceline.sampling.constraints import bad_word_ids
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.params import SamplingParams, resolve_seed
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.request import DraftHints, FinishReason, Request, RequestSpeculation
+from paceline.speculation.request import FinishReason
 from paceline.tokenizer.tokenizer import Tokenizer
 
+NO_OPTIONS = PromptOptions()
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestControl:
-    """What goes with one prompt besides its sampling, checked; none of it but the adapter changes a token.
-
-    Attributes:
-        hints: what its sender offers to drafters.
-        speculation: how it may be drafted for.
-        salt: only requests with the same one share cached blocks.
-        shown_token_ids: special tokens that are part of the text.
-        adapter: its name; None = none.
-    """
-
-    hints: DraftHints = field(default_factory=DraftHints)
-    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
-    salt: bytes = b""
-    shown_token_ids: Sequence[int] = ()
-    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +130,8 @@ class RequestMaker:
             self.notices.add(notice)
             log.warning(notice)
 
-    def controls(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[RequestControl]:
-        """What goes with each of `num_prompts` prompts.
+    def prompt_options(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[PromptOptions]:
+        """Return the checked options of each of `num_prompts` prompts.
 
         Args:
             are_predictions_read: whether the drafter has a use for predictions.
@@ -161,15 +145,16 @@ class RequestMaker:
             raise RequestError(f"namespace is {namespace!r}: give a string, or None", parameter="namespace")
         if not isinstance(salt, str | bytes | None):
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
-        speculation = RequestSpeculation.of(options.get("speculation"))
+        speculation = SpeculationOptions.parse(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
         predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
         shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
         adapters = _adapters(options.get("adapter"), num_prompts)
         return [
-            RequestControl(
-                hints=DraftHints(prediction, namespace),
+            PromptOptions(
                 speculation=speculation,
+                prediction_token_ids=prediction,
+                namespace=namespace,
                 salt=salt_bytes,
                 shown_token_ids=tuple(shown_ids),
                 adapter=adapter,
@@ -183,10 +168,10 @@ class RequestMaker:
         params: SamplingParams,
         *,
         is_streamed: bool,
-        control: RequestControl = RequestControl(),
+        options: PromptOptions = NO_OPTIONS,
         seed: int | None = None,
-        leader: Request | None = None,
-    ) -> Request:
+        leader: EngineRequest | None = None,
+    ) -> EngineRequest:
         """One sample of a prompt, not yet known to any engine.
 
         Args:
@@ -203,9 +188,9 @@ class RequestMaker:
         ends = set(params.stop_token_ids) if params.ignore_eos else {*params.stop_token_ids, *self.eos_token_ids}
         stop = tuple(params.stop or ())
         text_stop = None
-        if stop or is_streamed or control.shown_token_ids:
-            text_stop = TextStop(self.tokenizer.detokenizer(control.shown_token_ids), stop, include_stop=params.include_stop)
-        return Request(
+        if stop or is_streamed or options.shown_token_ids:
+            text_stop = TextStop(self.tokenizer.detokenizer(options.shown_token_ids), stop, include_stop=params.include_stop)
+        return EngineRequest(
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             params=params,
@@ -216,16 +201,19 @@ class RequestMaker:
             max_len=min(self._max_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
             text_stop=text_stop,
-            hints=control.hints,
-            speculation=control.speculation,
-            salt=control.salt,
-            adapter=control.adapter,
+            num_speculative_tokens=options.speculation.num_speculative_tokens if options.speculation.enabled else 0,
+            drafter=options.speculation.drafter,
+            keeps_steps=options.speculation.trees,
+            prediction_token_ids=options.prediction_token_ids,
+            namespace=options.namespace,
+            salt=options.salt,
+            adapter=options.adapter,
             leader=leader,
         )
 
     def make_samples(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, control: RequestControl, *, is_streamed: bool
-    ) -> list[Request]:
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, options: PromptOptions, *, is_streamed: bool
+    ) -> list[EngineRequest]:
         """Make the `n` requests that sample one prompt.
 
         They share a seed and have the sample indices 0 to `n` - 1. The first request is the leader of the others.
@@ -233,15 +221,15 @@ class RequestMaker:
         Raises:
             RequestError: as for `make`.
         """
-        first = self.make(prompt_token_ids, params, is_streamed=is_streamed, control=control)
+        first = self.make(prompt_token_ids, params, is_streamed=is_streamed, options=options)
         samples = [first]
         for index in range(1, params.n):
-            sample = self.make(prompt_token_ids, params, is_streamed=is_streamed, control=control, seed=first.seed, leader=first)
+            sample = self.make(prompt_token_ids, params, is_streamed=is_streamed, options=options, seed=first.seed, leader=first)
             sample.sample_index = index
             samples.append(sample)
         return samples
 
-    def chunk(self, request: Request, num_seen: int, output: RequestOutput | None) -> StreamChunk:
+    def chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens."""
         text = request.text_stop.take_new() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
@@ -259,7 +247,7 @@ class RequestMaker:
             steps=request.steps[bisect_left(request.steps, num_seen, key=attrgetter("start")) :],
         )
 
-    def output(self, request: Request, *, numerics: str, drafter: str) -> RequestOutput:
+    def output(self, request: EngineRequest, *, numerics: str, drafter: str) -> RequestOutput:
         """What a finished request returns."""
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
@@ -279,10 +267,10 @@ class RequestMaker:
             logprobs=request.logprobs if request.params.logprobs is not None else None,
             prompt_logprobs=request.prompt_logprobs if request.params.prompt_logprobs is not None else None,
             stop_text=None if request.text_stop is None else request.text_stop.found,
-            steps=request.steps if request.speculation.trees else None,
+            steps=request.steps if request.keeps_steps else None,
         )
 
-    def _usage(self, request: Request) -> Usage:
+    def _usage(self, request: EngineRequest) -> Usage:
         return Usage(request.num_prompt_tokens, len(request.token_ids) - request.num_prompt_tokens, request.num_cached_tokens)
 
     def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
@@ -345,7 +333,7 @@ class RequestMaker:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
 
-    def _text(self, request: Request, ids: list[int]) -> str:
+    def _text(self, request: EngineRequest, ids: list[int]) -> str:
         if request.text_stop is not None:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop

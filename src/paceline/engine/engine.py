@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import Any
 
 from paceline.engine.adapters import Adapters
+from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step_lock import StepLock
 from paceline.engine.token_gaps import TokenGaps
@@ -18,7 +19,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
-from paceline.speculation.request import FinishReason, Request
+from paceline.speculation.request import FinishReason
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step import PassInterrupted, step
@@ -70,23 +71,23 @@ class CacheBlocks:
     def num_free(self) -> int:
         return self._engine.cache.pool.num_free
 
-    def num_needed(self, request: Request, num_rows: int) -> int:
+    def num_needed(self, request: EngineRequest, num_rows: int) -> int:
         return self._engine.cache.num_needed(request.sequence, range(-1, num_rows - 1))
 
-    def count_prefix(self, request: Request) -> int:
-        return 0 if request.wants_prompt_rows else self._engine.cache.count_prefix(request.sequence, request.token_ids)
+    def count_prefix(self, request: EngineRequest) -> int:
+        return 0 if request.needs_prompt_logits else self._engine.cache.count_prefix(request.sequence, request.token_ids)
 
-    def adopt_prefix(self, request: Request) -> None:
-        if request.wants_prompt_rows:
+    def adopt_prefix(self, request: EngineRequest) -> None:
+        if request.needs_prompt_logits:
             return
         num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
-    def return_prefix(self, request: Request) -> None:
+    def return_prefix(self, request: EngineRequest) -> None:
         self._engine.cache.return_prefix(request.sequence)
 
-    def free(self, request: Request) -> None:
+    def free(self, request: EngineRequest) -> None:
         cache = self._engine.cache
         if request.started_s:  # it ran before, so a drafter may know it
             self._engine.speculator.preempt(request)
@@ -108,13 +109,13 @@ class Engine:
 
     def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
-        self.scheduler: Scheduler[Request] = Scheduler(CacheBlocks(self), limits, self._is_ready)
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(CacheBlocks(self), limits, self._is_ready)
         self.adapters = Adapters(runtime)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[Request]]] = {}  # the thread that stepped for it last, its requests
+        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # the thread that stepped for it last, its requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
-        self._to_add: deque[Request] = deque()
-        self._to_abort: deque[Request] = deque()
+        self._to_add: deque[EngineRequest] = deque()
+        self._to_abort: deque[EngineRequest] = deque()
 
     @property
     def is_idle(self) -> bool:
@@ -179,7 +180,7 @@ class Engine:
         with self.between_steps():
             self.adapters.remove(name)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Whether a request can be served at all.
 
         Raises:
@@ -189,19 +190,18 @@ class Engine:
         if self._blocks_of(request) > self.cache.pool.num_blocks:
             raise CapacityError(self._too_long(request))
         self.adapters.check_known(request.adapter)
-        wanted = request.speculation.drafter
-        names = self.speculator.drafter_names
-        if wanted is not None and wanted not in names:
+        name, names = request.drafter, self.speculator.drafter_names
+        if name is not None and name not in names:
             loaded = ", ".join(sorted(names)) or "none"
-            raise RequestError(f"speculation.drafter is {wanted!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
+            raise RequestError(f"speculation.drafter is {name!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
 
-    def _too_long(self, request: Request) -> str:
+    def _too_long(self, request: EngineRequest) -> str:
         size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
         if request.num_prompt_tokens < size:
             return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
         return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Queue a new request; its blocks are given back when it ends.
 
         Raises:
@@ -211,12 +211,12 @@ class Engine:
         self._to_add.append(request)
         self._lock.request_drain()
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """End a request; nothing happens where it has ended. While a thread steps, it ends with the step."""
         self._to_abort.append(request)
         self._lock.request_drain()
 
-    def step(self) -> list[Request]:
+    def step(self) -> list[EngineRequest]:
         """Advance the requests that can run by one pass.
 
         What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it. An
@@ -262,7 +262,7 @@ class Engine:
                     request.finish_reason = FinishReason.ABORT
                 self._release(request)
 
-    def run(self, requests: Sequence[Request]) -> Generator[None, None, None]:
+    def run(self, requests: Sequence[EngineRequest]) -> Generator[None, None, None]:
         """Advance until all of `requests` are finished, yielding after every step; others that are here advance as well.
 
         All are released when the iterator ends, breaks off or raises.
@@ -296,7 +296,7 @@ class Engine:
                 del self._runs[run]
                 self._to_abort.extend(requests)
 
-    def _step(self, picked: Sequence[Request], num_rows: Sequence[int]) -> None:
+    def _step(self, picked: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
         now = time.perf_counter()
         for request in picked:
             if not request.started_s:
@@ -324,7 +324,7 @@ class Engine:
                 request.first_token_s = now
             request.last_token_s = now
 
-    def _fail_pass(self, picked: Sequence[Request], error: Exception) -> None:
+    def _fail_pass(self, picked: Sequence[EngineRequest], error: Exception) -> None:
         """A pass that failed as a whole ends those in it; if it was for want of blocks, one of them makes room."""
         for request in picked:
             self.cache.cancel(request.sequence)
@@ -334,7 +334,7 @@ class Engine:
         for request in picked:
             request.fail(error)
 
-    def _fail_oldest(self) -> list[Request]:
+    def _fail_oldest(self) -> list[EngineRequest]:
         """Nothing fits although at most one request holds blocks: something else than this engine's requests must hold them."""
         if not self.has_work:
             return []
@@ -350,22 +350,22 @@ class Engine:
         self._release(request)
         return [request]
 
-    def _is_ready(self, request: Request) -> bool:
+    def _is_ready(self, request: EngineRequest) -> bool:
         """Whether a request may begin: further samples of a prompt wait until the first one's rows can be adopted."""
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
         return not self.cache.prefix_caching or leader.sequence.committed_len >= leader.num_prompt_tokens
 
-    def _blocks_of(self, request: Request) -> int:
+    def _blocks_of(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
 
-    def _raise_error(self, requests: Sequence[Request]) -> None:
+    def _raise_error(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             if request.error is not None:
                 raise request.error
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: EngineRequest) -> None:
         """Give back what a request holds and count it; it is out of the scheduler."""
         request.finished_s = time.perf_counter()
         request.leader = None
@@ -375,7 +375,7 @@ class Engine:
         self.speculator.release(request)
         request.drafting.clear()  # its caller may keep it for long
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: EngineRequest) -> None:
         stats = self._stats
         if request.error is not None:
             stats.num_failed += 1

@@ -4,10 +4,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
+from paceline.engine.request import SpeculationOptions
 from paceline.errors import RequestError
 from paceline.parsing.tools import Tool
 from paceline.sampling.params import SamplingParams
-from paceline.speculation.request import RequestSpeculation
 
 TextOrIds = str | Sequence[int]
 Prompt = TextOrIds | Mapping[str, Any]
@@ -23,7 +23,7 @@ class RequestOptions(TypedDict, total=False):
         adapter: name of a loaded adapter whose tokens are wanted; None = the target's own. A list has one, or None, for each prompt.
         prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter "prediction".
         namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
-        speculation: how these requests may be drafted for: a `RequestSpeculation`, or a mapping such as {"enabled": False}.
+        speculation: how these requests may be drafted for: a `SpeculationOptions`, or a mapping such as {"enabled": False}.
         cache_salt: only requests with the same one share cached rows of their prompts.
         shown_token_ids: special tokens that are part of the outputs' texts, and of the text that stop strings are looked for in; the
             others are not.
@@ -32,7 +32,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: str | Sequence[str | None] | None
     prediction: TextOrIds | Sequence[TextOrIds | None] | None
     namespace: str | None
-    speculation: RequestSpeculation | Mapping[str, object] | None
+    speculation: SpeculationOptions | Mapping[str, object] | None
     cache_salt: str | bytes | None
     shown_token_ids: Sequence[int]
 

@@ -12,6 +12,7 @@ from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import CachePlan, plan_cache
+from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
@@ -32,7 +33,6 @@ from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import Drafter, check_drafter
 from paceline.speculation.rejection import Acceptance
-from paceline.speculation.request import Request
 from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -72,19 +72,19 @@ class OpenedEngine:
         described = " + ".join(drafter.traits.description or drafter.name for drafter in drafters)
         return f"speculation: on, drafter {described}, {policy.describe()}"
 
-    def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[Request]:
+    def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[EngineRequest]:
         """The samples of each prompt, in order; the engine does not know them yet.
 
         Raises:
             RequestError: something that was asked for cannot be served.
         """
-        controls = self.maker.controls(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
-        for control in controls:
-            self.engine.adapters.check_known(control.adapter)
+        each = self.maker.prompt_options(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
+        for own in each:
+            self.engine.adapters.check_known(own.adapter)
         return [
             sample
-            for prompt, one, control in zip(prompts, params_of_each(params, len(prompts)), controls, strict=True)
-            for sample in self.maker.make_samples(prompt, one, control, is_streamed=is_streamed)
+            for prompt, one, own in zip(prompts, params_of_each(params, len(prompts)), each, strict=True)
+            for sample in self.maker.make_samples(prompt, one, own, is_streamed=is_streamed)
         ]
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
@@ -104,14 +104,13 @@ class OpenedEngine:
             read = read_any_adapter(path, name=name, config=runtime.config, weights=runtime.weights, memory_bytes=free)
             self.engine.add_adapter(read)
 
-    def chunk(self, request: Request, num_seen: int) -> StreamChunk:
+    def chunk(self, request: EngineRequest, num_seen: int) -> StreamChunk:
         """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""
         return self.maker.chunk(request, num_seen, self.output(request) if request.is_finished else None)
 
-    def output(self, request: Request) -> RequestOutput:
+    def output(self, request: EngineRequest) -> RequestOutput:
         """What a finished request returns."""
-        asked = request.speculation
-        drafter = "none" if asked.is_off else asked.drafter or self.drafter_name
+        drafter = request.drafter or self.drafter_name if request.is_speculative else "none"
         return self.maker.output(request, numerics=self.numerics, drafter=drafter)
 
 
@@ -268,7 +267,7 @@ def _max_pass_size(config: EngineConfig) -> PassLimits:
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
     """Draft tokens on a path, and rows of a tree with its root."""
-    wanted = speculation.num_draft_tokens
+    wanted = speculation.num_speculative_tokens
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
     return count, 1 + count * speculation.tree_width
 

@@ -13,13 +13,13 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from paceline.engine.open import OpenedEngine
+from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, PacelineError, as_exception
 from paceline.outputs import StreamChunk
-from paceline.speculation.request import Request
 
 log = logging.getLogger(__name__)
 
-Update = tuple[Request, StreamChunk | Exception]
+Update = tuple[EngineRequest, StreamChunk | Exception]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Listener:
         num_seen: output tokens sent so far.
     """
 
-    request: Request
+    request: EngineRequest
     loop: asyncio.AbstractEventLoop
     updates: "asyncio.Queue[Update]"
     wants_chunks: bool
@@ -61,7 +61,7 @@ class Worker:
         self.opened = opened
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._inbox_lock = Lock()  # so that no command follows the one that ends the thread
-        self._listeners: dict[Request, Listener] = {}  # the thread's own
+        self._listeners: dict[EngineRequest, Listener] = {}  # the thread's own
         self._closed: tuple[type[PacelineError], str] | None = None  # the error of later callers
         self._is_ending = False
         self._process_id = os.getpid()

@@ -167,9 +167,9 @@ def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
     prompts = [" ".join(words[len(words) * index // _NUM_TEXTS :][:_PROMPT_WORDS]) for index in range(_NUM_TEXTS)]
     params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_model_len // 2)), ignore_eos=True)
     stats = [output.speculation for output in llm.generate(prompts, params)]
-    num_drafted = sum(one.drafted for one in stats)
+    num_drafted = sum(one.num_draft_tokens for one in stats)
     num_steps = sum(one.steps - one.plain_steps for one in stats)
-    num_kept = sum(sum(one.accepted_by_position[:1]) for one in stats)
+    num_kept = sum(sum(one.num_accepted_tokens_by_position[:1]) for one in stats)
     return Trial(num_steps, num_kept, spent / num_drafted if num_drafted else 0.0)
 
 

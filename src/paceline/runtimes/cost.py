@@ -1,5 +1,6 @@
 """Forward profile: the seconds of a forward pass by its number of rows, measured on the machine it will run on."""
 
+import math
 import statistics
 import time
 from bisect import bisect_left
@@ -15,16 +16,16 @@ from paceline.runtimes.profile_cache import ProfileCache, profile_key
 PROFILED_CONTEXT_LEN = 64  # cached rows of the sequence whose passes are timed
 
 ROW_COUNTS = (1, 5, 9, 3, 17, 2, 8, 16, 4, 6, 12, 33, 32, 24, 64)
-"""Row counts of a profile, the most important first. Passes get slower in steps of eight rows, so both sides of a step are timed."""
-MEASURING_S = 0.7  # for a profile; the warm-up and one pass of each of the first three counts run in any case
-MAX_ROUNDS = 6  # over all counts
-FAR_LEN = 1024  # cached rows added to time what reading the cache costs
-TOLERANCE = 0.15  # relative error of a stored profile
+"""Row counts of a profile, the most important first. Kernels compute eight rows at a time, so both sides of a multiple of 8 are timed."""
+NUM_REQUIRED_COUNTS = 3  # the first row counts, which are timed once however long that takes
+MEASURING_S = 0.7  # time limit of a profile, the required counts aside
+MAX_ROUNDS = 6  # most passes of each row count
+FAR_LEN = 1024  # cached rows that are added to time how long reading the cache takes
+CHECKED_COUNTS = (1, 8, 16)  # row counts of the passes that check a stored profile
+TOLERANCE = 0.15  # relative error of a stored profile up to which it is used
 
-_FIRST = 3
-_CHECKED = (1, 8, 16)  # rows of the passes that check a stored profile
 _FORMAT = 1  # of stored profiles
-_SPREAD = 7919  # from row to row another token: where experts are chosen, rows of a text read more of them than one row does
+_TOKEN_STRIDE = 7919  # a different token in each row, as in texts: the rows of a pass then choose different experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class ForwardProfile:
     """Measured seconds of a forward pass.
 
     Attributes:
-        seconds: by rows, of one sequence with `PROFILED_CONTEXT_LEN` cached rows; ascending, and more rows never take less.
-        sequence_s: added by each further cached row of a sequence, once for all rows of the sequence.
-        row_s: added by each further cached row for each row that attends to it.
+        seconds: by rows, of one sequence with `PROFILED_CONTEXT_LEN` cached rows; ascending in rows and in seconds.
+        sequence_s: added for each further cached row of a sequence, whatever the number of rows that attend to it.
+        row_s: added for each further cached row and each row that attends to it.
     """
 
     seconds: Mapping[int, float]
@@ -42,16 +43,16 @@ class ForwardProfile:
     row_s: float = 0.0
 
     @classmethod
-    def of(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
-        """A profile of measured seconds. A pass never takes longer than one of more rows, so that disturbed samples are corrected."""
+    def from_samples(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
+        """Return a profile of measured seconds. A sample above one of more rows was disturbed, and is reduced to it."""
         seconds: dict[int, float] = {}
         least = float("inf")
         for rows in sorted(measured, reverse=True):
             least = seconds[rows] = min(least, measured[rows])
         return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
 
-    def at(self, num_rows: int) -> float:
-        """Seconds of so many rows: linear between the counts that were timed, and beyond the last one."""
+    def seconds_at(self, num_rows: int) -> float:
+        """Return the seconds of so many rows, interpolated linearly between the counts that were timed, and extrapolated beyond them."""
         known = self.seconds.get(num_rows)
         if known is not None:
             return known
@@ -64,24 +65,24 @@ class ForwardProfile:
         return max(0.0, self.seconds[fewer] + slope * (num_rows - fewer))
 
     def cache_read_s(self, cached_len: float, rows_per_sequence: float) -> float:
-        """Seconds that reading the cache adds.
+        """Return the seconds that reading the cache adds.
 
         Args:
-            cached_len: cached rows of all sequences of the pass, each one's beyond `PROFILED_CONTEXT_LEN`.
-            rows_per_sequence: rows that attend to them, on average.
+            cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
+            rows_per_sequence: rows of a sequence that attend to them, on average.
         """
         return (self.sequence_s + self.row_s * rows_per_sequence) * cached_len
 
     def as_json(self) -> dict[str, Any]:
-        """What is kept between runs."""
+        """Return the JSON form, which is stored between runs."""
         return {"seconds": {str(rows): value for rows, value in self.seconds.items()}, "sequence_s": self.sequence_s, "row_s": self.row_s}
 
     @classmethod
-    def from_json(cls, kept: Any) -> "ForwardProfile | None":
-        """The profile that was kept; None where it is none."""
+    def from_json(cls, stored: Any) -> "ForwardProfile | None":
+        """Return the profile of a JSON form; None if it is not valid."""
         try:
-            seconds = {int(rows): float(value) for rows, value in kept["seconds"].items()}
-            profile = cls.of(seconds, float(kept["sequence_s"]), float(kept["row_s"]))
+            seconds = {int(rows): float(value) for rows, value in stored["seconds"].items()}
+            profile = cls.from_samples(seconds, float(stored["sequence_s"]), float(stored["row_s"]))
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
         is_usable = len(seconds) > 1 and all(rows > 0 and 0.0 < value < 1e4 for rows, value in seconds.items())
@@ -89,57 +90,54 @@ class ForwardProfile:
 
 
 def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *, max_model_len: int) -> ForwardProfile:
-    """Return the forward profile: the stored one if three passes agree with it, else a new one.
+    """Return the forward profile: the stored one if three passes agree with it, otherwise a new one.
 
     Args:
         cache: the runtime's current cache.
-        profiles: where they are kept, by network, weights' type, threads and processor.
-        max_model_len: positions the runtime is prepared for.
+        profiles: stored profiles, by network, type of weights, threads and processor.
+        max_model_len: positions that the runtime is prepared for.
     """
     key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
-    kept = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
-    if kept is not None:
-        measured = time_passes(runtime, cache, _CHECKED, max_model_len=max_model_len, repeats=1)
-        if all(abs(seconds / kept.at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
-            return kept
-    table = measure_passes(runtime, cache, max_model_len=max_model_len)
+    stored = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
+    if stored is not None:
+        measured = time_passes(runtime, cache, CHECKED_COUNTS, max_model_len=max_model_len, repeats=1)
+        if all(abs(seconds / stored.seconds_at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
+            return stored
+    profile = measure_profile(runtime, cache, max_model_len=max_model_len)
     if runtime.version:
-        profiles.put(key, table.as_json())
-    return table
+        profiles.put(key, profile.as_json())
+    return profile
 
 
-def measure_passes(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = MEASURING_S) -> ForwardProfile:
-    """A table of passes, measured in about so many seconds: the fastest of each, and what reading the cache adds.
+def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = MEASURING_S) -> ForwardProfile:
+    """Measure a profile in about `seconds`: the fastest pass of each row count, and what reading the cache adds.
 
-    The row counts take turns, so that a drift of the machine's speed hits all of them alike.
+    The row counts take turns, so that a drift of the machine's speed affects all of them alike.
 
     Args:
-        max_model_len: positions the runtime is prepared for. Where that or the cache is short, larger passes are left out.
+        max_model_len: positions that the runtime is prepared for. Passes that do not fit these or the cache are left out.
     """
     room = min(max_model_len, cache.max_slots)
     counts = [count for count in ROW_COUNTS if count <= max(1, room // 2)]
     if len(counts) < 2:
         counts = [1, 2] if room > 2 else [1]
-    with _Measuring(runtime, cache, min(PROFILED_CONTEXT_LEN, room - max(counts))) as measuring:
+    with _TimedSequence(runtime, cache, min(PROFILED_CONTEXT_LEN, room - max(counts))) as sequence:
         start = time.perf_counter()
-        fastest = {count: measuring.time(count) for count in counts[:1]}
-        is_first, num_rounds = True, 0
-        while is_first or (num_rounds < MAX_ROUNDS and time.perf_counter() - start < seconds):
-            num_rounds += 1
+        sequence.time(1)  # warm-up
+        fastest: dict[int, float] = {}
+        for round_number in range(MAX_ROUNDS):
             for number, count in enumerate(counts):
-                if number >= _FIRST and time.perf_counter() - start > seconds:
-                    break
-                taken = measuring.time(count)
-                fastest[count] = taken if is_first else min(taken, fastest.get(count, taken))
-            is_first = False
+                is_required = round_number == 0 and number < NUM_REQUIRED_COUNTS
+                if is_required or time.perf_counter() - start < seconds:
+                    fastest[count] = min(sequence.time(count), fastest.get(count, math.inf))
         sequence_s = row_s = 0.0
-        if measuring.go_far(FAR_LEN, room - max(_CHECKED)):
-            near = ForwardProfile.of(fastest)
-            far = {count: min(measuring.time(count) for _ in range(2)) for count in (1, 8)}
-            added = {count: max(0.0, taken - near.at(count)) / measuring.num_far for count, taken in far.items()}
+        if sequence.extend_cache(FAR_LEN, room - max(CHECKED_COUNTS)):
+            near = ForwardProfile.from_samples(fastest)
+            far = {count: min(sequence.time(count) for _ in range(2)) for count in (1, 8)}
+            added = {count: max(0.0, far_s - near.seconds_at(count)) / FAR_LEN for count, far_s in far.items()}
             row_s = max(0.0, added[8] - added[1]) / 7
             sequence_s = max(0.0, added[1] - row_s)
-    return ForwardProfile.of(fastest, sequence_s, row_s)
+    return ForwardProfile.from_samples(fastest, sequence_s, row_s)
 
 
 def time_passes(
@@ -150,47 +148,45 @@ def time_passes(
     max_model_len: int,
     cached_len: int = PROFILED_CONTEXT_LEN,
     repeats: int = 5,
-    wants_logits: bool = True,
+    with_logits: bool = True,
 ) -> dict[int, float]:
-    """t(M): median seconds of a pass with M rows of one sequence with `cached_len` cached rows.
+    """Return the median seconds of passes of one sequence, by row count.
 
-    The row counts take turns, so that a drift of the machine's speed hits all of them alike. Rows share nothing with any request:
-    a sequence is made for the measurement and released, and its passes are not counted.
+    The row counts take turns, so that a drift of the machine's speed affects all of them alike.
 
     Args:
         cache: the runtime's current cache.
-        max_model_len: positions the runtime is prepared for. Where that or the cache is short, fewer rows are cached, and a pass
-            that has no room is timed with the rows that have.
-        wants_logits: of all rows, as in verification; of none, as in prefill.
+        max_model_len: positions that the runtime is prepared for. If these or the cache are short, fewer rows are cached, and a pass that
+            does not fit is timed with fewer rows.
+        with_logits: whether logits of all rows are computed, as in verification, or of none, as in prefill.
     """
     room = min(max_model_len, cache.max_slots)
     cached_len = max(1, min(cached_len, room - max(row_counts)))
     times: dict[int, list[float]] = {count: [] for count in row_counts}
-    with _Measuring(runtime, cache, cached_len, wants_logits=wants_logits) as measuring:
+    with _TimedSequence(runtime, cache, cached_len, with_logits=with_logits) as sequence:
         for repeat in range(repeats + 1):
             for count in row_counts:
-                seconds = measuring.time(min(count, room - cached_len))
+                seconds = sequence.time(min(count, room - cached_len))
                 if repeat:  # the first round warms up
                     times[count].append(seconds)
     return {count: statistics.median(own) for count, own in times.items()}
 
 
-class _Measuring:
-    """A sequence that shares nothing with any request and is released in the end; its passes are not counted.
+class _TimedSequence:
+    """A sequence whose passes are timed. It shares no rows with requests, is released in the end, and its passes are not counted.
 
     Args:
         cached_len: rows that are cached before anything is timed.
     """
 
-    def __init__(self, runtime: Network, cache: KVCache, cached_len: int, *, wants_logits: bool = True) -> None:
-        self._runtime, self._cache, self._wants_logits = runtime, cache, wants_logits
+    def __init__(self, runtime: Network, cache: KVCache, cached_len: int, *, with_logits: bool = True) -> None:
+        self._runtime, self._cache, self._with_logits = runtime, cache, with_logits
         self._cached_len, self._num_passes = max(1, cached_len), runtime.num_passes
-        self.num_far = 0
 
-    def __enter__(self) -> "_Measuring":
+    def __enter__(self) -> "_TimedSequence":
         self._sequence: CachedSequence = self._cache.new_sequence()
         try:
-            self._run(self._cached_len, is_known=True)
+            self._run(self._cached_len, is_prefill=True)
             self._cache.keep_path(self._sequence, self._cached_len - 1)
         except BaseException:
             self.__exit__()
@@ -202,28 +198,26 @@ class _Measuring:
         self._runtime.num_passes = self._num_passes
 
     def time(self, count: int) -> float:
-        """Seconds of a pass with so many rows, whose rows are dropped again."""
+        """Return the seconds of a pass with so many rows, which are dropped again."""
         start = time.perf_counter()
         self._run(count)
         seconds = time.perf_counter() - start
         self._cache.cancel(self._sequence)
         return seconds
 
-    def go_far(self, num_rows: int, room: int) -> bool:
-        """Let the sequence have so many cached rows more, which hold no text; returns whether there is room for them."""
-        kinds = [memory for memory in self._cache.memories if isinstance(memory, KeyValues)]
-        if len(kinds) != len(self._cache.memories) or room < self._cached_len + num_rows:
+    def extend_cache(self, num_rows: int, room: int) -> bool:
+        """Add so many cached rows without a pass; return False if they do not fit or a layer keeps more than keys and values."""
+        memories = [memory for memory in self._cache.memories if isinstance(memory, KeyValues)]
+        if len(memories) != len(self._cache.memories) or room < self._cached_len + num_rows:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
-        for memory in kinds:
+        for memory in memories:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                memory.fill_block(block)  # memory that was never written would cost nothing to read
+                memory.fill_block(block)  # the system has no pages for memory that was never written, so reading it is too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
-        self.num_far = num_rows
         return True
 
-    def _run(self, count: int, *, is_known: bool = False) -> None:
-        parents = range(-1, count - 1)
-        plan = self._cache.reserve(self._sequence, parents, count if is_known or not self._wants_logits else 1)
-        token_ids = [_SPREAD * (1 + row) % self._runtime.config.vocab_size for row in range(count)]
-        self._runtime.forward(*assemble([plan], [token_ids], [range(count) if self._wants_logits else ()]))
+    def _run(self, count: int, *, is_prefill: bool = False) -> None:
+        plan = self._cache.reserve(self._sequence, range(-1, count - 1), count if is_prefill or not self._with_logits else 1)
+        token_ids = [_TOKEN_STRIDE * (1 + row) % self._runtime.config.vocab_size for row in range(count)]
+        self._runtime.forward(*assemble([plan], [token_ids], [range(count) if self._with_logits else ()]))

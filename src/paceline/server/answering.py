@@ -20,8 +20,7 @@ from paceline.server.json_body import MAX_INLINE_BYTES
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import SpeculationStats
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import SpeculationStats, StepRecord
 
 
 class Answering(Protocol):

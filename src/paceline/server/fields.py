@@ -276,7 +276,7 @@ class SpeculationFields(Fields, at=("chat", "speculation")):
 
     enabled: bool = True
     drafter: str | None = None
-    max_draft_tokens: WholeNumber | None = None
+    num_speculative_tokens: WholeNumber | None = None
     origins: bool = False
     trees: bool = False
 

@@ -106,15 +106,15 @@ class _EngineCollector(Collector):
         drafter = {"drafter": self._opened.drafter_name}
         drafts = speculation.steps - speculation.plain_steps
         yield self._counter("spec_decode_num_drafts", "Steps with drafts.", drafts, drafter)
-        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.drafted, drafter)
-        yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", speculation.accepted, drafter)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.num_draft_tokens, drafter)
+        yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", speculation.num_accepted_tokens, drafter)
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
         by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth from 0.", ("drafter", "position"))
-        for position, accepted in enumerate(speculation.accepted_by_position or [0]):
+        for position, accepted in enumerate(speculation.num_accepted_tokens_by_position or [0]):
             by_position.add_metric([*self._labels.values(), self._opened.drafter_name, str(position)], accepted)
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
-        for reason, count in speculation.plain.items():
+        for reason, count in speculation.skip_counts.items():
             by_reason.add_metric([*self._labels.values(), reason.value], count)
         yield by_reason
 

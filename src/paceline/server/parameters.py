@@ -105,7 +105,7 @@ def request_options(fields: SamplingFields, prediction: str | None = None, *, ad
     """
     options = RequestOptions() if adapter is None else RequestOptions(adapter=adapter)
     if fields.speculation is not None:
-        options["speculation"] = fields.speculation.model_dump(include={"enabled", "drafter", "max_draft_tokens", "trees"})
+        options["speculation"] = fields.speculation.model_dump(include={"enabled", "drafter", "num_speculative_tokens", "trees"})
     if prediction is not None:
         options["prediction"] = prediction
     if fields.cache_salt:

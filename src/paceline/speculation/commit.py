@@ -1,4 +1,4 @@
-"""Committing tokens, and the one rule by which a request finishes: the same for plain steps, drafts and the walk that verifies them."""
+"""Commit: appending tokens to a request, and the rule by which a request finishes, which verification of drafts applies as well."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
     """Return why a request finishes with the last token of `path`; None if it goes on.
 
     Args:
-        path: tokens after those of the request; none but the last one can finish it.
-        text_stop: has seen every token before the last one, which it is given; None = no text can finish the request.
+        path: tokens after those of the request. Those before the last one do not finish it.
+        text_stop: holds every token but the last one, which is added; None = no text can finish the request.
     """
     is_end_token = path[-1] in request.end_token_ids
     is_full = len(request.token_ids) + len(path) >= request.max_len
     if text_stop is not None:
-        if not is_end_token or request.params.include_stop:  # else the end token is no part of the text
+        if not is_end_token or request.params.include_stop:  # otherwise the end token is not part of the text
             text_stop.push(path[-1])
         if is_end_token or is_full:
             text_stop.finish()
@@ -29,7 +29,7 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
 
 
 def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
-    """Return whether it is certain, without a look at text or grammar, that none of these next tokens finishes a request."""
+    """Return whether none of these next tokens can finish a request, as far as that is certain without its text and grammar."""
     return (
         request.text_stop is None
         and request.processor.grammar is None
@@ -39,7 +39,7 @@ def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
 
 
 class FinishLookahead:
-    """Applies the rule to tokens that are not committed yet; the request is not changed."""
+    """Applies the rule of `finish_reason` to tokens that are not committed. The request is not changed."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -47,7 +47,7 @@ class FinishLookahead:
         self._text_stop: StopMatcher | None = None
 
     def finishes_with(self, token_id: int) -> bool:
-        """Return whether the request finishes with this token, which follows those of earlier calls; none of them finished it."""
+        """Return whether the request finishes with this token, which follows the tokens of earlier calls."""
         text_stop = self._request.text_stop
         if self._text_stop is None and text_stop is not None and text_stop.can_stop:
             self._text_stop = text_stop.copy()
@@ -55,19 +55,21 @@ class FinishLookahead:
         return finish_reason(self._request, self._path, self._text_stop) is not None
 
 
-def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, drafted: bool, logprobs: Sequence[TokenLogprobs] = ()) -> int:
+def commit(
+    request: Request, token_ids: Sequence[int], num_accepted: int, *, has_draft: bool, logprobs: Sequence[TokenLogprobs] = ()
+) -> int:
     """Append tokens to a request until it finishes; tokens after that are dropped.
 
     Args:
         token_ids: accepted tokens, then the bonus token.
         num_accepted: number of accepted tokens.
-        drafted: whether the step had a draft.
-        logprobs: of each token; empty = none are wanted.
+        has_draft: whether the step had a draft.
+        logprobs: of each token; empty = not needed.
 
     Returns:
         the number of tokens appended; `request.finish_reason` is set if one of them finished it.
     """
-    bonus, num_before = TokenOrigin.BONUS if drafted else TokenOrigin.PLAIN, len(request.token_ids)
+    num_before = len(request.token_ids)
     if cannot_finish(request, token_ids):
         request.token_ids.extend(token_ids)
         request.processor.commit(*token_ids)
@@ -80,17 +82,18 @@ def commit(request: Request, token_ids: Sequence[int], num_accepted: int, *, dra
                 break
     count = len(request.token_ids) - num_before
     num_accepted = min(num_accepted, count)
-    request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted + [bonus] * (count - num_accepted))
+    own = TokenOrigin.BONUS if has_draft else TokenOrigin.PLAIN
+    request.origins.extend([TokenOrigin.ACCEPTED] * num_accepted + [own] * (count - num_accepted))
     request.logprobs.extend(logprobs[:count])
     return count
 
 
 def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: FloatArray, request: Request) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a walk's tokens, before they are committed.
+    """Return the log-probabilities of the tokens of a step, before they are committed.
 
     Args:
-        token_ids: of the walk, the bonus token included.
-        nodes: the accepted nodes.
+        token_ids: accepted tokens, then the bonus token.
+        nodes: accepted nodes.
         logits: [N, V] of the tree.
         request: with `params.logprobs`.
     """
@@ -104,10 +107,10 @@ def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: Float
 
 
 def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of the prompt tokens that follow the rows of a pass; None for the first token, which follows no row.
+    """Return the log-probabilities of the prompt tokens after the rows of a pass; None for the first token, which follows no row.
 
     Args:
-        request: rows that ran before, because the request was preempted since, are skipped.
+        request: tokens whose log-probabilities are known from before a preemption are skipped.
         logits: [rows, V], from position `committed_len` on.
     """
     start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0

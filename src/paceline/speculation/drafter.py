@@ -1,4 +1,4 @@
-"""The interface of drafters. A drafter can make generation slow, never wrong: every draft is verified."""
+"""The interface of drafters. A drafter can make generation slow, but never wrong: every draft is verified."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,37 +13,43 @@ from paceline.speculation.tree import DraftTree
 
 StateT = TypeVar("StateT")
 
+FREE_PREFILL_TOKENS = 16
+"""Tokens whose prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
+MAX_CATCH_UP_TOKENS = 128
+"""Most tokens that a lookup drafter reads in `has_candidates`; `propose` reads longer texts."""
+NEW_SAMPLE_WEIGHT = 0.25  # of the running average of prefill times
+RESERVED_NAMES = ("none", "auto", "grammar")
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
     """How much to draft for one request in one step.
 
     Attributes:
-        row_budget: rows of the target's pass that the tree may take, root included.
-        max_depth: tokens from the root to the deepest node.
+        row_budget: most rows of the target's pass that the tree takes, root included.
+        max_depth: most tokens on a path, root excluded.
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
-        wants_draws: for `acceptance="rejection"`: draw the draft from the drafter's distribution with `draft` noise
-            (`paceline.sampling.residual.draw_distinct`), not with the target's noise, and give the distribution in
-            `DraftTree.draft_probs`.
-        min_reach: chance of a path below which another token after it is not worth its time. Not for drawn drafts, whose length must not
-            depend on the tokens drawn.
-        rate_of: acceptance rate of a token by the drafter's own probability; None = they are equal.
+        needs_draft_probs: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
+            (`paceline.sampling.residual.draw_distinct`), not the target's, and with the distributions in `DraftTree.draft_probs`.
+        min_reach: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length must
+            not depend on the tokens drawn.
+        rate_of: returns the acceptance rate of tokens with this probability under the drafter; None = they are equal.
     """
 
     row_budget: int
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
-    wants_draws: bool = False
+    needs_draft_probs: bool = False
     min_reach: float = 0.0
     rate_of: Callable[[float], float] | None = None
 
     @property
     def max_tokens(self) -> int:
-        """The longest chain within the budget."""
+        """Number of tokens of the longest chain within the budget."""
         return min(self.max_depth, self.row_budget - 1)
 
     def rate(self, prob: float) -> float:
-        """The acceptance rate of a token to which the drafter gives this probability, once the tokens before it are accepted."""
+        """Return the acceptance rate of a token by its probability under the drafter, given that the tokens before it are accepted."""
         return prob if self.rate_of is None else self.rate_of(prob)
 
 
@@ -60,22 +66,22 @@ class DrafterNeeds:
     layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
-        """What several drafters need together."""
+    def union(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
+        """Return what several drafters need together."""
         layers = {layer for drafter in drafters for layer in drafter.needs.layers}
         return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterTraits:
-    """What users and the engine should know of a drafter.
+    """Properties of a drafter that users and the engine need.
 
     Attributes:
         description: for the banner at load; empty = its name.
         notices: lines for the user at load.
         is_lookup: it copies from texts, which takes next to no time.
-        uses_predictions: it drafts from `hints.prediction_token_ids`; without such a drafter, requests that carry some are refused.
-        cache_bytes_per_token: memory that its own cache takes.
+        uses_predictions: it copies from `Request.prediction_token_ids`. Without such a drafter, requests with predictions are refused.
+        cache_bytes_per_token: bytes of its own cache for one token.
     """
 
     description: str = ""
@@ -87,12 +93,11 @@ class DrafterTraits:
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
-    """Rows of one request that a target pass just made permanent.
+    """Rows of one request that stay in the cache after a target pass.
 
     Attributes:
-        request: its `token_ids` already hold what the step emitted.
-        start: position of the first row; row i carries token `request.token_ids[start + i]`.
-        num_rows: how many.
+        request: its `token_ids` already include the emitted tokens.
+        start: position of the first row; row i belongs to token `request.token_ids[start + i]`.
         hidden_states: [num_rows, E] or None, valid during the call.
         collected_hidden_states: [num_layers, num_rows, E] or None, valid during the call.
     """
@@ -104,14 +109,32 @@ class CommittedRows:
     collected_hidden_states: FloatArray | None = None
 
     def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
-        """The rows with some of the collected layer boundaries, in the order of `wanted`."""
+        """Return the rows with a part of the collected layer boundaries, in the order of `wanted`."""
         if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
             return self
         indices = [collected.index(layer) for layer in wanted]
         return replace(self, collected_hidden_states=self.collected_hidden_states[indices] if indices else None)
 
 
-RESERVED_NAMES = ("none", "auto", "grammar")
+class PrefillTime:
+    """Seconds of a draft model's prefill, as a running average per token.
+
+    Args:
+        token_s: seconds per token, measured before; 0 = unknown.
+    """
+
+    def __init__(self, token_s: float = 0.0) -> None:
+        self.token_s = token_s
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Add a measurement; one of few tokens is ignored."""
+        if num_tokens > FREE_PREFILL_TOKENS:
+            token_s = seconds / num_tokens
+            self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
+
+    def expected_s(self, num_tokens: int) -> float:
+        """Return the expected seconds for so many tokens."""
+        return self.token_s * num_tokens if num_tokens > FREE_PREFILL_TOKENS else 0.0
 
 
 def check_drafter(drafter: "Drafter") -> None:
@@ -139,12 +162,12 @@ def check_drafter(drafter: "Drafter") -> None:
 
 
 class RequestState(Generic[StateT]):
-    """A drafter's state by request. The entries are stored in the requests, so that they end with them and no other request sees them."""
+    """State of a drafter by request. It is stored in the request, so that it is freed with it and never used for another one."""
 
     __slots__ = ()
 
     def get(self, request: Request) -> StateT | None:
-        """The state of a request, or None."""
+        """Return the state of a request, or None."""
         state: StateT | None = request.drafting.get(self)
         return state
 
@@ -164,13 +187,13 @@ class RequestState(Generic[StateT]):
 class Drafter(ABC):
     """Drafts the next tokens of a batch of requests.
 
-    In every step the engine calls `has_candidates` and `prefill_s`, `propose` before the target's pass, and `observe` after it; `release`
-    when a request ends or its cache rows are evicted. Whatever a drafter raises, requests go on: the step is plain and counted.
-    A drafter never uses one request's tokens to draft for another. State of a request belongs in a `RequestState`.
+    Each step calls `has_candidates`, `prefill_s` and `propose` before the target's pass, and `observe` after it. `release` is called when a
+    request ends or its cache rows are evicted. If a drafter raises, the step is plain and counted, and requests go on. A drafter never uses
+    the tokens of one request for another. State of a request belongs in a `RequestState`.
 
     Attributes:
-        name: by which requests select it, and which its drafts carry.
-        needs: target activations to observe; fixed before the target is loaded.
+        name: by which requests select it; also the source of its draft tokens.
+        needs: target activations to observe; read before the target is loaded.
         traits: description, notices and memory.
     """
 
@@ -183,15 +206,15 @@ class Drafter(ABC):
         """Return a tree under each request's last token, or None for no draft. Trees that exceed the budget are trimmed."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Take the rows that a target pass made permanent, prompt chunks included. Work may be deferred to `propose`."""
+        """Take the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
 
     def has_candidates(self, request: Request) -> bool:
-        """Return whether there is anything to draft from; called in every step, so it must take microseconds."""
+        """Return whether there may be a draft. Called in every step, so it must take microseconds."""
         return True
 
     def prefill_s(self, request: Request) -> float:
-        """Return the seconds that the next draft takes longer because text of the request was not read yet; must take microseconds."""
+        """Return the seconds of prefill that the next draft needs first. Called in every step, so it must take microseconds."""
         return 0.0
 
     def release(self, request: Request) -> None:
-        """Free what is held for a request outside of it, such as cache blocks. May be called twice, or for requests never seen."""
+        """Free what is held for a request, such as cache blocks. May be called twice, or for requests never seen."""

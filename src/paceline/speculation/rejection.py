@@ -1,12 +1,12 @@
-"""The second acceptance rule: keep a draft as often as the target's probability allows, else draw from what is left.
+"""Rejection sampling, the second rule of acceptance: accept a draft token as often as the target's probability allows, else draw another.
 
-Opt-in (`acceptance="rejection"`). Texts have exactly the target's distribution, as in `verify`, but they are not the seed's plain
-texts: which token comes out depends on what was drafted. In return more drafts are kept of a drafter that draws from a distribution of
-its own, at high temperatures above all. Which rule holds at a place of the tree follows from how its drafts were made (`Proposal`):
+Opt-in (`acceptance="rejection"`). Outputs have exactly the target's distribution, as with `verify`, but a seed gives another text than
+plain decoding, because the token depends on what was drafted. In return more tokens are accepted of a drafter that samples, most of all at
+high temperatures. How the draft was made decides (`Proposal`):
 
-    a chain, each token drawn        block verification: the longest prefix that the joint probabilities allow
-    several draws at one place       in the order of the draws; after each rejection target_probs becomes the normalised residual
-    chosen in any other way          the target draws, the walk follows the child that holds its token
+    a chain of drawn tokens      block verification: the longest prefix that the joint probabilities allow
+    several draws at a node      one after the other; after each rejection target_probs becomes the normalised residual
+    tokens chosen otherwise      the target draws, and the child that holds its token is accepted
 """
 
 from collections.abc import Callable, Sequence
@@ -24,37 +24,37 @@ from paceline.speculation.verify import VerifyResult, verify
 
 
 class Acceptance(Enum):
-    """Which draft tokens are accepted."""
+    """The rule that accepts draft tokens."""
 
-    MATCH = "match"  # those that the target itself draws: the seed's plain text
-    REJECTION = "rejection"  # as many as the target's distribution allows: another text of the same distribution
+    MATCH = "match"  # a token that the target itself draws: the seed's plain text
+    REJECTION = "rejection"  # as often as the target's distribution allows: another text of the same distribution
 
 
-class Ahead(Protocol):
-    """Where the tokens of one walk end the request (`speculation/commit.py`)."""
+class Lookahead(Protocol):
+    """Where the tokens of one step finish the request (`commit.FinishLookahead`)."""
 
     def finishes_with(self, token_id: int) -> bool:
-        """Whether the request ends with this token, which follows those asked about before."""
+        """Return whether the request finishes with this token, which follows the tokens of earlier calls."""
         ...
 
 
-class Chance(Protocol):
-    """The random decisions of one walk; each is asked for once."""
+class RandomDecisions(Protocol):
+    """The random decisions of one step, each made once. Tests enumerate them instead of drawing."""
 
     def accepts(self, threshold: float, depth: int, index: int) -> bool:
-        """True with probability `threshold` (always from 1 on), for draft `index` of those after `depth` tokens."""
+        """Return True with probability `threshold`, for child `index` of a node at `depth`."""
         ...
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
-        """Draw the token after `depth` tokens."""
+        """Draw the token after a node at `depth`."""
         ...
 
 
-class StepChance:
-    """Decisions by the request's noise.
+class SeededDecisions:
+    """Decisions by the request's noise, keyed by the number of tokens before the step and the depth.
 
-    Keyed by the step as well as by the place in it: block verification lets a later draft decide whether an earlier one is kept, so
-    what it used must not come again when the next step draws for the same position.
+    A key of the position alone would repeat: block verification decides by a later draft token whether an earlier one is accepted, and the
+    next step draws for that later position again.
     """
 
     def __init__(self, request: Request) -> None:
@@ -68,12 +68,12 @@ class StepChance:
 
 
 def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> VerifyResult:
-    """Walk `tree` with the target's rows, keeping the target's distribution; at temperature 0 the same as `verify`.
+    """Verify a tree so that outputs have the target's distribution; at temperature 0 this is `verify`.
 
     Args:
-        tree: rooted at the request's last token. Where it has `draft_probs`, its drafts were drawn from them.
-        logits: [N, V] float32, row i belongs to node i; of a drawn chain all rows are read, else only those the walk reaches.
-        request: gives processors, seed and position. Not changed.
+        tree: rooted at the request's last token.
+        logits: [N, V] float32, row i belongs to node i. Of a drawn chain all rows are read, otherwise those along the accepted path.
+        request: not changed.
 
     Raises:
         PacelineError: as `verify`.
@@ -84,69 +84,69 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
-    return Walk(tree, target_probs, lambda: FinishLookahead(request), StepChance(request)).run()
+    return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).run()
 
 
-class Walk:
-    """Verification of one tree by rejection sampling, from the root to the first rejected token.
+class RejectionSampler:
+    """Verification of one tree by rejection sampling.
 
     Args:
-        target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of what follows.
-        look_ahead: returns a new look-ahead for the token that finishes the request; nothing after it is kept.
+        target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
+        new_lookahead: returns a look-ahead for the token that finishes the request; nothing after it is accepted.
     """
 
     def __init__(
         self,
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
-        look_ahead: Callable[[], Ahead],
-        chance: Chance,
+        new_lookahead: Callable[[], Lookahead],
+        decisions: RandomDecisions,
     ) -> None:
-        self._tree, self._target_probs, self._chance = tree, target_probs, chance
-        self._look_ahead, self._ahead = look_ahead, look_ahead()
+        self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
+        self._new_lookahead, self._lookahead = new_lookahead, new_lookahead()
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
     def run(self) -> VerifyResult:
-        """Walk to the end."""
+        """Return the accepted nodes and the tokens."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
-        node = self._keep_block(length) if length else 0
+        node = self._verify_block(length) if length else 0
         while node is not None:
-            node = self._follow(node)
+            node = self._verify_children(node)
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
-    def _follow(self, node: int) -> int | None:
-        """Choose the token after `node`; return the accepted child, or None where the walk ends."""
+    def _verify_children(self, node: int) -> int | None:
+        """Add the token after `node`; return the accepted child, or None at the end."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
         except BaseException as error:
             if not self._accepted or is_interrupt(error):
                 raise
-            self._accepted.pop()  # its token is the last one, and the next step reaches this row first
+            self._accepted.pop()  # the last token becomes the bonus token; the next step reads this row first, and reports the error
             return None
         draft = tree.draft_probs.get(node)
         if draft is None:
-            token = self._chance.draw(target, depth)
-            return self._take(token, tree.child(node, token))
+            token = self._decisions.draw(target, depth)
+            return self._add(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # the residual draft distribution is empty
+            if draft is None:  # the drafter had no further token with a probability above 0
                 break
-            if self._chance.accepts(acceptance(target, draft, token), depth, index):
-                return self._take(token, child)
+            if self._decisions.accepts(acceptance(target, draft, token), depth, index):
+                return self._add(token, child)
             target = residual(target, excess(target, draft))
             draft = draft.without(token)
-        return self._take(self._chance.draw(target, depth), None)
+        return self._add(self._decisions.draw(target, depth), None)
 
-    def _keep_block(self, length: int) -> int | None:
-        """Keep the longest prefix that is accepted of `length` drawn tokens; returns the node to go on from where that is all of them.
+    def _verify_block(self, length: int) -> int | None:
+        """Accept the longest prefix of `length` drawn tokens; return the last node if that is all of them.
 
-        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends with the token that ends the request, or where
-        its draws end.
+        Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2. Deviation: a chain ends with the token that finishes the request, or
+        where its draws end.
         """
         tree = self._tree
-        share: float = 1
+        share: float = 1  # the paper's p_i
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
@@ -157,30 +157,30 @@ class Walk:
                 break
             draft = tree.draft_probs[depth]
             weights = excess(target, draft, share)
-            if depth == 0 or self._chance.accepts(block_threshold(share, weights), depth - 1, 0):
+            if depth == 0 or self._decisions.accepts(block_threshold(share, weights), depth - 1, 0):
                 num_kept, after, left = depth, target, weights
             share = min(1, share * acceptance(target, draft, tree.token_ids[depth + 1]))
-            if share == 0:  # neither this draft nor a later one can be accepted
+            if share == 0:  # neither this draft token nor a later one can be accepted
                 break
-        is_whole = self._chance.accepts(share, length - 1, 0)
+        is_whole = self._decisions.accepts(share, length - 1, 0)
         node: int | None = 0
         for child in range(1, (length if is_whole else num_kept) + 1):
-            node = self._take(tree.token_ids[child], child)
-        return node if is_whole else self._take(self._chance.draw(residual(after, left), num_kept), None)
+            node = self._add(tree.token_ids[child], child)
+        return node if is_whole else self._add(self._decisions.draw(residual(after, left), num_kept), None)
 
     def _block_length(self) -> int:
-        """Drawn tokens of the chain from the root on, up to the one that ends the request."""
-        length, ahead = 0, self._look_ahead()
+        """Return the number of drawn tokens from the root on, up to the one that finishes the request."""
+        length, lookahead = 0, self._new_lookahead()
         while length in self._tree.draft_probs:
             length += 1
-            if ahead.finishes_with(self._tree.token_ids[length]):
+            if lookahead.finishes_with(self._tree.token_ids[length]):
                 break
         return length
 
-    def _take(self, token_id: int, child: int | None) -> int | None:
-        """Add a token; return `child` if the walk goes on there."""
+    def _add(self, token_id: int, child: int | None) -> int | None:
+        """Add a token; return `child` if verification goes on there."""
         self._token_ids.append(token_id)
-        if child is None or self._ahead.finishes_with(token_id):
+        if child is None or self._lookahead.finishes_with(token_id):
             return None
         self._accepted.append(child)
         return child

@@ -1,4 +1,4 @@
-"""Speculation as an engine has it: drafters, a policy of how much to draft, and the rule that accepts draft tokens."""
+"""Speculation as a step sees it: drafters, the policy of how much to draft, and the rule that accepts draft tokens."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -17,18 +17,18 @@ from paceline.speculation.verify import VerifyResult, path_request, verify
 
 
 class Speculator:
-    """Drafts for the requests of a step and learns from the outcome. Where a drafter fails, the step is plain.
+    """Drafts for the requests of a step, verifies the drafts and learns from the outcome. If a drafter fails, the step is plain.
 
     Args:
         drafters: none for plain decoding.
         policy: how much to draft.
-        vocab_size: ids the tokenizer knows; rows of the model beyond them are padding, never emitted, and never drafted.
+        vocab_size: number of ids of the tokenizer. The model's logits beyond it are padding; these ids are never drafted or emitted.
         layout: how trees are laid out in the cache, which decides the rows they take.
-        acceptance: which draft tokens are accepted.
+        acceptance: rule that accepts draft tokens.
 
     Attributes:
-        drafter_names: of the drafters, in order.
-        uses_predictions: whether a drafter drafts from what a request predicts.
+        drafter_names: names of the drafters, in order.
+        uses_predictions: whether a drafter copies from `Request.prediction_token_ids`.
     """
 
     def __init__(
@@ -47,52 +47,52 @@ class Speculator:
         self._guard = ErrorGuard()
         self._proposer = Proposer(drafters, self._guard, vocab_size=vocab_size, layout=layout)
         self._observers = [drafter for drafter in drafters if type(drafter).observe is not Drafter.observe]
-        self._needs = DrafterNeeds.of(drafters)
+        self._needs = DrafterNeeds.union(drafters)
         self._forward_s = 0.0  # of the last pass
 
     @property
     def num_failures(self) -> int:
-        """Number of exceptions that drafters raised."""
+        """Number of exceptions raised by drafters."""
         return self._guard.num_failures
 
     def propose(self, batch: Sequence[RequestRows], max_rows: int | None = None) -> None:
-        """Attach a draft to every request that is to draft.
+        """Set `rows.tree` for every request that is to draft.
 
         Args:
-            max_rows: of the pass, tokens that are no drafts included; None = no limit.
+            max_rows: most rows of the pass, all requests and drafts included; None = no limit.
         """
-        self._proposer.propose(batch, self.policy, max_rows, samples_drafts=self.acceptance is Acceptance.REJECTION)
+        self._proposer.propose(batch, self.policy, max_rows, is_rejection=self.acceptance is Acceptance.REJECTION)
 
     def path_request(self, rows: RequestRows) -> PathRequest | None:
-        """The walk of a request for the compiled sampler, if there is one that it can draw."""
-        if rows.tree is None or not self._matches(rows.request):
+        """Return the input of the compiled sampler, or None if the request must be verified row by row."""
+        if rows.tree is None or not self._is_match(rows.request):
             return None
         return path_request(rows.tree, rows.request, rows.first_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
-        """Walk a request's tree by the rule in use."""
-        if self._matches(rows.request):
+        """Verify a request's tree by the rule in use."""
+        if self._is_match(rows.request):
             return verify(tree, rows.logits, rows.request, rows.path)
         return verify_rejection(tree, rows.logits, rows.request)
 
-    def _matches(self, request: Request) -> bool:
-        """Whether draft tokens are accepted where they are the target's own; at temperature 0 both rules are the same."""
+    def _is_match(self, request: Request) -> bool:
+        """Return whether draft tokens must equal the target's own; at temperature 0 both rules do the same."""
         return self.acceptance is Acceptance.MATCH or request.params.is_greedy
 
-    def learn(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Pass the outcome of a draft to the policy."""
-        with self._guard:
-            self.policy.observe(request, tree, accepted_nodes)
-
     def forward(self, target: Network, arguments: Pass) -> ForwardOutput:
-        """Run and time the target's pass."""
+        """Run the target's pass and time it."""
         start_s = perf_counter()
         output = target.forward(*arguments)
         self._forward_s = perf_counter() - start_s
         return output
 
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        """Give the policy the outcome of a draft."""
+        with self._guard:
+            self.policy.observe_verified(request, tree, accepted_nodes)
+
     def observe(self, batch: Sequence[RequestRows], seconds: float) -> None:
-        """Give the policy the times of a step, and the drafters the rows that became permanent.
+        """Give the policy the times of a step, and the drafters the rows that were kept.
 
         Args:
             seconds: of the whole step.
@@ -102,32 +102,32 @@ class Speculator:
         draft_s, plan_s = self._proposer.draft_s, self._proposer.plan_s
         host_s = max(0.0, seconds - self._forward_s - draft_s - plan_s)
         with self._guard:
-            self.policy.observe_step(batch, self._forward_s, host_s, draft_s, plan_s)
+            self.policy.observe_step_time(batch, self._forward_s, host_s, draft_s, plan_s)
         if self._observers:
             self.observe_rows([self._committed(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 
     def observe_rows(self, committed: Sequence[CommittedRows]) -> None:
-        """Give permanent rows to the drafters, to each with the layers that it needs."""
+        """Give kept rows to the drafters, each with the layers that it needs."""
         for drafter in self._observers:
             with self._guard:
                 drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])
 
     def _committed(self, rows: RequestRows, output: PlanOutput) -> CommittedRows:
-        """A request's permanent rows with the activations that drafters need."""
+        """Return a request's kept rows with the activations that drafters need."""
         nodes = rows.kept_nodes
         hidden = output.hidden_states(nodes) if self._needs.hidden_states else None
         collected = output.collected_hidden_states(nodes) if self._needs.layers else None
         return CommittedRows(rows.request, rows.start, len(nodes), hidden, collected)
 
     def preempt(self, request: Request) -> None:
-        """Let the drafters free what they hold for a request whose cache rows were evicted; what is known of its acceptance stays."""
-        if not request.speculation.is_off:
+        """Free what drafters hold for a request whose cache rows were evicted. Its acceptance rates are kept."""
+        if request.is_speculative:
             for drafter in self.drafters:
                 with self._guard:
                     drafter.release(request)
 
     def release(self, request: Request) -> None:
-        """Drop what policy and drafters keep for a request that ended."""
+        """Free what policy and drafters hold for a request that ended."""
         with self._guard:
             self.policy.release(request)
         self.preempt(request)

@@ -1,11 +1,11 @@
-"""What speculation did, counted after the stop cut.
+"""Statistics of speculation: counters of requests, and records of single steps. Tokens after the one that finishes a request do not count.
 
-steps: target passes that emitted. drafted: draft tokens, roots excluded. accepted: draft tokens accepted. emitted: tokens of those steps;
-emitted = accepted + bonus. mean_acceptance_length = emitted / steps (plain decoding = 1). acceptance_rate = accepted / drafted.
+mean_acceptance_length = num_emitted_tokens / steps        1 for plain decoding
+acceptance_rate        = num_accepted_tokens / num_draft_tokens
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -13,39 +13,27 @@ from typing import Any
 class SkipReason(StrEnum):
     """Why a step ran without a draft. The value is the identifier in JSON, metrics and logs."""
 
-    OFF = "off"
-    PROMPT = "prompt"
-    RESUMED = "resumed"
-    NO_MATCH = "no_match"
-    UNPROFITABLE = "unprofitable"
-    NO_ROOM = "no_room"
-    PASS_FULL = "pass_full"
-    NO_MEMORY = "no_memory"
-    DRAFTER_FAILED = "drafter_failed"
-    UNUSABLE = "unusable"
+    description: str
 
-    @property
-    def description(self) -> str:
-        """The reason in words."""
-        return _DESCRIPTIONS[self]
+    def __new__(cls, value: str, description: str) -> "SkipReason":
+        reason = str.__new__(cls, value)
+        reason._value_, reason.description = value, description
+        return reason
 
-
-_DESCRIPTIONS = {
-    SkipReason.OFF: "speculation is off",
-    SkipReason.PROMPT: "the prompt's last pass",
-    SkipReason.RESUMED: "the last pass over tokens whose cache rows had been evicted",
-    SkipReason.NO_MATCH: "no drafter had a draft",
-    SkipReason.UNPROFITABLE: "drafting was not expected to pay",
-    SkipReason.NO_ROOM: "the end of the context or of max_tokens",
-    SkipReason.PASS_FULL: "the pass was full of other rows",
-    SkipReason.NO_MEMORY: "no cache block was free for draft tokens",
-    SkipReason.DRAFTER_FAILED: "the drafter failed",
-    SkipReason.UNUSABLE: "no drafted token was usable",
-}
+    OFF = "off", "speculation is off"
+    PROMPT = "prompt", "the prompt's last pass"
+    RESUMED = "resumed", "the last pass over tokens whose cache rows had been evicted"
+    NO_MATCH = "no_match", "no drafter had a draft"
+    UNPROFITABLE = "unprofitable", "drafting was not expected to pay"
+    NO_ROOM = "no_room", "the end of the context or of max_tokens"
+    PASS_FULL = "pass_full", "the pass was full of other rows"
+    NO_MEMORY = "no_memory", "no cache block was free for draft tokens"
+    DRAFTER_FAILED = "drafter_failed", "the drafter failed"
+    UNUSABLE = "unusable", "no drafted token was usable"
 
 
 class SkipCounts(dict[SkipReason, int]):
-    """Steps by reason, 0 for a reason that did not occur. A `Counter` would come out wrong of `dataclasses.asdict`."""
+    """Plain steps by reason, 0 for a reason that did not occur. `dataclasses.asdict` cannot copy a `Counter`."""
 
     def __missing__(self, reason: SkipReason) -> int:
         return 0
@@ -53,84 +41,137 @@ class SkipCounts(dict[SkipReason, int]):
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts steps and draft tokens of one request, or of several requests together.
+    """Counters of one request, or of several requests together.
 
-    `acceptance` is the rule that accepts draft tokens: "match" or "rejection" (speculation/rejection.py).
+    Attributes:
+        steps: target passes that emitted tokens.
+        num_draft_tokens: draft tokens that the target verified.
+        num_accepted_tokens: those of them that were kept.
+        num_emitted_tokens: tokens of all steps.
+        num_dropped_tokens: draft tokens dropped before the pass: invalid ids, too deep, over budget, or no memory.
+        num_draft_tokens_by_position, num_accepted_tokens_by_position: the same by depth in the draft, from depth 1.
+        skip_counts: plain steps by reason.
+        acceptance: rule of acceptance: "match" or "rejection" (speculation/rejection.py).
     """
 
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    bonus: int = 0
-    emitted: int = 0
-    cut: int = 0  # draft tokens dropped before the pass: ids out of range, too deep, over budget
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    plain: SkipCounts = field(default_factory=SkipCounts)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    num_dropped_tokens: int = 0
+    num_draft_tokens_by_position: list[int] = field(default_factory=list)
+    num_accepted_tokens_by_position: list[int] = field(default_factory=list)
+    skip_counts: SkipCounts = field(default_factory=SkipCounts)
     acceptance: str = "match"
 
     @property
+    def num_bonus_tokens(self) -> int:
+        """Number of tokens that the target added to the accepted ones: one a step, unless an accepted token finished the request."""
+        return self.num_emitted_tokens - self.num_accepted_tokens
+
+    @property
     def plain_steps(self) -> int:
-        return sum(self.plain.values())
+        """Number of steps without a draft."""
+        return sum(self.skip_counts.values())
 
     @property
     def mean_acceptance_length(self) -> float:
-        return self.emitted / self.steps if self.steps else 0.0
+        return self.num_emitted_tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_rate_by_position(self) -> list[float]:
-        """Accepted / drafted at depth 1, 2, …"""
-        return [kept / max(1, drafted) for kept, drafted in zip(self.accepted_by_position, self.drafted_by_position, strict=True)]
+        """Acceptance rate at depth 1, 2, …"""
+        counts = zip(self.num_accepted_tokens_by_position, self.num_draft_tokens_by_position, strict=True)
+        return [accepted / max(1, drafted) for accepted, drafted in counts]
 
-    def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, plain: SkipReason | None) -> None:
-        """Count one step. `draft_depths`: depth of each draft token; `num_accepted` and `num_emitted`: after the stop cut."""
+    def record(self, draft_depths: Sequence[int], num_accepted: int, num_emitted: int, skip_reason: SkipReason | None) -> None:
+        """Count one step.
+
+        Args:
+            draft_depths: depth of each draft token.
+        """
         self.steps += 1
-        self.drafted += len(draft_depths)
-        self.accepted += num_accepted
-        self.bonus += num_emitted - num_accepted
-        self.emitted += num_emitted
-        if plain is not None:
-            self.plain[plain] += 1
-        if not draft_depths:
-            return
-        self._widen(max(draft_depths))
+        self.num_draft_tokens += len(draft_depths)
+        self.num_accepted_tokens += num_accepted
+        self.num_emitted_tokens += num_emitted
+        if skip_reason is not None:
+            self.skip_counts[skip_reason] += 1
+        if draft_depths:
+            self._extend_positions(max(draft_depths))
         for depth in draft_depths:
-            self.drafted_by_position[depth - 1] += 1
-        for depth in range(num_accepted):
-            self.accepted_by_position[depth] += 1
+            self.num_draft_tokens_by_position[depth - 1] += 1
+        for index in range(num_accepted):
+            self.num_accepted_tokens_by_position[index] += 1
 
     def add(self, other: "SpeculationStats") -> None:
         """Add another request's counters to these."""
-        for name in ("steps", "drafted", "accepted", "bonus", "emitted", "cut"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self._widen(len(other.drafted_by_position))
-        for depth, (drafted, accepted) in enumerate(zip(other.drafted_by_position, other.accepted_by_position, strict=True)):
-            self.drafted_by_position[depth] += drafted
-            self.accepted_by_position[depth] += accepted
-        for reason, count in other.plain.items():
-            self.plain[reason] += count
+        self._extend_positions(len(other.num_draft_tokens_by_position))
+        for name in (own.name for own in fields(self)):
+            value, added = getattr(self, name), getattr(other, name)
+            if isinstance(value, int):
+                setattr(self, name, value + added)
+            elif isinstance(value, list):
+                value[: len(added)] = map(int.__add__, value, added)
+        for reason, count in other.skip_counts.items():
+            self.skip_counts[reason] += count
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "acceptance": self.acceptance,
             "steps": self.steps,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "bonus": self.bonus,
-            "emitted": self.emitted,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_bonus_tokens": self.num_bonus_tokens,
+            "num_emitted_tokens": self.num_emitted_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_rate": round(self.acceptance_rate, 4),
             "acceptance_rate_by_position": [round(rate, 4) for rate in self.acceptance_rate_by_position],
             "plain_steps": self.plain_steps,
-            "plain": {reason.value: count for reason, count in self.plain.items()},
+            "skip_counts": {reason.value: count for reason, count in self.skip_counts.items()},
         }
 
-    def _widen(self, depth: int) -> None:
-        missing = depth - len(self.drafted_by_position)
-        self.drafted_by_position.extend([0] * missing)
-        self.accepted_by_position.extend([0] * missing)
+    def _extend_positions(self, depth: int) -> None:
+        for counts in (self.num_draft_tokens_by_position, self.num_accepted_tokens_by_position):
+            counts.extend([0] * (depth - len(counts)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Draft and outcome of one step of one request. Node 0 of its tree is the last token before the step; nodes 1 … n are the draft.
+
+    Attributes:
+        start: index of its first token among the output tokens.
+        token_ids: emitted tokens: those of the accepted nodes, then the bonus token.
+        draft_token_ids: [n] draft tokens.
+        parents: [n] parent node of each draft token.
+        sources: [n] name of the drafter of each.
+        accepted_nodes: nodes whose tokens were accepted, from depth 1 down.
+        skip_reason: why there is no draft; None where there is one.
+        expected_tokens: number of tokens the step was expected to emit when the draft was chosen; None = unknown.
+        expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    draft_token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    accepted_nodes: tuple[int, ...] = ()
+    skip_reason: SkipReason | None = None
+    expected_tokens: float | None = None
+    expected_speedup: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        values: dict[str, Any] = {own.name: getattr(self, own.name) for own in fields(self)}
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                values[name] = list(value)
+            elif isinstance(value, float):
+                values[name] = round(value, 3)
+        return {**values, "skip_reason": self.skip_reason and self.skip_reason.value}

@@ -1,13 +1,15 @@
 """One step of speculative decoding. Start reading here.
 
-    propose    a draft tree under the last token of every request that decodes          propose.py
-    forward    one pass of the target over all rows: prompt chunks, last tokens, drafts
+    propose    draft a tree under the last token of every request that decodes          propose.py
+    reserve    take cache slots for all rows; drafts shrink if blocks are short         propose.py
+    forward    run the target once over all rows: prompt chunks, last tokens, drafts
     verify     draw the target's own tokens along each tree                             verify.py
-    commit     append the accepted tokens and one bonus token, until a request finishes commit.py
-    observe    give the policy acceptance and times, and drafters the permanent rows    speculator.py
+    commit     append the accepted tokens and one bonus token                           commit.py
+    keep       keep the cache rows of the accepted path and free those of rejected tokens
+    observe    update the policy's rates and times, and give drafters the kept rows     speculator.py
 
-A request whose tokens are not all cached (a prompt, or one that was preempted) brings those rows first, in chunks; the chunk that reaches
-its last token is a plain step. The bonus token has no cached row yet: it is the root of the next step.
+A request whose tokens are not all cached (a prompt, or after preemption) runs those first, in chunks; the chunk with its last token is a
+plain step. The bonus token has no cached row yet: it is the root of the next step's draft.
 """
 
 from collections.abc import Sequence
@@ -22,36 +24,37 @@ from paceline.speculation.propose import reserve
 from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import StepRecord
+from paceline.speculation.tree import DraftTree
 
 
 class PassInterrupted(BaseException):
-    """An interrupt during the target's pass (`__cause__`): nothing was committed, and every request is as it was before."""
+    """An interrupt (`__cause__`) during the target's pass. Nothing was committed; every request is as it was before the step."""
 
 
 def step(
     requests: Sequence[Request],
-    num_rows: Sequence[int],
+    num_new_tokens: Sequence[int],
     target: Network,
     cache: KVCache,
     speculator: Speculator,
     *,
     max_rows: int | None = None,
 ) -> None:
-    """Advance every request by one target pass; each that has reached its last token emits at least one token, or fails alone.
+    """Advance every request by one target pass. Each whose last token runs emits at least one token, or fails without the others.
 
     Args:
         requests: unfinished, each with a sequence in `cache`.
-        num_rows: by request, how many of its tokens that are not cached run (`Request.num_next_tokens`).
-        max_rows: of the pass; drafts take what is left of them. None = no limit.
+        num_new_tokens: by request, how many of its tokens without cached rows run.
+        max_rows: most rows of the pass; drafts get what the other rows leave. None = no limit.
 
     Raises:
-        CapacityError: the tokens that are no drafts do not fit in the cache; nothing was changed.
+        CapacityError: the rows without drafts do not fit in the cache; nothing was changed.
         PassInterrupted: KeyboardInterrupt or the like during the target's pass. Elsewhere it is raised as it is.
-        Exception: whatever the target's pass raised; nothing was committed.
+        Exception: the target's pass failed; nothing was committed.
     """
     start_s = perf_counter()
-    batch = [RequestRows.of(request, count) for request, count in zip(requests, num_rows, strict=True)]
+    batch = [RequestRows.without_draft(request, count) for request, count in zip(requests, num_new_tokens, strict=True)]
     speculator.propose(batch, max_rows)
     _forward(batch, target, cache, speculator)
     for rows in batch:
@@ -65,9 +68,9 @@ def step(
 
 
 def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, speculator: Speculator) -> None:
-    """Run the target, and draw at once what the compiled sampler can draw."""
-    plans, wanted = reserve(batch, cache), [rows.logits_nodes for rows in batch]
-    arguments = assemble(plans, [rows.token_ids for rows in batch], wanted, [rows.request.adapter_number for rows in batch])
+    """Reserve slots, run the target, and sample the paths of all requests whose rows the compiled sampler can draw from."""
+    plans, nodes = reserve(batch, cache), [rows.logits_nodes for rows in batch]
+    arguments = assemble(plans, [rows.token_ids for rows in batch], nodes, [rows.request.adapter_number for rows in batch])
     try:
         output = speculator.forward(target, arguments)
     except BaseException as error:
@@ -77,7 +80,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
             raise PassInterrupted from error
         raise
     view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_at, output.block_max_at)
-    for rows, own in zip(batch, output.by_plan(plans, wanted), strict=True):
+    for rows, own in zip(batch, output.by_plan(plans, nodes), strict=True):
         rows.set_output(own, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
     for rows, path in zip(batch, paths, strict=True):
@@ -85,29 +88,37 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
 
 
 def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator) -> None:
-    """Verify one request's tree, commit its tokens and keep the cache rows of the accepted path; those of rejected tokens are freed."""
-    request, tree = rows.request, rows.tree
-    if rows.wants_prompt_rows:
+    """Verify one request's tree, commit its tokens, keep the cache rows of the accepted path and free those of rejected tokens."""
+    request = rows.request
+    if request.needs_prompt_logits:
         request.prompt_logprobs.extend(prompt_logprobs(request, rows.prompt_logits))
-    if tree is not None:
-        nodes, token_ids = speculator.verify(rows, tree)
-        logprobs = token_logprobs(token_ids, nodes, rows.logits, request) if request.params.logprobs is not None else ()
-        num_emitted = commit(request, token_ids, len(nodes), drafted=rows.num_draft_tokens > 0, logprobs=logprobs)
-        accepted = nodes[:num_emitted]
-        request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.skip_reason)
-        if request.speculation.trees:
-            start = request.num_output_tokens - num_emitted
-            request.steps.append(StepRecord.of(rows, tree, accepted, start, token_ids[:num_emitted]))
-        if rows.num_draft_tokens > 0:
-            speculator.learn(request, tree, nodes)
-        rows.keep(accepted)
-    rows.is_observed = not request.speculation.is_off
+    if rows.tree is not None:
+        _accept(rows, rows.tree, speculator)
+    rows.is_observed = request.is_speculative
     cache.keep_path(request.sequence, rows.kept_nodes[-1])
     cache.remember(request.sequence, request.token_ids)
 
 
+def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
+    """Append the accepted tokens and the bonus token to the request, and count the step."""
+    request = rows.request
+    nodes, token_ids = speculator.verify(rows, tree)
+    logprobs = token_logprobs(token_ids, nodes, rows.logits, request) if request.params.logprobs is not None else ()
+    num_emitted = commit(request, token_ids, len(nodes), has_draft=tree.num_draft_tokens > 0, logprobs=logprobs)
+    accepted = nodes[:num_emitted]
+    request.stats.record(tree.depths[1:], len(accepted), num_emitted, rows.skip_reason)
+    if request.keeps_steps:
+        start, emitted = request.num_output_tokens - num_emitted, tuple(token_ids[:num_emitted])
+        draft = tuple(tree.token_ids[1:]), tuple(tree.parents[1:]), tuple(tree.sources[1:])
+        expected = rows.expected_tokens, rows.expected_speedup
+        request.steps.append(StepRecord(start, emitted, *draft, tuple(accepted), rows.skip_reason, *expected))
+    if tree.num_draft_tokens > 0:
+        speculator.observe_verified(request, tree, nodes)
+    rows.keep_accepted(accepted)
+
+
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
-    """Finish a request with its own error. Rows of a pass with damaged numbers must not be shared through the prefix cache."""
+    """Finish a request with its own error. Rows with damaged numbers are removed from the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.forget(request.sequence)

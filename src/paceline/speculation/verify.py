@@ -1,8 +1,8 @@
 """Verification: which draft tokens the target itself would have produced.
 
-At the root the target's own token is drawn from its own row, with the noise of that position. If a child holds it, the walk goes there and
-repeats; else it stops, and that token is the bonus token. It also stops at a token that finishes the request. Every token is the target's
-own draw, so any tree is exact and no draft probability is needed.
+At the root, the target's token is drawn from the target's logits with the noise of that position. If a child holds that token, the child is
+accepted, and the same is done there. Otherwise the token is the bonus token. A token that finishes the request ends it too. Every token is
+the target's own draw, so outputs are those of plain decoding for any tree, and no draft probability is needed.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class VerifyResult(NamedTuple):
     """Outcome of verifying one tree.
 
     Attributes:
-        accepted_nodes: from the root's child down.
-        token_ids: one for each accepted node, then the bonus token.
+        accepted_nodes: from depth 1 down.
+        token_ids: those of the accepted nodes, then the bonus token.
     """
 
     accepted_nodes: tuple[int, ...]
@@ -32,16 +32,16 @@ class VerifyResult(NamedTuple):
 
 
 def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledPath | None = None) -> VerifyResult:
-    """Walk a tree with the target's rows.
+    """Verify a tree by the target's own draws.
 
     Args:
         tree: rooted at the request's last token.
-        logits: [N, V] float32, row i belongs to node i; only rows that the walk reaches are read.
-        request: gives processors, seed and position; not changed.
-        path: the walk as the compiled sampler drew it (`path_request`); None = draw row by row.
+        logits: [N, V] float32, row i belongs to node i; only rows along the accepted path are read.
+        request: not changed.
+        path: accepted path and bonus token as the compiled sampler drew them (`path_request`); None = draw row by row.
 
     Raises:
-        PacelineError: the root's row cannot be drawn from. Where a later row cannot, the walk ends before it.
+        PacelineError: no token can be drawn at the root. If none can at an accepted node, verification ends before that node.
     """
     if path is not None:
         return _cut_at_finish(path, request)
@@ -54,7 +54,8 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
         except BaseException as error:
             if not accepted or is_interrupt(error):
                 raise
-            return VerifyResult(tuple(accepted[:-1]), tuple(token_ids))  # the next step draws from this row first, and reports the error
+            # the last token becomes the bonus token; the next step reads this row first, and reports the error
+            return VerifyResult(tuple(accepted[:-1]), tuple(token_ids))
         token_ids.append(token)
         child = tree.child(node, token)
         if child is None or lookahead.finishes_with(token):
@@ -64,7 +65,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
 
 
 def path_request(tree: DraftTree, request: Request, first_row: int) -> PathRequest | None:
-    """Return the input of the compiled sampler; None if rows of the request must be edited before they are drawn from."""
+    """Return the input of the compiled sampler; None if processors edit the logits of the request."""
     sampler = request.processor.path_sampler
     if sampler is None:
         return None

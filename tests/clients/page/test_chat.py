@@ -190,7 +190,7 @@ def test_what_is_chosen_is_what_is_sent(page: Any) -> None:
     chosen = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 33, "seed": 5}
     assert all({name: fields[name] for name in chosen} == chosen for fields in asked)
     assert [fields["speculation"] for fields in asked] == [
-        {"trees": True, "drafter": "ngram", "max_draft_tokens": 2},
+        {"trees": True, "drafter": "ngram", "num_speculative_tokens": 2},
         {"enabled": False, "trees": True},
     ]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.engine_targets import Open, assert_clean, make, run_to_end
-from paceline import LLM, RequestError, RequestSpeculation, SamplingParams
+from paceline import LLM, RequestError, SamplingParams, SpeculationOptions
 from paceline.drafters.ngram import NgramDrafter
 from paceline.runtimes.base import assemble
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -233,17 +233,17 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
     spy = Spy()
     llm = open_llm(40, spy)
     expected = open_llm(40).generate([[5], [6]], GREEDY)
-    for off in ({"enabled": False}, {"max_draft_tokens": 0}, RequestSpeculation(enabled=False)):
+    for off in ({"enabled": False}, {"num_speculative_tokens": 0}, SpeculationOptions(enabled=False)):
         (output,) = llm.generate([[5]], GREEDY, speculation=off)
         assert (spy.asked, spy.told) == ([], [])
-        assert output.speculation.plain == {SkipReason.PROMPT: 1, SkipReason.OFF: 23}
+        assert output.speculation.skip_counts == {SkipReason.PROMPT: 1, SkipReason.OFF: 23}
     off, on = make(llm, [5], GREEDY, speculation={"enabled": False}), make(llm, [6], GREEDY)
     llm.engine.speculator.policy = FixedDraftLength(4)
     for request in (off, on):
         llm.engine.add(request)
     run_to_end(llm)
     assert {request for request, _ in spy.asked} == {on} == set(spy.told)
-    assert (off.stats.drafted, on.stats.drafted > 40) == (0, True)
+    assert (off.stats.num_draft_tokens, on.stats.num_draft_tokens > 40) == (0, True)
     assert [off.output_token_ids, on.output_token_ids] == [output.token_ids for output in expected]
     assert_clean(llm)
 
@@ -253,13 +253,13 @@ def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, lim
     spy = Spy()
     llm = open_llm(40, spy)
     llm.engine.speculator.policy = FixedDraftLength(4)
-    limited, free = make(llm, [5], GREEDY, speculation={"max_draft_tokens": limit}), make(llm, [6], GREEDY)
+    limited, free = make(llm, [5], GREEDY, speculation={"num_speculative_tokens": limit}), make(llm, [6], GREEDY)
     for request in (limited, free):
         llm.engine.add(request)
     run_to_end(llm)
     assert max(budget.max_depth for request, budget in spy.asked if request is limited) == min(limit, 4)
     assert max(budget.max_depth for request, budget in spy.asked if request is free) == 4
-    assert len(limited.stats.drafted_by_position) == min(limit, 4)
+    assert len(limited.stats.num_draft_tokens_by_position) == min(limit, 4)
 
 
 def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
@@ -306,9 +306,9 @@ def test_a_drafter_that_is_not_loaded_is_refused_by_name(open_llm: Open) -> None
 WRONG = [
     ({"enabled": 1}, "speculation.enabled"),
     ({"drafter": 5}, "speculation.drafter"),
-    ({"max_draft_tokens": -1}, "speculation.max_draft_tokens"),
-    ({"max_draft_tokens": 65}, "speculation.max_draft_tokens"),
-    ({"max_draft_tokens": True}, "speculation.max_draft_tokens"),
+    ({"num_speculative_tokens": -1}, "speculation.num_speculative_tokens"),
+    ({"num_speculative_tokens": 65}, "speculation.num_speculative_tokens"),
+    ({"num_speculative_tokens": True}, "speculation.num_speculative_tokens"),
     ({"on": True}, "speculation"),
     ("off", "speculation"),
 ]
@@ -317,7 +317,7 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "name"), WRONG, ids=str)
 def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        RequestSpeculation.of(wrong)  # type: ignore[arg-type]
+        SpeculationOptions.parse(wrong)  # type: ignore[arg-type]
     assert caught.value.parameter == name
 
 

@@ -90,11 +90,16 @@ def test_preempted_requests_get_the_tokens_they_get_alone(
     for output, one in zip(outputs, expected, strict=True):
         assert (output.token_ids, output.logprobs, output.text) == (one.token_ids, one.logprobs, one.text)
         stats = output.speculation
-        assert stats.emitted == stats.accepted + stats.bonus == len(output.token_ids) == output.usage.completion_tokens
-        assert stats.plain_steps <= stats.steps <= stats.emitted, "rows that run again are no steps of their own"
+        assert (
+            stats.num_emitted_tokens
+            == stats.num_accepted_tokens + stats.num_bonus_tokens
+            == len(output.token_ids)
+            == output.usage.completion_tokens
+        )
+        assert stats.plain_steps <= stats.steps <= stats.num_emitted_tokens, "rows that run again are no steps of their own"
     stats = llm.stats()
     assert stats.num_preemptions > 1
-    assert stats.speculation.plain[SkipReason.RESUMED] > 0
+    assert stats.speculation.skip_counts[SkipReason.RESUMED] > 0
     assert (stats.num_finished, stats.completion_tokens) == (len(PROMPTS), 60 * len(PROMPTS))
     assert_clean(llm)
 
@@ -124,9 +129,9 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: 
     llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.token_ids for output in outputs] == solo
-    assert (sum(output.speculation.cut for output in outputs) > 20) == (num_blocks <= 9)
+    assert (sum(output.speculation.num_dropped_tokens for output in outputs) > 20) == (num_blocks <= 9)
     # it is the branches that go: the first path, which is right, stays but for a step or two at the border of a block
-    assert sum(output.speculation.plain[SkipReason.NO_MEMORY] for output in outputs) <= 3
+    assert sum(output.speculation.skip_counts[SkipReason.NO_MEMORY] for output in outputs) <= 3
     assert all(output.speculation.mean_acceptance_length > 2.2 for output in outputs)
     assert_clean(llm)
 
@@ -174,8 +179,8 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     outputs = llm.generate(PROMPTS[:1] + PROMPTS[2:3] + [[40], [50], [60]], GREEDY)
     assert [output.token_ids for output in outputs[:2]] == [solo[0], solo[2]]
     assert max(rows) <= max_num_batched_tokens
-    assert sum(output.speculation.plain[SkipReason.PASS_FULL] for output in outputs) == 0 or max_num_batched_tokens < 14
-    assert all(output.speculation.drafted > 0 for output in outputs) or max_num_batched_tokens == 5
+    assert sum(output.speculation.skip_counts[SkipReason.PASS_FULL] for output in outputs) == 0 or max_num_batched_tokens < 14
+    assert all(output.speculation.num_draft_tokens > 0 for output in outputs) or max_num_batched_tokens == 5
 
 
 def test_a_cache_smaller_than_the_context_is_noticed(open_llm: Open) -> None:

@@ -91,6 +91,7 @@ class FaultyPolicy(FixedDraftLength):
         def fail(*_: Any) -> Any:
             raise kind("out of a policy")
 
+        assert hasattr(self, where)
         setattr(self, where, fail)
 
 
@@ -175,7 +176,8 @@ def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], ki
 
 
 @pytest.mark.parametrize(
-    "where", ["plan", "select", "rests", "rests_together", "note_no_guess", "observe", "observe_draft", "observe_step", "release"]
+    "where",
+    ["begin_step", "skip_reason", "plan", "prefers", "select", "observe_verified", "observe_draft_time", "observe_step_time", "release"],
 )
 def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], where: str) -> None:
     """Also a mistake of our own there costs guesses, no request."""

@@ -37,7 +37,7 @@ def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: 
     assert CATCH_UP_ROWS > 240
     assert llm.stats().drafter_failures == 0
     assert llm.stats().num_preemptions == 0
-    assert all(output.speculation.drafted > 0 for output in outputs)
+    assert all(output.speculation.num_draft_tokens > 0 for output in outputs)
 
 
 def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
@@ -61,7 +61,7 @@ def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert max(rows) <= max_num_batched_tokens
-    assert (sum(output.speculation.accepted for output in outputs) > 20) == (max_num_batched_tokens > 3)
+    assert (sum(output.speculation.num_accepted_tokens for output in outputs) > 20) == (max_num_batched_tokens > 3)
 
 
 def test_a_long_prompt_goes_on_beside_older_requests_that_decode(mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import pytest
 from harness.adversaries import ChaosDrafter, OracleDrafter
 from harness.checkpoints import VOCAB_SIZE
 from harness.engine_targets import Open, assert_clean
-from paceline import AsyncEngine, RequestError, RequestOutput, RequestSpeculation, SamplingParams
+from paceline import AsyncEngine, RequestError, RequestOutput, SamplingParams, SpeculationOptions
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import StepRecord
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11] * 40]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -29,8 +29,8 @@ def check_steps(output: RequestOutput) -> None:
     assert [token_id for step in steps for token_id in step.token_ids] == output.token_ids
     assert [origin for step in steps for origin in origins_of(step)] == output.origins
     assert len(steps) == stats.steps
-    assert sum(len(step.draft_token_ids) for step in steps) == stats.drafted
-    assert sum(len(step.accepted_nodes) for step in steps) == stats.accepted
+    assert sum(len(step.draft_token_ids) for step in steps) == stats.num_draft_tokens
+    assert sum(len(step.accepted_nodes) for step in steps) == stats.num_accepted_tokens
     assert sum(step.skip_reason is not None for step in steps) == stats.plain_steps
     start = 0
     for step in steps:
@@ -155,4 +155,4 @@ def test_a_record_is_json() -> None:
 
 def test_trees_are_asked_for_with_true_or_false() -> None:
     with pytest.raises(RequestError, match="trees is 1: use true or false"):
-        RequestSpeculation.of({"trees": 1})
+        SpeculationOptions.parse({"trees": 1})

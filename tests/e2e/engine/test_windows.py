@@ -96,7 +96,7 @@ def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(ope
     if drafter == "eagle3":
         values = {**EAGLE3, "hidden_size": 64, "head_dim": 16, "rope_theta": 1e6, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         drafter = str(write_head(tmp_path, values, eagle3_tensors(values, target_hidden=64)))
-    llm = open_llm(drafter=drafter, num_draft_tokens=60, tree_width=8, **smallest)
+    llm = open_llm(drafter=drafter, num_speculative_tokens=60, tree_width=8, **smallest)
     plain = open_llm(drafter="none")
     assert llm.generate([prompt_of(200)], GREEDY)[0].token_ids == plain.generate([prompt_of(200)], GREEDY)[0].token_ids
     check_clean(llm)
@@ -148,5 +148,5 @@ def test_aborts_leak_no_block(
     check_clean(llm)
     assert memory.num_free == memory.storage.shape[1]
     assert llm.stats().drafter_failures == 0
-    assert llm.stats().speculation.drafted > 0
+    assert llm.stats().speculation.num_draft_tokens > 0
     llm.close()

@@ -39,7 +39,7 @@ def test_an_answer_is_what_the_engine_says(client: HttpClient, engine: AsyncEngi
     usage = answer["usage"]
     assert usage["prompt_tokens"] == len(maker.chat_ids(MESSAGES))
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert answer["speculation"]["emitted"] == usage["completion_tokens"]
+    assert answer["speculation"]["num_emitted_tokens"] == usage["completion_tokens"]
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -137,17 +137,17 @@ def test_a_prediction_is_guessed_from_and_changes_nothing(client: HttpClient) ->
     text = plain["choices"][0]["message"]["content"]
     predicted = client.json(PATH, {**GREEDY, "prediction": {"type": "content", "content": [{"type": "text", "text": text}]}})
     assert predicted["choices"] == plain["choices"]
-    assert plain["speculation"]["drafted"] == 0
+    assert plain["speculation"]["num_draft_tokens"] == 0
     assert plain["speculation"]["plain_steps"] == plain["speculation"]["steps"]
 
 
 def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> None:
-    fields = {**GREEDY, "speculation": {"origins": True, "drafter": "ngram", "max_draft_tokens": 3}}
+    fields = {**GREEDY, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
     answer = client.json(PATH, fields)
     stats = answer["speculation"]
     assert len(stats["token_ids"][0]) == len(stats["origins"][0]) == answer["usage"]["completion_tokens"]
-    assert stats["origins"][0].count("accepted") == stats["accepted"]
-    assert stats["emitted"] == stats["accepted"] + stats["bonus"]
+    assert stats["origins"][0].count("accepted") == stats["num_accepted_tokens"]
+    assert stats["num_emitted_tokens"] == stats["num_accepted_tokens"] + stats["num_bonus_tokens"]
     pieces = [event["speculation"]["token_ids"] for event in client.events(PATH, fields) if "speculation" in event]
     assert [token_id for piece in pieces for token_id in piece] == stats["token_ids"][0]
     assert "origins" not in client.json(PATH, GREEDY)["speculation"]
@@ -163,7 +163,7 @@ def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, eng
     (steps,), (token_ids,), (origins,), (texts,) = (stats[name] for name in ("trees", "token_ids", "origins", "texts"))
     assert "".join(texts).removesuffix("<|im_end|>") == text
     assert [one for step in steps for one in step["token_ids"]] == token_ids
-    assert sum(len(step["accepted_nodes"]) for step in steps) == stats["accepted"] == origins.count("accepted") > 0
+    assert sum(len(step["accepted_nodes"]) for step in steps) == stats["num_accepted_tokens"] == origins.count("accepted") > 0
     for step in steps:
         assert len(step["draft_texts"]) == len(step["draft_token_ids"]) == len(step["parents"]) == len(step["sources"])
         assert (step["skip_reason"] is None) == bool(step["draft_token_ids"])
@@ -173,7 +173,7 @@ def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, eng
     assert [one for event in events for one in event["speculation"]["texts"]] == texts
     assert all(event["speculation"]["trees"] for event in events), "each event has the steps of its tokens"
     alone = client.json(PATH, {**GREEDY, "speculation": {"origins": True}})["speculation"]
-    assert ("trees" in alone, alone["steps"]) == (False, len(alone["origins"][0]) - alone["accepted"])
+    assert ("trees" in alone, alone["steps"]) == (False, len(alone["origins"][0]) - alone["num_accepted_tokens"])
 
 
 def test_the_usage_of_a_stream_says_how_long_the_answer_took(client: HttpClient) -> None:
@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (changed(speculation={"enabled": "no"}), "speculation.enabled", "invalid_value"),
     (changed(speculation={"drafters": 1}), "speculation.drafters", "unknown_parameter"),
     (changed(speculation={"drafter": "medusa"}), "speculation.drafter", ""),
-    (changed(speculation={"max_draft_tokens": 1000}), "speculation.max_draft_tokens", ""),
+    (changed(speculation={"num_speculative_tokens": 1000}), "speculation.num_speculative_tokens", ""),
     (changed(tools=[{"type": "function"}]), "tools[0].function", "missing_required_parameter"),
     (changed(tool_choice="required"), "tool_choice", ""),
     (changed(modalities=["text", "audio"]), "modalities", "unsupported_parameter"),

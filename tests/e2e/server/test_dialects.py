@@ -74,12 +74,12 @@ def test_a_conversation_is_what_the_engine_is_told(client: HttpClient, llm: LLM,
 def test_whether_drafts_were_made_changes_no_text_and_is_told(client: HttpClient, dialect: Spoken) -> None:
     fields = dialect.fields(MESSAGES, **SAMPLED)
     plain = dialect.whole(client, {**fields, "speculation": {"enabled": False}})
-    drafted = {**fields, "speculation": {"origins": True, "drafter": "ngram", "max_draft_tokens": 3}}
+    drafted = {**fields, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
     whole, events = dialect.whole(client, drafted), dialect.stream(client, drafted)
     assert dialect.said(plain) == dialect.said(whole) == dialect.streamed(events)
-    assert dialect.speculation(plain)["drafted"] == 0
+    assert dialect.speculation(plain)["num_draft_tokens"] == 0
     assert len(dialect.speculation(whole)["origins"][0]) == dialect.ending(whole)[2]
-    assert dialect.speculation(whole)["emitted"] == dialect.speculation(events)["emitted"] == dialect.ending(whole)[2]
+    assert dialect.speculation(whole)["num_emitted_tokens"] == dialect.speculation(events)["num_emitted_tokens"] == dialect.ending(whole)[2]
     assert dialect.speculation(whole)["seed"] == SAMPLED["seed"]
 
 

@@ -82,7 +82,11 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
     (MESSAGES, {"messages": result_of([{"type": "image"}])}, 'messages[2].content[0].content[0].type is "image": send "text"'),
     (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include is not served: message.output_text.logprobs is in the answers of"),
     (RESPONSES, {"input": [{"type": "file"}]}, 'input[0].type is not served: it is "file"; send one of message, function_call'),
-    (CHAT, {"speculation": {"max_draft_tokens": 65}}, "speculation.max_draft_tokens is 65: it must be a whole number in [0, 64]"),
+    (
+        CHAT,
+        {"speculation": {"num_speculative_tokens": 65}},
+        "speculation.num_speculative_tokens is 65: it must be a whole number in [0, 64]",
+    ),
 ]
 
 
@@ -124,23 +128,23 @@ def test_half_a_character_is_refused_where_it_stands(client: HttpClient, dialect
 NUMBERS: dict[Spoken, tuple[str, ...]] = {
     CHAT: (
         *("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_logprobs"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.max_draft_tokens"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.num_speculative_tokens"),
     ),
     COMPLETIONS: (
         *("temperature", "top_p", "top_k", "min_p", "n", "max_tokens", "min_tokens", "seed", "logprobs"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.max_draft_tokens"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.num_speculative_tokens"),
     ),
     MESSAGES: (
         *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.max_draft_tokens"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.num_speculative_tokens"),
     ),
     RESPONSES: (
         *("temperature", "top_p", "top_k", "min_p", "max_output_tokens", "min_tokens", "seed"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.max_draft_tokens"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "speculation.num_speculative_tokens"),
     ),
     OLLAMA: (
         *(f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "num_predict", "seed", "repeat_penalty")),
-        *("options.frequency_penalty", "options.presence_penalty", "top_logprobs", "speculation.max_draft_tokens"),
+        *("options.frequency_penalty", "options.presence_penalty", "top_logprobs", "speculation.num_speculative_tokens"),
     ),
 }
 CASES = [(dialect, name) for dialect, names in NUMBERS.items() for name in names]

@@ -21,7 +21,7 @@ from paceline.server.settings import ServerSettings
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "d", "parameters": SCHEMA}
-SPECULATION = {"enabled": True, "drafter": "ngram", "max_draft_tokens": 2, "origins": True}
+SPECULATION = {"enabled": True, "drafter": "ngram", "num_speculative_tokens": 2, "origins": True}
 BODIES: dict[str, tuple[Spoken, dict[str, Any]]] = {
     "/v1/chat/completions": (
         Chat(),

@@ -56,12 +56,12 @@ def test_counters_are_those_of_the_answers(client: HttpClient) -> None:
     assert growth("generation_tokens_total") == usage["completion_tokens"]
     assert growth("prompt_tokens_total") == growth("prefix_cache_queries_total") == 2 * usage["prompt_tokens"], "of each sample"
     assert growth("request_success_total") == 2
-    assert growth("spec_decode_num_draft_tokens_total") == stats["drafted"]
-    assert growth("spec_decode_num_accepted_tokens_total") == stats["accepted"]
-    assert growth("spec_decode_num_accepted_tokens_per_pos_total") == stats["accepted"]
+    assert growth("spec_decode_num_draft_tokens_total") == stats["num_draft_tokens"]
+    assert growth("spec_decode_num_accepted_tokens_total") == stats["num_accepted_tokens"]
+    assert growth("spec_decode_num_accepted_tokens_per_pos_total") == stats["num_accepted_tokens"]
     assert growth("spec_decode_num_drafts_total") == stats["steps"] - stats["plain_steps"]
     assert growth("plain_steps_total") == stats["plain_steps"]
-    assert growth("spec_decode_num_accepted_tokens_total") + stats["bonus"] == usage["completion_tokens"]
+    assert growth("spec_decode_num_accepted_tokens_total") + stats["num_bonus_tokens"] == usage["completion_tokens"]
 
 
 def test_times_of_every_sample_are_counted(client: HttpClient) -> None:

@@ -68,7 +68,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
     ("settings", "said"),
     [
         ({"rounds": 0}, "rounds is 0: use a whole number from 1"),
-        ({"num_draft_tokens": 0}, "num_draft_tokens is 0: use a whole number from 1 to 64"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0: use a whole number from 1 to 64"),
         ({"tokens": 3}, "tokens is 3: use a whole number from 16"),
         ({"minutes": 0.0}, "minutes is 0.0"),
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
@@ -103,14 +103,14 @@ def test_an_unknown_peer_names_those_there_are(program: Peer) -> None:
 
 def test_a_peer_has_its_own_plain_mode_and_the_draft_model(program: Peer, mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_modes_module, "environment_python", lambda peer: Path(sys.executable))
-    found, draft = peer_modes(BenchPlan(peers=("some.program",), num_draft_tokens=3), mini_dir, "bf16", context=1024)
+    found, draft = peer_modes(BenchPlan(peers=("some.program",), num_speculative_tokens=3), mini_dir, "bf16", context=1024)
     assert draft == mini_dir / "draft"
     assert [mode.name for mode in found] == ["some.program plain", "some.program ngram", "some.program draft_model"]
     assert {mode.baseline for mode in found} == {"some.program plain"}
     assert [mode.order["draft"] for mode in found] == [None, None, str(mini_dir / "draft")]
     assert json.dumps(found[0].order)
-    assert {name: found[0].order[name] for name in ("mode", "num_draft_tokens", "context", "precision")} == {
-        "mode": "plain", "num_draft_tokens": 3, "context": 1024, "precision": "bf16",
+    assert {name: found[0].order[name] for name in ("mode", "num_speculative_tokens", "context", "precision")} == {
+        "mode": "plain", "num_speculative_tokens": 3, "context": 1024, "precision": "bf16",
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def order(*drafters: str, **options: Any) -> dict[str, Any]:
     return {
-        "model": "mini", "mode": "x", "threads": 1, "context": 512, "num_draft_tokens": 3, "drafters": list(drafters),
+        "model": "mini", "mode": "x", "threads": 1, "context": 512, "num_speculative_tokens": 3, "drafters": list(drafters),
         "options": OPTIONS | options,
     }  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_a_request_does_not_help_the_next_one(own_kernels: None, monkeypatch: py
     model = OwnModel(order("suffix"))
     long = request(prompt_ids=PROMPT * 12)  # some blocks of the cache
     first, second = (model.answer(long) for _ in range(2))
-    assert first["drafted"] == second["drafted"]
+    assert first["num_draft_tokens"] == second["num_draft_tokens"]
     assert first["passes"] == second["passes"]
     assert model._opened.engine.stats.num_cached_tokens == 0
 
@@ -85,10 +85,10 @@ def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:
 
 def test_a_prediction_is_guessed_from(own_kernels: None) -> None:
     plain = OwnModel(order()).answer(request())
-    assert (plain["drafted"], plain["acceptance_length"]) == (0, 1.0)
+    assert (plain["num_draft_tokens"], plain["acceptance_length"]) == (0, 1.0)
     guessed = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))
     assert guessed["token_ids"] == plain["token_ids"]
-    assert guessed["accepted"] > 0
+    assert guessed["num_accepted_tokens"] > 0
 
 
 def test_a_request_that_cannot_be_served_is_answered_with_its_error(own_kernels: None) -> None:

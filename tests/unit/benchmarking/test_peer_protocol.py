@@ -15,7 +15,7 @@ import pytest
 from paceline.benchmarking.peers import worker_loop
 from paceline.benchmarking.peers.worker_loop import Arrived, Generated, Opened, Order, PeerError, answer_orders, converted
 
-FIRST = {"model": "M", "draft": None, "mode": "plain", "threads": 3, "num_draft_tokens": None, "context": 64, "precision": "bf16"}
+FIRST = {"model": "M", "draft": None, "mode": "plain", "threads": 3, "num_speculative_tokens": None, "context": 64, "precision": "bf16"}
 REQUEST = {"prompt_ids": [1, 2], "max_tokens": 3, "temperature": 0, "seed": 0}
 PEERS_FOLDER = Path(worker_loop.__file__).parent
 FAKE = """
@@ -58,7 +58,7 @@ def test_a_worker_says_that_it_is_ready_and_answers_each_request() -> None:
     assert ready == {"ready": True, "name": "fake", "version": "1", "note": "as told"}
     for answer in (first, second):
         assert answer["token_ids"] == [5, 5, 5]
-        assert (answer["drafted"], answer["accepted"]) == (4, 2)
+        assert (answer["num_draft_tokens"], answer["num_accepted_tokens"]) == (4, 2)
         times = answer["times_s"]
         assert times[1] == times[2]  # they came together
         assert answer["first_token_s"] == times[0] <= times[1] - 0.01 <= answer["seconds"]

@@ -72,12 +72,12 @@ SPREAD = ["lower_quartile", "median", "upper_quartile"]
 RATIO = ["median", "low", "high", "pairs"]
 CELL = [
     "workload", "temperature", "mode", "num_rounds", "tokens_per_s", "request_tokens_per_s", "first_token_s", "gap_s", "gap_p95_s",
-    "acceptance_length", "acceptance_rate", "drafted", "passes", "host_share", "bytes_per_s", "peak_rss_bytes", "repeat_share", "differing",
-    "ratio", "request_ratio", "refusal", "is_looping", "speedup",
+    "acceptance_length", "acceptance_rate", "num_draft_tokens", "passes", "host_share", "bytes_per_s", "peak_rss_bytes", "repeat_share",
+    "differing", "ratio", "request_ratio", "refusal", "is_looping", "speedup",
 ]  # fmt: skip
 SAMPLE = [
-    "mode", "workload", "temperature", "prompt", "round", "outputs", "seconds", "num_prompt_tokens", "drafted", "accepted", "steps",
-    "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes",
+    "mode", "workload", "temperature", "prompt", "round", "outputs", "seconds", "num_prompt_tokens", "num_draft_tokens",
+    "num_accepted_tokens", "steps", "passes", "decoding_passes", "host_s", "rss_bytes", "peak_rss_bytes",
 ]  # fmt: skip
 MACHINE = ["cpu", "flags", "cores", "memory_bytes", "available_memory_bytes", "system", "python", "versions", "commit", "threads"]
 MACHINE += ["read_bandwidth_bytes_per_s", "load_average_before", "load_average_after"]

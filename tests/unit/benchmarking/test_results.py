@@ -23,7 +23,7 @@ def sample(mode: str, number: int, *, step_s: float = 0.1, ids: Sequence[int] = 
     times = tuple(step_s * (1 + index) for index in range(len(ids)))
     made = Sample(
         mode=mode, workload="chat", temperature=0.0, prompt=prompt, round=number, outputs=(Output(tuple(ids), times),), seconds=times[-1],
-        num_prompt_tokens=8, drafted=0 if mode == "plain" else 10, accepted=0 if mode == "plain" else 5,
+        num_prompt_tokens=8, num_draft_tokens=0 if mode == "plain" else 10, num_accepted_tokens=0 if mode == "plain" else 5,
     )  # fmt: skip
     return replace(made, **fields)  # type: ignore[arg-type]
 
@@ -70,9 +70,9 @@ def test_other_tokens_in_the_round_that_is_dropped_count_too() -> None:
 
 
 def test_without_guesses_there_is_no_speedup() -> None:
-    samples = [sample("plain", 1), sample("B", 1, drafted=0, accepted=0)]
+    samples = [sample("plain", 1), sample("B", 1, num_draft_tokens=0, num_accepted_tokens=0)]
     assert cells(samples)["B"].refusal == "nothing was drafted"
-    unknown = [sample("plain", 1), sample("B", 1, drafted=None, accepted=None)]
+    unknown = [sample("plain", 1), sample("B", 1, num_draft_tokens=None, num_accepted_tokens=None)]
     assert cells(unknown)["B"].refusal == ""
 
 
@@ -93,7 +93,7 @@ def test_a_third_of_repeats_is_too_much_and_a_quarter_is_not() -> None:
 
 def test_a_peer_is_held_to_its_own_plain_mode() -> None:
     modes, own = [PLAIN, PEER, PEER_NGRAM], [*range(100, 117)]
-    samples = [sample("plain", 1), sample("peer plain", 1, ids=own, drafted=None), sample("peer ngram", 1, ids=own)]
+    samples = [sample("plain", 1), sample("peer plain", 1, ids=own, num_draft_tokens=None), sample("peer ngram", 1, ids=own)]
     found = cells(samples, modes)
     assert [found[name].refusal for name in ("peer plain", "peer ngram")] == ["", ""]
     assert found["peer ngram"].differing == (0, 1)

@@ -37,7 +37,7 @@ def test_a_batch_decodes_from_when_all_have_a_token() -> None:
 def test_tokens_a_step_follow_from_steps_or_else_from_what_was_accepted() -> None:
     times = [float(index) for index in range(1, 13)]
     assert sample(times, steps=4).acceptance_length == 3.0
-    assert sample(times, accepted=8).acceptance_length == 3.0
+    assert sample(times, num_accepted_tokens=8).acceptance_length == 3.0
     assert sample(times).acceptance_length is None
 
 

@@ -20,8 +20,7 @@ from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import FixedDraftLength
-from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.reading import PrefillTime
+from paceline.speculation.drafter import DraftBudget, PrefillTime
 from paceline.speculation.rejection import Acceptance
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
@@ -225,21 +224,23 @@ def test_nothing_is_guessed_behind_what_is_too_unlikely_to_be_worth_a_pass(runti
 
 
 @pytest.mark.parametrize("layout", TreeLayout)
-@pytest.mark.parametrize("wants_draws", [False, True], ids=["grown", "drawn"])
-def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(runtime: Network, layout: TreeLayout, wants_draws: bool) -> None:
+@pytest.mark.parametrize("needs_draft_probs", [False, True], ids=["grown", "drawn"])
+def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(
+    runtime: Network, layout: TreeLayout, needs_draft_probs: bool
+) -> None:
     """What the engine would cut is not drafted: neither nodes beyond the rows nor passes behind the last level that has one."""
     random = np.random.default_rng(5)
     num_passes = num_levels = 0
     for width, row_budget, depth in itertools.product((2, 4), (2, 3, 5, 9, 17, 33), (1, 4, 8)):
         drafter = make_drafter(runtime, tree_width=width)
         request = make_request(random.integers(0, VOCAB_SIZE, 20).tolist(), FREE)
-        (tree,) = drafter.propose([request], [DraftBudget(row_budget, depth, layout, wants_draws)])
+        (tree,) = drafter.propose([request], [DraftBudget(row_budget, depth, layout, needs_draft_probs)])
         assert tree is not None
         tree.check()
         assert tree.trim(vocab_size=VOCAB_SIZE, max_depth=depth, row_budget=row_budget, layout=layout) is tree
         if layout is TreeLayout.MASK:
             assert tree.num_draft_tokens == min(row_budget - 1, width * depth)
-        assert runtime.num_passes == tree.tree_depth or (not wants_draws and runtime.num_passes == tree.tree_depth + 1)
+        assert runtime.num_passes == tree.tree_depth or (not needs_draft_probs and runtime.num_passes == tree.tree_depth + 1)
         num_passes, num_levels = num_passes + runtime.num_passes, num_levels + tree.tree_depth
     assert num_passes <= 1.15 * num_levels  # a row whose guesses turn out to be worth less than a sibling's was needed to know it
 
@@ -250,7 +251,7 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     request = make_request([5, 6, 7], params)
     drafter = make_drafter(runtime, tree_width=width)
-    (tree,) = drafter.propose([request], [DraftBudget(33, 4, wants_draws=True)])
+    (tree,) = drafter.propose([request], [DraftBudget(33, 4, needs_draft_probs=True)])
     assert tree is not None
     tree.check()
     assert tree.proposal is (Proposal.SAMPLED if width == 1 else Proposal.WITHOUT_REPLACEMENT)
@@ -281,14 +282,16 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
 
 def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
     request = make_request([5, 6, 7])
-    (tree,) = drafter.propose([request], [DraftBudget(5, 4, wants_draws=True)])
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4, needs_draft_probs=True)])
     assert tree is not None
     assert tree.proposal is Proposal.DETERMINISTIC
     assert list(tree.token_ids[1:]) == ask(drafter, request)[0]
 
 
-@pytest.mark.parametrize("wants_draws", [False, True])
-def test_guesses_end_where_no_token_is_allowed(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, wants_draws: bool) -> None:
+@pytest.mark.parametrize("needs_draft_probs", [False, True])
+def test_guesses_end_where_no_token_is_allowed(
+    drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, needs_draft_probs: bool
+) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
     edit = request.processor.edit
 
@@ -298,7 +301,7 @@ def test_guesses_end_where_no_token_is_allowed(drafter: DraftModelDrafter, monke
         return edit(row, path)
 
     monkeypatch.setattr(request.processor, "edit", at_most_two)
-    (tree,) = drafter.propose([request], [DraftBudget(5, 4, wants_draws=wants_draws)])
+    (tree,) = drafter.propose([request], [DraftBudget(5, 4, needs_draft_probs=needs_draft_probs)])
     assert tree is not None
     assert tree.num_draft_tokens == 2
 
@@ -363,7 +366,7 @@ def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.4, top_p=0.9)])
 def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path, params: SamplingParams) -> None:
     """Sampled too: both draw with the same noise."""
-    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_speculative_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     for output in llm.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=True, temperature=params.temperature, top_p=params.top_p)):
@@ -376,7 +379,7 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path,
 
 
 def test_by_rejection_too_a_draft_model_with_the_targets_weights_is_right_and_a_seed_repeats_its_text(directory: Path) -> None:
-    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_draft_tokens=5)
+    llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_speculative_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=4)

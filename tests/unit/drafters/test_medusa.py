@@ -237,7 +237,7 @@ def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float
     for seed in range(num_seeds):
         drafter, request = a_drafter(table, num_heads=1), a_request([1, 2], SAMPLED, seed=seed)
         show(drafter, request, 6.0)
-        (tree,) = drafter.propose([request], [DraftBudget(2, 3, TreeLayout.CHAIN, wants_draws=True)])
+        (tree,) = drafter.propose([request], [DraftBudget(2, 3, TreeLayout.CHAIN, needs_draft_probs=True)])
         assert tree is not None
         distribution = tree.draft_probs[0]
         counts[tree.token_ids[1]] += 1

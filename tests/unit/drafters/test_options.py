@@ -126,7 +126,7 @@ def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
     said: list[list[int]] = []
     for tree, shown in (("accuracy", "trees by accuracy"), ("zephyr_stage2", "tree zephyr_stage2"), (None, "trees by probability")):
         given = {} if tree is None else {"drafter_options": {"tree": tree}}
-        llm = open_llm(target, ("ngram", heads), num_draft_tokens=4, tree_width=4, **given)
+        llm = open_llm(target, ("ngram", heads), num_speculative_tokens=4, tree_width=4, **given)
         assert shown in llm.banner
         (medusa,) = [one for one in llm.engine.speculator.drafters if isinstance(one, MedusaDrafter)]
         assert medusa.name == "medusa"

@@ -11,7 +11,7 @@ from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.request import DraftHints, Request
+from paceline.speculation.request import Request
 
 
 def make_request(prediction: Sequence[int], output: Sequence[int] = (), prompt: Sequence[int] = (90, 91)) -> Request:
@@ -25,7 +25,7 @@ def make_request(prediction: Sequence[int], output: Sequence[int] = (), prompt: 
         seed=0,
         sample_index=0,
         max_len=1_000_000,
-        hints=DraftHints(tuple(prediction)),
+        prediction_token_ids=tuple(prediction),
     )
 
 

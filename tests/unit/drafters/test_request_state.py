@@ -19,7 +19,7 @@ from paceline.drafters.suffix.drafter import SuffixDrafter
 from paceline.kv_cache.paged import CachedSequence
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState
-from paceline.speculation.request import DraftHints, Request
+from paceline.speculation.request import Request
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 TEXT, OTHER = [1, 2, 3, 4] * 3, [9, 8, 7, 6] * 3
@@ -40,7 +40,7 @@ class Refusing(NgramDrafter):
 def make_request(token_ids: list[int]) -> Request:
     processor = LogitsProcessor(GREEDY, VOCAB_SIZE, token_ids)
     return Request(
-        list(token_ids), 1, GREEDY, processor, CachedSequence(), seed=0, sample_index=0, max_len=1000, hints=DraftHints(token_ids[1:])
+        list(token_ids), 1, GREEDY, processor, CachedSequence(), seed=0, sample_index=0, max_len=1000, prediction_token_ids=token_ids[1:]
     )
 
 
@@ -100,7 +100,7 @@ def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back
         run_to_end(llm)
         assert [list(request.output_token_ids) for request in requests] == plain
         assert [request.drafting for request in requests] == [{}, {}]
-        assert any(request.stats.drafted for request in requests)
+        assert any(request.stats.num_draft_tokens for request in requests)
         assert draft.cache.pool.num_free == draft.cache.pool.num_blocks
         draft.cache.check()
         assert_clean(llm)

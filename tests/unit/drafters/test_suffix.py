@@ -14,7 +14,7 @@ from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.request import DraftHints, FinishReason, Request
+from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -31,7 +31,7 @@ def make_request(token_ids: Sequence[int], num_prompt_tokens: int | None = None,
         seed=0,
         sample_index=0,
         max_len=1_000_000,
-        hints=DraftHints(namespace=namespace),
+        namespace=namespace,
     )
 
 

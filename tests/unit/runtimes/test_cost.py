@@ -9,29 +9,29 @@ from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.cost import ForwardProfile
 
-STAIRS = ForwardProfile.of({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
+STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(1, 1.0), (8, 1.2), (9, 2.0), (12, 2.0857), (16, 2.2), (23, 2.4)])
 def test_profile_between_measured_counts_is_linear(rows: int, seconds: float) -> None:
-    assert STAIRS.at(rows) == pytest.approx(seconds, abs=1e-3)
+    assert STAIRS.seconds_at(rows) == pytest.approx(seconds, abs=1e-3)
 
 
 def test_profile_of_disturbed_pass_is_bounded_by_larger_passes() -> None:
-    profile = ForwardProfile.of({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
+    profile = ForwardProfile.from_samples({1: 1.0, 2: 9.0, 4: 1.3, 8: 1.2})
     assert profile.seconds == {1: 1.0, 2: 1.2, 4: 1.2, 8: 1.2}
 
 
 def test_profile_of_one_count_is_constant() -> None:
-    assert ForwardProfile.of({1: 1.0}).at(7) == 1.0
+    assert ForwardProfile.from_samples({1: 1.0}).seconds_at(7) == 1.0
 
 
 def test_cache_read_time_is_per_sequence_and_per_row() -> None:
-    assert ForwardProfile.of({1: 1.0, 8: 1.2}, 0.001, 0.0001).cache_read_s(1000, 8) == pytest.approx(1.0 + 0.8)
+    assert ForwardProfile.from_samples({1: 1.0, 8: 1.2}, 0.001, 0.0001).cache_read_s(1000, 8) == pytest.approx(1.0 + 0.8)
 
 
 def test_profile_json_round_trip_and_invalid_json_is_none() -> None:
-    profile = ForwardProfile.of({1: 1.0, 8: 1.2}, 0.001, 0.0001)
+    profile = ForwardProfile.from_samples({1: 1.0, 8: 1.2}, 0.001, 0.0001)
     assert ForwardProfile.from_json(profile.as_json()) == profile
     for kept in (None, 3, {}, {"seconds": {"1": 1.0}}, {"seconds": {"1": "x"}, "sequence_s": 0, "row_s": 0}, {"seconds": [], "row_s": 0}):
         assert ForwardProfile.from_json(kept) is None
@@ -81,11 +81,11 @@ def test_times_are_those_of_passes_behind_cached_rows(monkeypatch: pytest.Monkey
     assert runtime.num_passes == 7, "they are nobody's"
 
 
-@pytest.mark.parametrize("wants_logits", [True, False])
-def test_logits_are_of_all_rows_or_of_none(wants_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_logits_are_of_all_rows_or_of_none(with_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ClockedRuntime()
-    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, wants_logits=wants_logits)
-    assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(wants_logits)}
+    measure(runtime, make_cache(), (5,), monkeypatch, repeats=1, with_logits=with_logits)
+    assert {len(rows) / len(batch.positions) for rows, batch in zip(runtime.wanted, runtime.batches, strict=True)} == {float(with_logits)}
 
 
 def test_a_slow_start_and_a_disturbance_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def table_of(runtime: ClockedRuntime, facts: Tables, monkeypatch: pytest.MonkeyP
 def test_a_table_is_measured_once_and_checked_by_three_passes_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     facts, first, second = Tables(), ClockedRuntime(), ClockedRuntime()
     table = table_of(first, facts, monkeypatch)
-    assert table.at(1) == pytest.approx(1.1)
-    assert table.at(9) == pytest.approx(1.9)
+    assert table.seconds_at(1) == pytest.approx(1.1)
+    assert table.seconds_at(9) == pytest.approx(1.9)
     assert table_of(second, facts, monkeypatch) == table
     assert [len(batch.positions) for batch in second.batches] == [64, *[1, 8, 16] * 2], "cached rows, then a round that warms up"
 
@@ -148,17 +148,17 @@ def test_a_table_that_is_off_is_measured_again(monkeypatch: pytest.MonkeyPatch) 
     table_of(ClockedRuntime(), facts, monkeypatch)
     slower = ClockedRuntime()
     slower.row_s = 0.2
-    assert table_of(slower, facts, monkeypatch).at(9) == pytest.approx(2.8)
+    assert table_of(slower, facts, monkeypatch).seconds_at(9) == pytest.approx(2.8)
     ((kept,),) = [tuple(facts.kept.values())]
-    assert ForwardProfile.from_json(kept).at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
+    assert ForwardProfile.from_json(kept).seconds_at(9) == pytest.approx(2.8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(2, 8), (10, 8), (64, 2), (512, 3)])
 def test_a_short_context_makes_a_short_table(max_model_len: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, cache = ClockedRuntime(), make_cache(num_blocks)
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=runtime.perf_counter))
-    table = cost.measure_passes(runtime, cache, max_model_len=max_model_len)  # type: ignore[arg-type]
-    assert table.at(1) == pytest.approx(1.1)
+    table = cost.measure_profile(runtime, cache, max_model_len=max_model_len)  # type: ignore[arg-type]
+    assert table.seconds_at(1) == pytest.approx(1.1)
     assert max(int(batch.positions.max()) for batch in runtime.batches) < min(max_model_len, cache.max_slots)
     cache.check()
     assert cache.pool.num_free == num_blocks

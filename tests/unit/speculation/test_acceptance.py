@@ -153,7 +153,7 @@ class Lookup(Drafter):
 
 def hold_back(policy: AdaptiveDraftLength, request: Request, drafted: list[int]) -> RequestRows:
     """Let the policy judge a draft for a request on a machine on which no row pays."""
-    rows = RequestRows.of(request, 1)
+    rows = RequestRows.without_draft(request, 1)
     assert policy.begin_step([rows]) is None
     rows.limit = DraftBudget(17, 16)
     rows.tree = DraftTree.chain(request.token_ids[-1], drafted, "lookup")
@@ -162,13 +162,13 @@ def hold_back(policy: AdaptiveDraftLength, request: Request, drafted: list[int])
 
 
 def costly_rows() -> AdaptiveDraftLength:
-    return AdaptiveDraftLength(16, ForwardProfile.of({rows: float(rows) ** 3 for rows in (1, 2, 3, 5, 9, 17, 33)}))
+    return AdaptiveDraftLength(16, ForwardProfile.from_samples({rows: float(rows) ** 3 for rows in (1, 2, 3, 5, 9, 17, 33)}))
 
 
 def resume(policy: AdaptiveDraftLength, request: Request) -> SkipReason | None:
     """The reason of the first step in which the request is considered again."""
     for _ in range(64):
-        policy.begin_step([RequestRows.of(request, 1)])
+        policy.begin_step([RequestRows.without_draft(request, 1)])
         if request.draft_histories["lookup"].resume_step <= policy._step:
             break
     return policy.skip_reason(request, Lookup())
@@ -216,7 +216,7 @@ def test_unsent_draft_is_not_scored_before_the_text_has_passed_it() -> None:
     policy, request = costly_rows(), make_request([1, 2, 3])
     hold_back(policy, request, [4, 5, 6, 7, 8])
     request.token_ids.append(4)
-    policy.begin_step([RequestRows.of(request, 1)])
+    policy.begin_step([RequestRows.without_draft(request, 1)])
     assert policy.skip_reason(request, Lookup()) is SkipReason.UNPROFITABLE
     assert request.draft_histories["lookup"].unsent is not None
     assert all(rates.num_observed == 0 for rates in policy.rates.values())

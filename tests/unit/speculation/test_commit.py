@@ -103,7 +103,7 @@ def _commit_in_blocks(request: Request, token_ids: list[int], sizes: list[int]) 
         block = token_ids[start : start + size]
         if request.is_finished or not block:
             break
-        kept.append(commit(request, block, len(block) - 1, drafted=size > 1))
+        kept.append(commit(request, block, len(block) - 1, has_draft=size > 1))
         start += size
     return kept
 
@@ -151,7 +151,7 @@ def test_an_end_token_ends_a_block_at_every_offset_and_is_no_text(end, at, has_t
     token_ids = [0, 5, 0, 5, 0]
     token_ids[at] = end
     request = _case(token_ids, has_text=has_text).request()
-    assert commit(request, token_ids, 4, drafted=True) == at + 1
+    assert commit(request, token_ids, 4, has_draft=True) == at + 1
     assert request.finish_reason is FinishReason.STOP
     assert request.output_token_ids == token_ids[: at + 1]
     if has_text:
@@ -161,7 +161,7 @@ def test_an_end_token_ends_a_block_at_every_offset_and_is_no_text(end, at, has_t
 @pytest.mark.parametrize("at", range(1, 6))
 def test_the_limit_ends_a_block_at_every_offset(at):
     request = _case([0] * 5, max_tokens=at).request()
-    assert commit(request, [0] * 5, 4, drafted=True) == at
+    assert commit(request, [0] * 5, 4, has_draft=True) == at
     assert request.finish_reason is FinishReason.LENGTH
     assert request.num_remaining_tokens == 0
 
@@ -169,13 +169,13 @@ def test_the_limit_ends_a_block_at_every_offset(at):
 def test_a_stop_on_the_last_allowed_token_is_a_stop():
     for token_ids, stop in (([0, EOS], ()), ([0, 1], ("ab",))):
         request = _case(token_ids, stop=stop, max_tokens=2).request()
-        commit(request, token_ids, 0, drafted=False)
+        commit(request, token_ids, 0, has_draft=False)
         assert request.finish_reason is FinishReason.STOP
 
 
 def test_a_request_that_goes_on_has_no_finish_reason():
     request = _case([0, 1]).request()
-    assert commit(request, [0, 1], 1, drafted=True) == 2
+    assert commit(request, [0, 1], 1, has_draft=True) == 2
     assert not request.is_finished
     assert request.origins == [TokenOrigin.ACCEPTED, TokenOrigin.BONUS]
 
@@ -183,5 +183,5 @@ def test_a_request_that_goes_on_has_no_finish_reason():
 def test_without_an_end_token_nothing_is_special_about_eos():
     case = _case([EOS, 0])
     request = Case(case.token_ids, (), False, frozenset(), 20, has_text=False).request()
-    assert commit(request, [EOS, 0], 1, drafted=True) == 2
+    assert commit(request, [EOS, 0], 1, has_draft=True) == 2
     assert not request.is_finished

@@ -24,7 +24,7 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.commit import commit
-from paceline.speculation.constrained import SOURCE, constrain, forced_run
+from paceline.speculation.constrained import FORCED, constrain
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import verify
@@ -94,7 +94,7 @@ def generate(target: Target, one: Request, propose: Propose = lambda _: None) ->
         logits = np.stack([target.logits([*one.token_ids, *path]) for path in paths])
         result = verify(tree, logits, one)
         drafted = tree.num_draft_tokens > 0
-        num_emitted = commit(one, result.token_ids, len(result.accepted_nodes), drafted=drafted)
+        num_emitted = commit(one, result.token_ids, len(result.accepted_nodes), has_draft=drafted)
         one.stats.record(tree.depths[1:], min(num_emitted, len(result.accepted_nodes)), num_emitted, None)
     return list(one.output_token_ids)
 
@@ -176,7 +176,7 @@ def test_any_tree_gives_the_tokens_of_plain_constrained_decoding(
 
         one = request(params)
         assert generate(target, one, propose) == plain
-        num_accepted += one.stats.accepted
+        num_accepted += one.stats.num_accepted_tokens
         tally["token ids compared with plain constrained decoding"] += len(plain)
         if plain[-1] in EOS_IDS:
             text = tokenizer().decode(plain)
@@ -195,7 +195,7 @@ def test_any_tree_gives_the_tokens_of_plain_constrained_decoding(
 def started(grammar: Grammar, text: str = "") -> Request:
     one = request(SamplingParams(max_tokens=50, grammar=grammar))
     for token in ids(text):
-        commit(one, [token], 0, drafted=False)
+        commit(one, [token], 0, has_draft=False)
     return one
 
 
@@ -263,15 +263,8 @@ def test_a_forced_run_is_all_accepted_and_costs_no_drafter() -> None:
     plain = generate(Target(3), request(params))
     one = request(params)
     assert generate(Target(3), one, lambda one: constrain(None, one, 8, 9)) == plain
-    assert one.stats.drafted == one.stats.accepted > 8
+    assert one.stats.num_draft_tokens == one.stats.num_accepted_tokens > 8
     assert one.stats.steps < 0.6 * len(plain)
-
-
-def test_a_run_fills_the_depth_it_is_asked_for() -> None:
-    one = started(PERSON)
-    assert spelled(forced_run(one, 3)) == spelled(constrain(None, one, 3, 4))
-    assert forced_run(started(PERSON, '{"name": "'), 3) is None
-    assert forced_run(request(SamplingParams()), 3) is None
 
 
 def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +276,7 @@ def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(GrammarMatcher, "forced_tokens", broken)
     assert constrain(chain(one, '{"name'), one, 4, 5) is None
-    assert forced_run(one, 4) is None
+    assert constrain(None, one, 4, 5) is None
 
 
 def test_an_end_is_kept_as_a_guess_where_the_text_may_end_only() -> None:
@@ -325,7 +318,7 @@ def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling
 
             one = request(params)
             assert generate(target, one, propose) == plain
-            assert one.stats.accepted >= num_right
+            assert one.stats.num_accepted_tokens >= num_right
 
 
 def test_no_end_comes_before_the_reasoning_is_over() -> None:
@@ -338,6 +331,6 @@ def test_no_end_comes_before_the_reasoning_is_over() -> None:
 
 def test_forced_runs_are_named_after_their_source() -> None:
     """Whoever counts acceptance tells them apart by it."""
-    tree = forced_run(started(PERSON), 2)
+    tree = constrain(None, started(PERSON), 2, 3)
     assert tree is not None
-    assert tree.sources == ("", SOURCE, SOURCE)
+    assert tree.sources == ("", FORCED, FORCED)

@@ -24,7 +24,7 @@ def decoding(count: int) -> list[RequestRows]:
     for _ in range(count):
         params = SamplingParams()
         request = Request([1], 1, params, LogitsProcessor(params, 4, [1]), CachedSequence(), seed=0, sample_index=0, max_len=10)
-        rows = RequestRows.of(request, 1)
+        rows = RequestRows.without_draft(request, 1)
         rows.limit = rows.budget = DraftBudget(5, 4)
         batch.append(rows)
     return batch
@@ -55,7 +55,7 @@ def test_fit_rows_with_short_drafts_gives_the_rest_to_long_ones() -> None:
 @pytest.mark.parametrize(("row_budget", "rows"), [(None, 6), (12, 12)])
 def test_fixed_length_without_row_budget_drafts_a_chain(row_budget: int | None, rows: int) -> None:
     policy = FixedDraftLength(5, row_budget=row_budget)
-    assert (policy.row_budget, policy.num_draft_tokens) == (rows, 5)
+    assert (policy.row_budget, policy.num_speculative_tokens) == (rows, 5)
 
 
 def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> None:
@@ -64,7 +64,7 @@ def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> No
         rows.tree = DraftTree.chain(1, range(count), "any")
     fit_rows(batch, 6)
     assert [list(rows.tree.token_ids[1:]) for rows in batch if rows.tree] == [[0, 1, 2], [0], [0, 1]]
-    assert [rows.request.stats.cut for rows in batch] == [1, 0, 2]
+    assert [rows.request.stats.num_dropped_tokens for rows in batch] == [1, 0, 2]
     fit_rows(batch, 1)
     assert [rows.num_draft_tokens for rows in batch] == [1, 0, 0]
     assert [rows.skip_reason for rows in batch] == [None, SkipReason.PASS_FULL, SkipReason.PASS_FULL]
@@ -72,12 +72,12 @@ def test_fit_rows_beyond_the_pass_keeps_first_tokens_and_counts_the_rest() -> No
 
 def test_steps_without_considered_requests_do_not_delay_drafting() -> None:
     """On a small target deciding takes more than the share of a pass that pays for attempts in vain."""
-    policy = AdaptiveDraftLength(4, ForwardProfile.of({1: 1.0, 5: 1.2}))
+    policy = AdaptiveDraftLength(4, ForwardProfile.from_samples({1: 1.0, 5: 1.2}))
     batch, num_skipped = decoding(1), 0
     for _ in range(400):
         if policy.begin_step(batch) is not None:
             num_skipped += 1
         else:
             assert policy.skip_reason(batch[0].request, NgramDrafter()) is None
-        policy.observe_step(batch, 1.0, 0.1, plan_s=0.1)
+        policy.observe_step_time(batch, 1.0, 0.1, plan_s=0.1)
     assert 0.8 * 400 < num_skipped < 400 - 20

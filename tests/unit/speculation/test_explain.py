@@ -3,8 +3,7 @@
 from harness.replay import Costs, controller, made_up, replay
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps
 from paceline.speculation.draft_length.policy import FixedDraftLength
-from paceline.speculation.stats import SkipReason
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import SkipReason, StepRecord
 
 
 class Always:

@@ -100,7 +100,7 @@ def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundr
     outcome = replay(policy, traces, costs)
     assert outcome.seconds < 1.013 * plain_seconds(traces, costs)
     assert outcome.plain[SkipReason.UNPROFITABLE] > 2_850
-    assert outcome.drafted > 20, "it is tried again now and then"
+    assert outcome.num_draft_tokens > 20, "it is tried again now and then"
 
 
 @pytest.mark.parametrize(("machine", "within"), [("cheap rows", 80), ("a draft model", 400)])
@@ -125,7 +125,7 @@ def test_a_drafter_that_becomes_useless_is_stopped_soon() -> None:
 def test_it_does_not_come_and_go_where_drafting_is_worth_as_much_as_it_costs() -> None:
     costs = Costs(lambda rows: 1.0 + 0.5 * (rows > 1) + 0.9 * (rows > 2))
     outcome = replay(controller(costs), texts(lambda _: 0.5, np.random.default_rng(0), 30, "nothing"), costs)
-    assert outcome.seconds < 1.02 * outcome.emitted
+    assert outcome.seconds < 1.02 * outcome.num_emitted_tokens
 
 
 def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
@@ -141,7 +141,7 @@ def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
 def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: float) -> None:
     """More rows take half as much longer, or twice, as was measured at load."""
     costs = MACHINES["dear rows"]
-    wrong = ForwardProfile.of({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
+    wrong = ForwardProfile.from_samples({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
     for chance in (0.2, 0.7):
         traces = texts(lambda _, chance=chance: chance, np.random.default_rng(3), 12, "nothing")  # type: ignore[misc]
         seconds = replay(controller(costs, table=wrong), traces, costs).seconds
@@ -177,7 +177,7 @@ def test_branches_that_take_rows_of_their_own_are_left_as_they_were_grown() -> N
     trace = Trace([9] * 40, [tree] * 40)
     paths = replay(controller(costs), [trace], costs, layout=TreeLayout.PATHS)
     mask = replay(controller(costs), [trace], costs, layout=TreeLayout.MASK)
-    assert mask.drafted < paths.drafted
+    assert mask.num_draft_tokens < paths.num_draft_tokens
 
 
 def test_a_drafter_of_which_no_time_is_known_is_asked_however_steep_pass_times_are() -> None:
@@ -192,7 +192,7 @@ def test_a_drafter_of_which_no_time_is_known_is_asked_however_steep_pass_times_a
 def test_the_first_guesses_of_an_unknown_drafter_are_few() -> None:
     policy, costs = controller(MACHINES["cheap rows"]), MACHINES["cheap rows"]
     outcome = replay(policy, [Trace([1, 2, 3], [DraftTree.chain(0, [0] * 16, "player")] * 3)], costs)
-    assert outcome.drafted <= 2 * 4
+    assert outcome.num_draft_tokens <= 2 * 4
     assert 0.5 < PRIOR_RATE < 0.7
 
 
@@ -205,6 +205,6 @@ def test_a_fixed_length_replays_as_written() -> None:
     costs = Costs(float)
     trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])
     outcome = replay(FixedDraftLength(3), [trace], costs)
-    assert (outcome.steps, outcome.accepted, outcome.seconds) == (2, 3, 4.0 + 1.0)
+    assert (outcome.steps, outcome.num_accepted_tokens, outcome.seconds) == (2, 3, 4.0 + 1.0)
     assert outcome.lasted_s == [5.0]
     assert outcome.mean_s == pytest.approx(5.0)

@@ -12,8 +12,8 @@ from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.residual import TokenProbs
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
-from paceline.speculation.propose import MAX_FAILURE_BACKOFF
-from paceline.speculation.request import Request, RequestSpeculation
+from paceline.speculation.propose import MAX_FAILURE_BACKOFF_STEPS
+from paceline.speculation.request import Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SkipReason
@@ -58,7 +58,7 @@ def fail(request: Request) -> DraftTree:
 
 
 def adaptive(row_s: float = 0.05) -> AdaptiveDraftLength:
-    return AdaptiveDraftLength(8, ForwardProfile.of({rows: 1.0 + row_s * (rows - 1) for rows in (1, 2, 3, 5, 9, 17, 33)}))
+    return AdaptiveDraftLength(8, ForwardProfile.from_samples({rows: 1.0 + row_s * (rows - 1) for rows in (1, 2, 3, 5, 9, 17, 33)}))
 
 
 def speculator_of(drafters: Sequence[Drafter], policy: FixedDraftLength | None = None) -> Speculator:
@@ -66,7 +66,7 @@ def speculator_of(drafters: Sequence[Drafter], policy: FixedDraftLength | None =
 
 
 def propose(speculator: Speculator, *requests: Request, max_rows: int | None = None) -> list[RequestRows]:
-    batch = [RequestRows.of(request, 1) for request in requests]
+    batch = [RequestRows.without_draft(request, 1) for request in requests]
     speculator.propose(batch, max_rows)
     return batch
 
@@ -90,16 +90,16 @@ def step(speculator: Speculator, request: Request, said: Sequence[int] = RIGHT, 
     request.token_ids += [*said, 1][: len(accepted) + 1]
     request.sequence.committed_len = len(request.token_ids) - 1
     if rows.num_draft_tokens:
-        speculator.learn(request, tree, accepted)
-    speculator.policy.observe_step([rows], forward_s, 0.0)
+        speculator.observe_verified(request, tree, accepted)
+    speculator.policy.observe_step_time([rows], forward_s, 0.0)
     return rows
 
 
 def take(speculator: Speculator, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Report these seconds a proposal instead of the measured ones."""
-    observe = speculator.policy.observe_draft
+    observe = speculator.policy.observe_draft_time
     monkeypatch.setattr(
-        speculator.policy, "observe_draft", lambda drafter, count, depth, _: observe(drafter, count, depth, seconds[drafter.name])
+        speculator.policy, "observe_draft_time", lambda drafter, count, depth, _: observe(drafter, count, depth, seconds[drafter.name])
     )
 
 
@@ -166,7 +166,7 @@ def test_better_draft_is_kept_by_measured_acceptance_in_any_order(monkeypatch: p
 def test_request_that_names_a_drafter_gets_drafts_of_that_one_alone() -> None:
     first, second = Scripted("first", chain(*RIGHT, source="first")), Scripted("second", chain(5, source="second"))
     named, free = make_request([1, 2]), make_request([3, 4])
-    named.speculation = RequestSpeculation(drafter="second")
+    named.drafter = "second"
     batch = propose(speculator_of([first, second]), named, free)
     assert [source_of(rows) for rows in batch] == ["second", "first"]
     assert first.asked == [[free]]
@@ -196,7 +196,7 @@ def test_drafts_are_trimmed_to_budget_and_vocabulary_and_the_rest_counted() -> N
     (rows,) = propose(speculator_of([drafter]), make_request([1, 2]))
     assert rows.tree is not None
     assert list(rows.tree.token_ids[1:]) == [5, 6]
-    assert rows.request.stats.cut == 2
+    assert rows.request.stats.num_dropped_tokens == 2
     drafter.answer = chain(VOCAB_SIZE, source="only")
     (rows,) = propose(speculator_of([drafter]), make_request([1, 2]))
     assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.UNUSABLE)
@@ -205,13 +205,12 @@ def test_drafts_are_trimmed_to_budget_and_vocabulary_and_the_rest_counted() -> N
 def test_requests_that_may_not_draft_get_their_reason() -> None:
     drafter = Scripted("only", chain(*RIGHT, source="only"))
     off, ending, at_prompt, resumed = (make_request([1, 2, 3]) for _ in range(4))
-    off.speculation = RequestSpeculation(enabled=False)
+    off.num_speculative_tokens = 0
     ending.max_len = 4
     at_prompt.num_prompt_tokens = 3
-    resumed.num_preemptions = 1
-    batch = [RequestRows.of(request, 1) for request in (off, ending, at_prompt)]
+    batch = [RequestRows.without_draft(request, 1) for request in (off, ending, at_prompt)]
     resumed.sequence.committed_len = 0
-    batch.append(RequestRows.of(resumed, 3))
+    batch.append(RequestRows.without_draft(resumed, 3))
     speculator_of([drafter]).propose(batch)
     assert [rows.skip_reason for rows in batch] == [SkipReason.OFF, SkipReason.NO_ROOM, SkipReason.PROMPT, SkipReason.RESUMED]
     assert drafter.num_calls == 0
@@ -248,9 +247,9 @@ def test_failing_drafter_alone_makes_plain_steps_with_growing_backoff() -> None:
         (rows,) = propose(speculator, make_request([1, 2]))
         assert (rows.num_draft_tokens, rows.skip_reason) == (0, SkipReason.DRAFTER_FAILED)
     assert speculator.num_failures == drafter.num_calls
-    assert num_steps / MAX_FAILURE_BACKOFF < drafter.num_calls < 16
+    assert num_steps / MAX_FAILURE_BACKOFF_STEPS < drafter.num_calls < 16
     drafter.answer = chain(5, source="broken")
-    assert any(source_of(propose(speculator, make_request([1, 2]))[0]) for _ in range(MAX_FAILURE_BACKOFF + 1)), "it is tried again"
+    assert any(source_of(propose(speculator, make_request([1, 2]))[0]) for _ in range(MAX_FAILURE_BACKOFF_STEPS + 1)), "it is tried again"
     assert source_of(propose(speculator, make_request([1, 2]))[0]) == "broken", "and then in every step"
 
 
@@ -338,8 +337,8 @@ def test_needs_of_several_drafters_are_their_union() -> None:
         Scripted("a", fail, needs=DrafterNeeds(layers=(4, 1))),
         Scripted("b", fail, needs=DrafterNeeds(hidden_states=True, layers=(1, 2))),
     ]
-    assert DrafterNeeds.of(drafters) == DrafterNeeds(hidden_states=True, layers=(1, 2, 4))
-    assert DrafterNeeds.of([]) == DrafterNeeds()
+    assert DrafterNeeds.union(drafters) == DrafterNeeds(hidden_states=True, layers=(1, 2, 4))
+    assert DrafterNeeds.union([]) == DrafterNeeds()
 
 
 @pytest.mark.parametrize("call", ["observe", "release"])

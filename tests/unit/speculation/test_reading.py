@@ -10,9 +10,8 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
-from paceline.speculation.draft_length.policy import BUCKET_SHARE, AdaptiveDraftLength
-from paceline.speculation.drafter import DraftBudget, Drafter
-from paceline.speculation.reading import FREE_PREFILL_TOKENS, PrefillTime
+from paceline.speculation.draft_length.policy import OVERHEAD_SHARE, AdaptiveDraftLength
+from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, PrefillTime
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.speculator import Speculator
@@ -65,7 +64,7 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
     """Simulated seconds of one request behind a long prompt that says so many tokens."""
     request, seconds = make_request(max_tokens=max_tokens), 0.0
     while request.num_output_tokens < num_tokens:
-        rows, before = RequestRows.of(request, 1), drafter.seconds
+        rows, before = RequestRows.without_draft(request, 1), drafter.seconds
         speculator.propose([rows])
         assert rows.tree is not None
         drafted = rows.tree.num_draft_tokens
@@ -75,8 +74,8 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
         request.token_ids.extend([2] * kept + [3])
         request.sequence.committed_len = len(request.token_ids) - 1
         if drafted:
-            speculator.learn(request, rows.tree, range(1, kept + 1))
-        speculator.policy.observe_step([rows], pass_s, 0.0)
+            speculator.observe_verified(request, rows.tree, range(1, kept + 1))
+        speculator.policy.observe_step_time([rows], pass_s, 0.0)
     request.finish_reason = FinishReason.STOP
     speculator.release(request)
     return seconds
@@ -84,9 +83,13 @@ def decode(speculator: Speculator, drafter: Clock, num_tokens: int, *, max_token
 
 def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Speculator, Clock]:
     drafter = Clock(accepted, token_s)
-    policy = AdaptiveDraftLength(NUM_DRAFT_TOKENS, ForwardProfile.of({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)}))
-    observe = policy.observe_draft
-    monkeypatch.setattr(policy, "observe_draft", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S))  # by this clock
+    policy = AdaptiveDraftLength(
+        NUM_DRAFT_TOKENS, ForwardProfile.from_samples({rows: PLAIN_S + ROW_S * (rows - 1) for rows in (1, 2, 5, 9)})
+    )
+    observe = policy.observe_draft_time
+    monkeypatch.setattr(
+        policy, "observe_draft_time", lambda who, count, depth, seconds: observe(who, count, depth, DRAFT_S)
+    )  # by this clock
     return Speculator([drafter], policy, vocab_size=4, layout=TreeLayout.MASK), drafter
 
 
@@ -104,7 +107,7 @@ def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
     seconds = sum(decode(speculator, drafter, num_tokens) for _ in range(num_requests))
     plain_s = num_requests * num_tokens * PLAIN_S
     assert seconds < 1.03 * plain_s
-    assert drafter.read_s - before_s < 2 * BUCKET_SHARE * plain_s + 900 * token_s
+    assert drafter.read_s - before_s < 2 * OVERHEAD_SHARE * plain_s + 900 * token_s
 
 
 def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +138,7 @@ def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
-    rows = RequestRows.of(make_request(), 1)
+    rows = RequestRows.without_draft(make_request(), 1)
     speculator.propose([rows])
     assert (rows.skip_reason, drafter.num_reads) == (SkipReason.UNPROFITABLE, 0)
     assert speculator.num_failures == 0
@@ -143,11 +146,11 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
 
 def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
     reading = PrefillTime()
-    assert reading.of(1000) == 0.0
+    assert reading.expected_s(1000) == 0.0
     random = np.random.default_rng(seed)
     for _ in range(40):
         count = int(random.integers(FREE_PREFILL_TOKENS + 1, 500))
         reading.observe(count, count * 0.003 * random.uniform(0.9, 1.1))
         reading.observe(FREE_PREFILL_TOKENS, 9.0)
-    assert reading.of(200) == pytest.approx(0.6, rel=0.1)
-    assert reading.of(FREE_PREFILL_TOKENS) == 0.0
+    assert reading.expected_s(200) == pytest.approx(0.6, rel=0.1)
+    assert reading.expected_s(FREE_PREFILL_TOKENS) == 0.0

@@ -32,7 +32,7 @@ def make_rows(cache: KVCache, length: int, parents: Sequence[int] = (), tokens: 
     if length > 1:
         cache.reserve(request.sequence, range(-1, length - 2))
         cache.keep_path(request.sequence, length - 2)
-    rows = RequestRows.of(request, request.num_next_tokens(256))
+    rows = RequestRows.without_draft(request, request.num_uncached)
     if parents:
         rows.tree = DraftTree.grow(request.token_ids[-1], tokens or range(50, 50 + len(parents)), parents, "test")
     return rows
@@ -77,7 +77,7 @@ def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room
     (plan,) = reserve([rows], cache)
     assert paths(rows.tree) == expected
     assert rows.skip_reason is None, "a step with guesses is no plain one"
-    assert rows.request.stats.cut == len(WHOLE) - len(expected)
+    assert rows.request.stats.num_dropped_tokens == len(WHOLE) - len(expected)
     assert len(plan.parents) == 1 + len(expected)
     cache.check()
     cache.keep_path(rows.request.sequence, len(expected))
@@ -88,7 +88,7 @@ def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
     cache = make_cache(1)
     rows = make_rows(cache, BLOCK, PARENTS)
     reserve([rows], cache)
-    assert (rows.skip_reason, paths(rows.tree), rows.request.stats.cut) == (SkipReason.NO_MEMORY, [], len(WHOLE))
+    assert (rows.skip_reason, paths(rows.tree), rows.request.stats.num_dropped_tokens) == (SkipReason.NO_MEMORY, [], len(WHOLE))
 
 
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])

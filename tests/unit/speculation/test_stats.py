@@ -17,15 +17,17 @@ def _record(stats: SpeculationStats, generator: np.random.Generator) -> None:
 
 
 def _check_identities(stats: SpeculationStats) -> None:
-    assert stats.emitted == stats.accepted + stats.bonus
-    assert sum(stats.accepted_by_position) == stats.accepted
-    assert sum(stats.drafted_by_position) == stats.drafted
-    assert all(kept <= drafted for kept, drafted in zip(stats.accepted_by_position, stats.drafted_by_position, strict=True))
-    assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
-    assert stats.plain_steps == sum(stats.plain.values()) <= stats.steps
-    assert stats.bonus <= stats.steps
-    assert stats.mean_acceptance_length == pytest.approx(stats.emitted / max(1, stats.steps))
-    assert stats.acceptance_rate == pytest.approx(stats.accepted / max(1, stats.drafted))
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_bonus_tokens
+    assert sum(stats.num_accepted_tokens_by_position) == stats.num_accepted_tokens
+    assert sum(stats.num_draft_tokens_by_position) == stats.num_draft_tokens
+    assert all(
+        kept <= drafted for kept, drafted in zip(stats.num_accepted_tokens_by_position, stats.num_draft_tokens_by_position, strict=True)
+    )
+    assert stats.num_accepted_tokens_by_position == sorted(stats.num_accepted_tokens_by_position, reverse=True)
+    assert stats.plain_steps == sum(stats.skip_counts.values()) <= stats.steps
+    assert stats.num_bonus_tokens <= stats.steps
+    assert stats.mean_acceptance_length == pytest.approx(stats.num_emitted_tokens / max(1, stats.steps))
+    assert stats.acceptance_rate == pytest.approx(stats.num_accepted_tokens / max(1, stats.num_draft_tokens))
 
 
 def test_the_counters_add_up_whatever_is_recorded(seed):
@@ -43,13 +45,13 @@ def test_a_sum_is_what_one_request_with_all_steps_would_have_counted(seed):
     for half, generator in zip(halves, generators, strict=True):
         for _ in range(20):
             _record(half, generator)
-    halves[0].cut, halves[1].cut = 3, 4
+    halves[0].num_dropped_tokens, halves[1].num_dropped_tokens = 3, 4
     whole = SpeculationStats()
     for half in range(2):
         generator = np.random.default_rng([seed, half])
         for _ in range(20):
             _record(whole, generator)
-    whole.cut = 7
+    whole.num_dropped_tokens = 7
     for order in ((0, 1), (1, 0)):
         total = SpeculationStats()
         for half in order:
@@ -63,7 +65,7 @@ def test_adding_leaves_the_other_as_it_was():
     other.record([1, 2], 1, 2, None)
     total.add(other)
     total.record([1, 2, 3], 3, 4, None)
-    assert (other.drafted_by_position, other.accepted_by_position) == ([1, 1], [1, 0])
+    assert (other.num_draft_tokens_by_position, other.num_accepted_tokens_by_position) == ([1, 1], [1, 0])
 
 
 def test_plain_decoding_has_a_mean_acceptance_length_of_one():
@@ -90,9 +92,9 @@ def test_the_json_form_names_the_reasons():
     stats = SpeculationStats()
     stats.record([], 0, 1, SkipReason.PROMPT)
     stats.record([1, 2, 3], 2, 3, None)
-    stats.cut = 2
+    stats.num_dropped_tokens = 2
     record = json.loads(json.dumps(stats.as_dict()))
-    assert (record["steps"], record["drafted"], record["accepted"], record["emitted"]) == (2, 3, 2, 4)
+    assert (record["steps"], record["num_draft_tokens"], record["num_accepted_tokens"], record["num_emitted_tokens"]) == (2, 3, 2, 4)
     assert record["mean_acceptance_length"] == 2.0
     assert record["acceptance_rate_by_position"] == [1.0, 1.0, 0.0]
-    assert record["plain"] == {SkipReason.PROMPT.value: 1}
+    assert record["skip_counts"] == {SkipReason.PROMPT.value: 1}

@@ -71,7 +71,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(name, seed):
             result = verify(tree, _logits(target, request, tree), request)
             _check_walk(tree, result, plain[done:NUM_TOKENS])
             assert request.num_output_tokens == done
-            commit(request, result.token_ids, len(result.accepted_nodes), drafted=True)
+            commit(request, result.token_ids, len(result.accepted_nodes), has_draft=True)
             num_accepted += len(result.accepted_nodes)
         assert request.output_token_ids == list(plain[:NUM_TOKENS])
     assert num_accepted > 60

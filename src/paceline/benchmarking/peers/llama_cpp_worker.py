@@ -90,8 +90,8 @@ class Context:
 class DraftModel:
     """Guesses with a small model, a token at a time."""
 
-    def __init__(self, context: Context, num_draft_tokens: int) -> None:
-        self._context, self._most = context, num_draft_tokens
+    def __init__(self, context: Context, num_speculative_tokens: int) -> None:
+        self._context, self._most = context, num_speculative_tokens
 
     def __call__(self, token_ids: list[int]) -> list[int]:
         held = self._context.token_ids
@@ -117,7 +117,7 @@ def open_model(order: Any) -> Any:
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])
     target = gguf_of(Path(order["model"]), kind)
-    most = order["num_draft_tokens"] or DRAFT_TOKENS
+    most = order["num_speculative_tokens"] or DRAFT_TOKENS
     threads, length = order["threads"], order["context"] + most + 1
     context = Context(api, target, threads=threads, length=length, rows=most + 1)
     propose: Propose | None = None
@@ -128,7 +128,7 @@ def open_model(order: Any) -> Any:
             raise loop.PeerError(f"the draft model has {draft.vocab_size} tokens and the target {context.vocab_size}")
         propose, note = DraftModel(draft, most), f"up to {most} tokens while their probability is {LEAST_PROBABILITY} or more"
     elif order["mode"] == "ngram":
-        count = order["num_draft_tokens"] or LOOKUP_TOKENS
+        count = order["num_speculative_tokens"] or LOOKUP_TOKENS
         lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(LOOKUP_NGRAM, count)
         propose = lambda ids: lookup(context.numpy.array(ids, dtype="int32")).tolist()  # noqa: E731
         note = f"LlamaPromptLookupDecoding(max_ngram_size={LOOKUP_NGRAM}, num_pred_tokens={count})"

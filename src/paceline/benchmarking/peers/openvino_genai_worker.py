@@ -37,7 +37,7 @@ def open_model(order: Any) -> Any:
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = max(256, order["context"])
     arguments: dict[str, Any] = {"scheduler_config": scheduler, **properties}
-    count = order["num_draft_tokens"] or DRAFT_TOKENS
+    count = order["num_speculative_tokens"] or DRAFT_TOKENS
     options: dict[str, Any] = {}
     if order["mode"] == "draft_model":
         arguments["draft_model"] = genai.draft_model(str(ir_of(Path(order["draft"]), order["precision"])), "CPU", **properties)

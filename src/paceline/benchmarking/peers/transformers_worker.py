@@ -25,7 +25,7 @@ def open_model(order: Any) -> Any:
     torch.set_num_threads(order["threads"])
     torch.set_grad_enabled(False)
     model = _load(transformers, torch, order["model"], order["precision"])
-    count = order["num_draft_tokens"]
+    count = order["num_speculative_tokens"]
     options: dict[str, Any] = {}
     note = "plain generate"
     if order["mode"] == "draft_model":

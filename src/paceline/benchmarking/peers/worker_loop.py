@@ -27,13 +27,13 @@ class Generated:
     """The answer to one request.
 
     Attributes:
-        drafted, accepted: guessed tokens, and those of them that were kept; None where the library does not say.
+        num_draft_tokens, num_accepted_tokens: guessed tokens, and those of them that were kept; None where the library does not say.
         times_s: when each token came, for a library that does not say so as they come.
     """
 
     token_ids: list[int]
-    drafted: int | None = None
-    accepted: int | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
     times_s: list[float] | None = None
 
 
@@ -110,8 +110,8 @@ def _answer(opened: Opened, order: Order) -> dict[str, Any]:
         "seconds": seconds,
         "first_token_s": times[0] if times else seconds,
         "times_s": times,
-        "drafted": generated.drafted,
-        "accepted": generated.accepted,
+        "num_draft_tokens": generated.num_draft_tokens,
+        "num_accepted_tokens": generated.num_accepted_tokens,
         "rss_bytes": resident,
         "peak_rss_bytes": peak,
     }

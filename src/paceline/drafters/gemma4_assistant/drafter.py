@@ -111,9 +111,9 @@ class AssistantDrafter(Drafter):
         return NodeRows(rows.token_ids[first:], rows.features[first:], request.sequence)
 
     def _guess(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> Guessed:
-        request, path, wants_draws = draft.request, draft.path(node), draft.budget.wants_draws
+        request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs
         if self._network.assistant.config.clusters is None:
-            return self._guesses.next_token(request, path, output.logits[row], draft.width, wants_draws=wants_draws)
+            return self._guesses.next_token(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
         ids, scores = self._network.candidates(output, row, self._vocab_size)
         if not len(ids) or not np.isfinite(scores).all():
             return NOTHING
@@ -121,11 +121,11 @@ class AssistantDrafter(Drafter):
             is_greedy = request.params.is_greedy
             scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
             candidates = Distribution(scaled, ids, is_greedy)
-            return self._guesses.of_candidates(request, path, candidates, draft.width, wants_draws=wants_draws)
+            return self._guesses.of_candidates(request, path, candidates, draft.width, needs_draft_probs=needs_draft_probs)
         whole = np.full(self._vocab_size, -np.inf, np.float32)
         whole[ids] = scores
         try:
-            return self._guesses.of_target_row(request, path, whole, draft.width, wants_draws=wants_draws)
+            return self._guesses.of_target_row(request, path, whole, draft.width, needs_draft_probs=needs_draft_probs)
         except PacelineError:  # none of them is allowed here
             return NOTHING
 

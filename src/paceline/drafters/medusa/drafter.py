@@ -122,7 +122,7 @@ class MedusaDrafter(Drafter):
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
         is_greedy = request.params.is_greedy
-        reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.wants_draws)
+        reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
         return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
 
     def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
@@ -132,7 +132,7 @@ class MedusaDrafter(Drafter):
         def row_of(depth: int) -> FloatArray:
             return self._as_target_row(outputs.logits_of(depth)[row])
 
-        if one.budget.wants_draws and not request.params.is_greedy:
+        if one.budget.needs_draft_probs and not request.params.is_greedy:
             token_ids, draft_probs = drawn_chain(request, row_of, one.depth)
             return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
         shape = None

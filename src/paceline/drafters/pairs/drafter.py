@@ -155,7 +155,9 @@ class PairDrafter(Drafter):
                 guesses = [self._guesses.of_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
             else:
                 guesses = [
-                    self._guesses.next_token(draft.request, draft.path(node), row, draft.width, wants_draws=draft.budget.wants_draws)
+                    self._guesses.next_token(
+                        draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs
+                    )
                     for node, row in zip(draft.frontier, outputs.logits[first:last], strict=True)
                 ]
             draft.take(guesses, outputs.features[first:last])

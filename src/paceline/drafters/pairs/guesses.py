@@ -93,7 +93,7 @@ class Guesses:
             return Guessed((drawn,), (min(1.0, prob_of[drawn]),))
         return _shared_out(drawn, prob_of, width, is_greedy=False)
 
-    def next_token(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
+    def next_token(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, needs_draft_probs: bool) -> Guessed:
         """What may follow the request's tokens and `path`.
 
         At temperature 0 the most probable tokens; otherwise first the token that the target would draw if its row were this one
@@ -101,29 +101,31 @@ class Guesses:
 
         Args:
             row: [Vd] logits.
-            wants_draws: draw from the row's distribution with separate noise (a single guess only).
+            needs_draft_probs: draw from the row's distribution with separate noise (a single guess only).
         """
         try:
-            return self.of_target_row(request, path, self._as_target_row(row), width, wants_draws=wants_draws)
+            return self.of_target_row(request, path, self._as_target_row(row), width, needs_draft_probs=needs_draft_probs)
         except PacelineError:  # no token the head knows is allowed here, or its row is invalid
             return NOTHING
 
-    def of_target_row(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, wants_draws: bool) -> Guessed:
+    def of_target_row(self, request: Request, path: Sequence[int], row: FloatArray, width: int, *, needs_draft_probs: bool) -> Guessed:
         """As `next_token`, of a row [V] over the target's ids.
 
         Raises:
             PacelineError: as `LogitsProcessor.edit`.
         """
         edited = request.processor.edit(row, path)
-        if wants_draws and width == 1 and not request.params.is_greedy:
+        if needs_draft_probs and width == 1 and not request.params.is_greedy:
             return _drawn(request, path, edited.distribution())
         first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + len(path))
         scores, ids = edited.scale(), self._target_ids
         return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
 
-    def of_candidates(self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, wants_draws: bool) -> Guessed:
+    def of_candidates(
+        self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, needs_draft_probs: bool
+    ) -> Guessed:
         """As `next_token`, where all other ids are impossible and only the temperature changes rows."""
-        if wants_draws and width == 1 and not candidates.greedy:
+        if needs_draft_probs and width == 1 and not candidates.greedy:
             return _drawn(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
         return _most_probable(request.params, candidates.scores, candidates.token_ids, first, width)

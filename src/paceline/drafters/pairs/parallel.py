@@ -52,7 +52,11 @@ class ParallelDrafter(PairDrafter):
                 else:
                     guesses = [
                         self._guesses.next_token(
-                            draft.request, draft.path(node), outputs.logits[row], draft.width, wants_draws=draft.budget.wants_draws
+                            draft.request,
+                            draft.path(node),
+                            outputs.logits[row],
+                            draft.width,
+                            needs_draft_probs=draft.budget.needs_draft_probs,
                         )
                         for node in nodes
                     ]

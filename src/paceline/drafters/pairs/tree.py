@@ -94,7 +94,7 @@ class GrowingDraft:
 
     def __post_init__(self) -> None:
         is_greedy = self.request.params.is_greedy
-        self.reads_ranks = self.request.processor.only_scales and (not self.budget.wants_draws or is_greedy)
+        self.reads_ranks = self.request.processor.only_scales and (not self.budget.needs_draft_probs or is_greedy)
         self.is_drawn = self.reads_ranks and not is_greedy
 
     def path(self, node: int) -> list[int]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from paceline.drafters.suffix.automaton import MAX_MATCH, SEPARATOR, Match, SuffixAutomaton
 from paceline.errors import ConfigError
 from paceline.speculation.draft_length.acceptance import match_confidence
-from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits, RequestState
-from paceline.speculation.reading import MAX_CATCH_UP_TOKENS
+from paceline.speculation.drafter import MAX_CATCH_UP_TOKENS, DraftBudget, Drafter, DrafterTraits, RequestState
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
@@ -124,7 +123,7 @@ class SuffixDrafter(Drafter):
 
     def has_candidates(self, request: Request) -> bool:
         text = self._texts.get(request)
-        is_shared = self._store is not None and request.hints.namespace is not None
+        is_shared = self._store is not None and request.namespace is not None
         if text is None or is_shared or len(request.token_ids) - text.own.size > MAX_CATCH_UP_TOKENS:
             return True
         for token in request.token_ids[text.own.size :]:
@@ -133,8 +132,8 @@ class SuffixDrafter(Drafter):
 
     def release(self, request: Request) -> None:
         is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither given up nor failed
-        if self._store is not None and request.hints.namespace is not None and is_whole:
-            self._store.add(request.hints.namespace, request.output_token_ids)
+        if self._store is not None and request.namespace is not None and is_whole:
+            self._store.add(request.namespace, request.output_token_ids)
 
     def _guess(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         text = self._texts.get(request)
@@ -152,10 +151,10 @@ class SuffixDrafter(Drafter):
         return self._grow(automaton, match, request.token_ids[-1], budget)
 
     def _stored(self, text: _Text, request: Request) -> list[_Reader]:
-        if self._store is None or request.hints.namespace is None:
+        if self._store is None or request.namespace is None:
             return []
         known = {id(reader.automaton): reader for reader in text.stored}
-        text.stored = [known.get(id(automaton)) or _Reader(automaton) for automaton in self._store.automata(request.hints.namespace)]
+        text.stored = [known.get(id(automaton)) or _Reader(automaton) for automaton in self._store.automata(request.namespace)]
         for reader in text.stored:
             reader.read(request.token_ids)
         return text.stored

@@ -110,7 +110,7 @@ class CaseRunner:
     ) -> list[Answered]:
         references = [self._references.of(one.prompt_token_ids, one.params) for one in requests]
         asked = [
-            Asked(one.prompt_token_ids, one.params, reference.output.token_ids, one.drafter, one.max_draft_tokens)
+            Asked(one.prompt_token_ids, one.params, reference.output.token_ids, one.drafter, one.num_speculative_tokens)
             for one, reference in zip(requests, references, strict=True)
         ]
         watches = [self._watch(reference) for reference in references]

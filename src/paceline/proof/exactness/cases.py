@@ -66,14 +66,14 @@ class Setting:
 
     Attributes:
         drafter: who guesses for its first request.
-        num_draft_tokens: one of `DRAFT_LENGTHS`.
+        num_speculative_tokens: one of `DRAFT_LENGTHS`.
         shape: "chain", or "tree": rows for branches too.
         batch: requests at a time.
         event: what happens to cached rows.
     """
 
     drafter: str
-    num_draft_tokens: str
+    num_speculative_tokens: str
     shape: str
     batch: int
     event: str
@@ -87,7 +87,7 @@ class CaseRequest:
         prompt: name of its kind.
         sampling: name in `SAMPLINGS`.
         drafter: who guesses for it; `TOGETHER` = all.
-        max_draft_tokens: its own limit; None = that of the case.
+        num_speculative_tokens: its own limit; None = that of the case.
         stop_index: it ends at the token that plain decoding has there; None = by length.
     """
 
@@ -96,12 +96,12 @@ class CaseRequest:
     sampling: str
     params: SamplingParams
     drafter: str
-    max_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     stop_index: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "max_draft_tokens", "stop_index")}
+        own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "num_speculative_tokens", "stop_index")}
         return {**own, "prompt_token_ids": list(self.prompt_token_ids), "params": params_as_dict(self.params)}
 
     @classmethod
@@ -144,7 +144,7 @@ class Case:
             requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
             case = cls(given["number"], given["round"], given["seed"], Setting(**given["setting"]), requests)
             whole: list[object] = [case.number, case.round, case.seed, case.setting.batch]
-            known = case.setting.event in EVENTS and case.setting.num_draft_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
+            known = case.setting.event in EVENTS and case.setting.num_speculative_tokens in DRAFT_LENGTHS and case.setting.shape in SHAPES
             if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
                 raise ValueError("a setting that does not exist")
         except (KeyError, TypeError, ValueError) as error:
@@ -184,7 +184,7 @@ class CaseMaker:
         """What is combined."""
         return {
             "drafter": self._drafters,
-            "num_draft_tokens": DRAFT_LENGTHS,
+            "num_speculative_tokens": DRAFT_LENGTHS,
             "shape": SHAPES,
             "batch": self._batches,
             "event": EVENTS,
@@ -202,7 +202,7 @@ class CaseMaker:
                 this_round = round_number
                 known.clear()
             batch = int(row["batch"])
-            setting = Setting(row["drafter"], row["num_draft_tokens"], row["shape"], batch, row["event"])
+            setting = Setting(row["drafter"], row["num_speculative_tokens"], row["shape"], batch, row["event"])
             own = np.random.default_rng([self._seed, number])
             first = self._request(row, round_number, own)
             known.append(first)
@@ -228,7 +228,7 @@ class CaseMaker:
             known.append(self._request({**levels, "drafter": drafter}, round_number, random))
             return known[-1]
         limit = int(random.integers(1, 5)) if random.random() < 0.3 else None
-        return replace(_one_of(known, random), drafter=drafter, max_draft_tokens=limit)
+        return replace(_one_of(known, random), drafter=drafter, num_speculative_tokens=limit)
 
 
 def _one_of(items: Sequence[Item], random: np.random.Generator) -> Item:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import printable
 
-_COUNTS = ("tokens", "bugs", "near_ties", "accepted", "drafted", "cached_tokens", "requests")
+_COUNTS = ("tokens", "bugs", "near_ties", "num_accepted_tokens", "num_draft_tokens", "cached_tokens", "requests")
 _HEADS = ("tokens", "bugs", "near-ties", "accepted", "drafted", "cached", "answers")
 _CLASSES = {"bug": "bug", "equal": "equal"}
 _MOST_SHOWN = 50
@@ -65,7 +65,7 @@ def _summary(facts: Mapping[str, Any]) -> str:
         ("tokens compared", f"{compared['tokens']:,}" + ("" if facts["is_whole"] else f" of {facts['tokens_wanted']:,} wanted")),
         ("rows of logits compared", f"{compared['rows']:,}"),
         ("answers, cases", f"{compared['requests']:,} in {compared['cases']:,} cases, beside {facts['references']:,} plain ones"),
-        ("guesses kept", f"{compared['accepted']:,} of {compared['drafted']:,}"),
+        ("guesses kept", f"{compared['num_accepted_tokens']:,} of {compared['num_draft_tokens']:,}"),
         ("prompt tokens from the cache", f"{compared['cached_tokens']:,}"),
         ("preemptions", f"{compared['preemptions']:,}"),
         ("numerics", f"{facts['numerics']}: {_bound(facts)}"),

@@ -9,6 +9,7 @@ import numpy as np
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine.inputs import RequestOptions
 from paceline.engine.open import OpenedEngine, open_engine
+from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
@@ -19,7 +20,6 @@ from paceline.proof.exactness.rows import RowWatch, WatchedSpeculator
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
-from paceline.speculation.request import Request
 
 _TREE_ROWS = 3  # for each draft token, where there are branches
 _PREEMPT_STEPS = 40  # steps of a case in which requests are preempted
@@ -34,14 +34,14 @@ class Asked:
 
     Attributes:
         expected: what plain decoding answers; None = nobody knows, and it is decoded plainly.
-        drafter, max_draft_tokens: who guesses how much.
+        drafter, num_speculative_tokens: who guesses how much.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     expected: Sequence[int] | None = None
     drafter: str = TOGETHER
-    max_draft_tokens: int | None = None
+    num_speculative_tokens: int | None = None
 
 
 class Subject:
@@ -145,13 +145,13 @@ class Subject:
             self._speculator.watches.clear()
             self._answers.forget()
 
-    def _request(self, asked: Asked, salt: str) -> Request:
+    def _request(self, asked: Asked, salt: str) -> EngineRequest:
         options: RequestOptions = {"cache_salt": salt, "namespace": salt}
         if asked.expected is None:
             options["speculation"] = {"enabled": False}
         else:
             name = None if asked.drafter == TOGETHER else asked.drafter
-            options["speculation"] = {"drafter": name, "max_draft_tokens": asked.max_draft_tokens, "trees": True}
+            options["speculation"] = {"drafter": name, "num_speculative_tokens": asked.num_speculative_tokens, "trees": True}
             if self._speculator.uses_predictions:
                 options["prediction"] = self._prediction(asked.expected)
         (request,) = self.opened.requests([list(asked.prompt_token_ids)], asked.params, options, is_streamed=False)
@@ -163,9 +163,9 @@ class Subject:
         return [(token + (at % _EDIT_EVERY == _EDIT_EVERY - 2)) % vocab_size for at, token in enumerate(expected)]
 
     def _policy(self, setting: Setting) -> FixedDraftLength:
-        if setting.num_draft_tokens == "auto":
+        if setting.num_speculative_tokens == "auto":
             return self._as_users_have_it
-        count = int(setting.num_draft_tokens)
+        count = int(setting.num_speculative_tokens)
         return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
     def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
@@ -177,7 +177,7 @@ class Subject:
         return replace(self._limits, spare_blocks=0) if setting.event == "preempted" else self._limits
 
     @contextmanager
-    def _little_room(self, requests: Sequence[Request], event: str) -> Iterator[None]:
+    def _little_room(self, requests: Sequence[EngineRequest], event: str) -> Iterator[None]:
         """Where requests are to be preempted, blocks for the longest of them and a few more are left of the cache."""
         cache = self.opened.engine.cache
         room = max(blocks_for(request.max_len, cache.block_size) for request in requests) + len(requests)

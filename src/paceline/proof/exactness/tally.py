@@ -17,7 +17,7 @@ class Counts:
         requests: answers compared.
         tokens: output tokens compared.
         rows: rows of logits compared.
-        drafted, accepted: guesses in these answers, and those that were kept.
+        num_draft_tokens, num_accepted_tokens: guesses in these answers, and those that were kept.
         cached_tokens: prompt tokens whose rows were found in the cache.
         near_ties, bugs: answers that differ.
     """
@@ -25,8 +25,8 @@ class Counts:
     requests: int = 0
     tokens: int = 0
     rows: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     cached_tokens: int = 0
     near_ties: int = 0
     bugs: int = 0
@@ -36,8 +36,8 @@ class Counts:
         self.requests += 1
         self.tokens += answered.compared.num_tokens
         self.rows += answered.compared.num_rows
-        self.drafted += answered.output.speculation.drafted
-        self.accepted += answered.output.speculation.accepted
+        self.num_draft_tokens += answered.output.speculation.num_draft_tokens
+        self.num_accepted_tokens += answered.output.speculation.num_accepted_tokens
         self.cached_tokens += answered.output.usage.num_cached_tokens
         if answered.compared.finding is not None:
             self.count(answered.compared.finding.status)
@@ -88,7 +88,7 @@ class Tally:
         setting, request = outcome.case.setting, answered.request
         levels = {
             "drafter": request.drafter,
-            "num_draft_tokens": setting.num_draft_tokens,
+            "num_speculative_tokens": setting.num_speculative_tokens,
             "shape": setting.shape,
             "batch": str(setting.batch),
             "event": setting.event,

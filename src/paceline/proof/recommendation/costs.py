@@ -81,7 +81,7 @@ def _pass_times(llm: "LLM") -> Mapping[int, float]:
     from paceline.runtimes.profile_cache import ProfileCache
 
     table = profile_forward(llm.runtime, llm.engine.cache, ProfileCache(cache_directory()), max_model_len=llm.max_model_len)
-    return {count: table.at(count) for count in (1, *(length + 1 for length in DRAFT_LENGTHS))}
+    return {count: table.seconds_at(count) for count in (1, *(length + 1 for length in DRAFT_LENGTHS))}
 
 
 def _bytes_per_s(num_threads: int) -> float:

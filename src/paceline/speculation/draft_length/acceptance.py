@@ -1,55 +1,44 @@
-"""Acceptance model: the chance that a drafted token is accepted, given that every token before it in the draft is.
+"""Acceptance model: the probability that a draft token is accepted, given that all tokens before it in the draft are.
 
-Rates are counted for each drafter over all requests: by the drafter's own probability where it gives one, else by depth. For each request a
-bias in log-odds is learned on top, because some texts are easier than others: logistic regression with one weight, fitted online.
+    acceptance rate of a token = sigmoid(logit(rate over all requests) + bias of the request)
+
+The rate over all requests is counted for each drafter: by the drafter's own probability of the token if it gives one, otherwise by depth.
+The bias is learned for each request, because some texts are easier to draft than others (logistic regression with one weight, online).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from paceline.speculation.tree import DraftTree
 
 PRIOR_RATE = 0.6  # acceptance rate of a drafter before any token was verified
-PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # tokens that priors count for: at depth 1 and by probability, and at greater depths
-RATE_MEMORY = 512.0  # tokens after which older ones count half
-BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0
-BIAS_STEP = 5.0  # 1 / (p * (1 - p)) of a rate that is neither small nor great: Newton's step
+PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # tokens that priors count for: by probability and at depth 1, and at greater depths
+RATE_MEMORY = 512.0  # tokens after which the older ones count half
+BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0  # tokens that a bias of 0 counts for, and most tokens that later ones are weighed against
+BIAS_STEP = 5.0  # Newton's step, 1 / (p * (1 - p)), at p = 0.28 or 0.72
 MAX_BIAS = 6.0
-SURPRISE = 0.06  # an outcome that was less likely resets the memory of a request's bias: its text has changed
-MIN_RATE, MAX_RATE = 0.004, 0.995
-SIBLING_FACTOR = 0.3  # rate of a later sibling over the one before it, where the drafter gives no probabilities
-FORCED_RATE = 0.98  # of tokens that a grammar forces: the model may spell the same text in other tokens
-
-
-class UnsentDraft(NamedTuple):
-    """A draft that was not worth its rows. The text shows later whether it was right, which costs nothing.
-
-    Attributes:
-        num_tokens: length of the request when it was drafted.
-        token_ids: the draft.
-        probs: of its tokens; None = the drafter gives none.
-    """
-
-    num_tokens: int
-    token_ids: Sequence[int]
-    probs: Sequence[float] | None
+SURPRISE = 0.06  # an outcome with a lower probability resets the memory of the bias, because the text has probably changed
+MIN_RATE, MAX_RATE = 0.004, 0.995  # no token is certain or impossible
+SIBLING_FACTOR = 0.3  # rate of a sibling relative to the one before it, if the drafter gives no probabilities
+FORCED_RATE = 0.98  # of tokens that a grammar forces: the model may split the same text into other tokens
 
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """Rates of one drafter over all requests.
+    """Acceptance rates of one drafter over all requests.
 
     Attributes:
-        num_observed: verified tokens.
-        has_probs: the drafter gives probabilities.
+        num_observed: number of verified tokens.
+        has_probs: whether the drafter gives probabilities.
     """
 
     num_observed: int = 0
     has_probs: bool = False
-    _counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (verified, accepted) by depth and by log-odds
+    _counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (verified, accepted), by depth and by probability
 
     def by_depth(self, count: int) -> list[float]:
-        """Rates at depths 1 to `count`; a depth that was seen seldom resembles the one before it."""
+        """Return the rates at depths 1 to `count`. The prior of a depth is the rate of the one before it."""
         rates, rate, weight = list[float](), PRIOR_RATE, PRIOR_WEIGHT
         for depth in range(1, count + 1):
             verified, accepted = self._counts.get(("depth", depth), (0.0, 0.0))
@@ -58,7 +47,7 @@ class AcceptanceRates:
         return rates
 
     def by_prob(self, prob: float, *, is_first: bool = True) -> float:
-        """The rate of tokens of about this probability. Later siblings (`is_first` False) are counted apart."""
+        """Return the rate of tokens of about this probability. Siblings after the first one are counted separately."""
         verified, accepted = self._counts.get(_prob_key(prob, is_first=is_first), (0.0, 0.0))
         return (accepted + PRIOR_WEIGHT * prob) / (verified + PRIOR_WEIGHT)
 
@@ -73,7 +62,8 @@ class AcceptanceRates:
 
     @property
     def optimism(self) -> float:
-        """One standard deviation of the log-odds at depth 1. Added to rates when a draft is planned, so that few samples do not stop it."""
+        """Standard deviation of the log-odds at depth 1. Drafts are planned with rates raised by it, so that a few rejected
+        tokens do not stop drafting."""
         verified, _ = self._counts.get(("depth", 1), (0.0, 0.0))
         rate = clip(self.by_depth(1)[0])
         return 1.0 / math.sqrt((verified + PRIOR_WEIGHT) * rate * (1.0 - rate))
@@ -89,37 +79,38 @@ class DraftHistory:
     """Acceptance and backoff of one drafter for one request.
 
     Attributes:
-        bias: log-odds by which its tokens are accepted more often than those of other requests.
-        num_observed: tokens that the bias was learned from, at most `BIAS_MEMORY`.
-        backoff_level: times in a row that drafting did not pay.
-        resume_step: step of the engine at which it is considered again.
-        unsent: the last draft that was not sent, until the text has passed it.
+        bias: log-odds that are added to the rates over all requests.
+        num_observed: number of tokens that the bias was learned from, at most `BIAS_MEMORY`.
+        backoff_level: number of times in a row that drafting did not pay.
+        resume_step: number of the step from which on it may draft again.
+        unsent: a draft that was dropped before the pass, and the length of the request then. It is compared with the text later, which
+            costs no row. None = there is none.
     """
 
     bias: float = 0.0
     num_observed: float = 0.0
     backoff_level: int = 0
     resume_step: int = 0
-    unsent: UnsentDraft | None = None
+    unsent: tuple[int, DraftTree] | None = None
 
     def rate(self, rate: float, optimism: float = 0.0) -> float:
-        """This request's rate, from that over all requests."""
+        """Return the request's acceptance rate, given the rate over all requests. `optimism`: log-odds that are added to the bias."""
         rate = clip(rate)
         odds = rate / (1.0 - rate) * math.exp(self.bias + optimism)
         return clip(odds / (1.0 + odds))
 
     def path_rates(self, rates: Sequence[float], min_rate: float, optimism: float = 0.0) -> list[float]:
-        """Chances that a chain is accepted up to depth 1, 2, …, as far as they are at least `min_rate`."""
-        chance, found = 1.0, list[float]()
+        """Return the probabilities that a chain is accepted up to depth 1, 2, …, as far as they are at least `min_rate`."""
+        prob, found = 1.0, list[float]()
         for rate in rates:
-            chance *= self.rate(rate, optimism)
-            if chance < min_rate:
+            prob *= self.rate(rate, optimism)
+            if prob < min_rate:
                 break
-            found.append(chance)
+            found.append(prob)
         return found
 
     def observe(self, rate: float, *, accepted: bool) -> None:
-        """Update the bias with a verified token, given its acceptance rate over all requests."""
+        """Update the bias with a verified token whose rate over all requests is `rate`."""
         expected = self.rate(rate)
         if (expected if accepted else 1.0 - expected) < SURPRISE:
             self.num_observed = 0.0
@@ -129,16 +120,19 @@ class DraftHistory:
 
 
 def clip(rate: float) -> float:
-    """A rate that is neither certain nor impossible."""
+    """Return the nearest rate in [`MIN_RATE`, `MAX_RATE`]."""
     return MIN_RATE if rate < MIN_RATE else min(rate, MAX_RATE)
 
 
 def match_confidence(match_len: int, count: int) -> list[float]:
-    """Probabilities for `count` tokens copied from where the last `match_len` tokens occurred before: they grow with the match."""
+    """Return probabilities of `count` tokens copied from after an earlier occurrence of the last `match_len` tokens.
+
+    They grow with the length of the match, copied tokens included.
+    """
     return [1.0 - 1.0 / (2.0 + length) for length in range(match_len, match_len + count)]
 
 
 def _prob_key(prob: float, *, is_first: bool) -> tuple[str, int]:
-    """Probabilities are counted in bins of half a unit of log-odds."""
+    """Return the key of a probability in `_counts`: bins are half a unit of log-odds wide."""
     prob = clip(prob)
     return "first" if is_first else "sibling", round(2.0 * math.log(prob / (1.0 - prob)))

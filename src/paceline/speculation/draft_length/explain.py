@@ -1,18 +1,17 @@
-"""Why a text was drafted as it was: what steps were expected to bring, what they brought, and the costs that decided."""
+"""Text of `--explain`: expected and emitted tokens of steps, and the costs and acceptance rates that the draft lengths follow from."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
-from paceline.speculation.stats import SkipReason
-from paceline.speculation.step_record import StepRecord
+from paceline.speculation.stats import SkipReason, StepRecord
 
 _SHOWN_ROWS = (1, 2, 3, 5, 9, 17)
 _SHOWN_DEPTHS = 8
 
 
 def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
-    """Lines on steps by their number of draft tokens: what was expected of them and what they brought; plain steps by reason."""
+    """Return lines on steps by their number of draft tokens, with expected and emitted tokens, and on plain steps by reason."""
     lines = ["draft tokens  steps  expected tokens  emitted tokens  expected speedup"]
     by_count: dict[int, list[StepRecord]] = defaultdict(list)
     for step in steps:
@@ -33,20 +32,22 @@ def explain_steps(steps: Sequence[StepRecord]) -> list[str]:
 
 
 def explain_policy(policy: FixedDraftLength) -> list[str]:
-    """Lines on what decides: the costs of passes, drafting and other work, and acceptance rates."""
+    """Return lines on the costs of passes, drafting and other work, and on acceptance rates."""
     if not isinstance(policy, AdaptiveDraftLength):
-        return [f"always {policy.num_draft_tokens} draft tokens, whether or not they pay"]
+        return [f"always {policy.num_speculative_tokens} draft tokens, whether or not they pay"]
     profile, host = policy.cost.profile, policy.cost.host
     shown = ", ".join(
-        f"{count} row{'s' * (count > 1)} {1e3 * profile.at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
+        f"{count} row{'s' * (count > 1)} {1e3 * profile.seconds_at(count):.2f} ms" for count in _SHOWN_ROWS if count <= policy.row_budget
     )
     lines = [f"profiled at load: a pass of {shown}"]
-    lines.append(f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.at(1, 0):.2f} ms a step")
+    lines.append(
+        f"1,000 cached rows add {1e3 * profile.cache_read_s(1000, 1):.2f} ms; other work {1e3 * host.seconds_at(1, 0):.2f} ms a step"
+    )
     for (name, is_greedy), rates in sorted(policy.rates.items()):
         if rates.num_observed:
             one_s, four_s = (1e3 * policy.cost.draft_s(name, 1, count) for count in (1, 4))
             time = f"1 token {one_s:.2f} ms, 4 tokens {four_s:.2f} ms" if policy.cost.is_draft_cost_known(name) else "not timed yet"
-            by_depth = " ".join(f"{rate:.2f}" for rate in rates.by_depth(min(_SHOWN_DEPTHS, policy.num_draft_tokens)))
+            by_depth = " ".join(f"{rate:.2f}" for rate in rates.by_depth(min(_SHOWN_DEPTHS, policy.num_speculative_tokens)))
             kind = "temperature 0" if is_greedy else "temperatures above 0"
             lines.append(f"{name}: {time}; acceptance rate by depth at {kind}: {by_depth}")
     return lines

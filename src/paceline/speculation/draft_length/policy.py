@@ -1,9 +1,10 @@
-"""How much to draft. Each step sends the draft tokens that make its requests fastest: the argmax of expected log-speedup over their number.
+"""Draft length policy. Each step sends the number of draft tokens with the greatest expected log-speedup, averaged over the requests:
 
-    value(k) = mean over requests of log(1 + accepted tokens expected of the best k) - log(seconds(k) / seconds(0))
+    value(k) = mean over requests of log(1 + expected accepted tokens) - log(seconds(k) / seconds(0))    with the best k draft tokens
 
-The same argmax runs before drafting, where depths alone are known, and after it, where each token has its own chance. Time that brought
-nothing is paid from one token bucket, which fills with a fixed share of the run time. Decisions change speed, never tokens.
+Before drafting, `plan` maximises it with the acceptance rates by depth, and so decides which requests draft and how far. After drafting,
+`select` maximises it with the probability of each token, and drops the other tokens. Time that brought nothing is limited by an overhead
+budget, a token bucket that fills with a fixed share of the run time. Decisions change the speed, never a token.
 """
 
 import math
@@ -13,8 +14,8 @@ from typing import NamedTuple
 
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.runtimes.cost import ForwardProfile
-from paceline.speculation.constrained import SOURCE as FORCED
-from paceline.speculation.draft_length.acceptance import FORCED_RATE, SIBLING_FACTOR, AcceptanceRates, DraftHistory, UnsentDraft
+from paceline.speculation.constrained import FORCED
+from paceline.speculation.draft_length.acceptance import FORCED_RATE, SIBLING_FACTOR, AcceptanceRates, DraftHistory
 from paceline.speculation.draft_length.cost import BatchShape, CostModel
 from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import FinishReason, Request
@@ -22,29 +23,29 @@ from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
-MIN_GAIN = 0.03  # expected speedup - 1 from which on draft tokens are sent
-MIN_REACH = 0.02  # chance of a token, with all before it, below which it is never worth a row
-COLD_TOKENS = 4  # draft length while nothing is known of a drafter
-CHEAP_SHARE = 0.02  # of a plain step: a drafter whose tokens take less need not stop early
-BUCKET_SHARE = 0.01  # of run time, for attempts that brought nothing
-BUCKET_STEPS = 128  # steps for which the bucket saves
-MAX_CHARGE = 0.25  # of a forward pass: what one step may be charged
-PROBE_TOKENS = 2  # drafted by a drafter that did not pay lately, to see whether it does now
-MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # 2 ** 6 = 64 steps, and 8 for lookup drafters, which cost next to nothing
-UNSENT_TOKENS = 4  # of a draft that was not sent, compared with the text later
+MIN_GAIN = 0.03  # least expected speedup - 1 for which draft tokens are sent
+MIN_REACH = 0.02  # probability of a path below which its last token is never sent
+COLD_TOKENS = 4  # longest draft of a drafter of which little was measured
+CHEAP_SHARE = 0.02  # of a plain step: a drafter whose tokens take less time need not stop early
+OVERHEAD_SHARE = 0.01  # of run time, for drafting that brought nothing
+OVERHEAD_STEPS = 128  # steps whose share the overhead budget holds at most
+MAX_CHARGE = 0.25  # of a forward pass: most that one step takes from the overhead budget
+PROBE_TOKENS = 2  # draft length of a drafter that did not pay lately, to measure whether it does now
+MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # 2 ** 6 = 64 steps, and 8 for lookup drafters, which take next to no time
+UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text later
 
 
 class FixedDraftLength:
-    """Drafts the same number of tokens in every step, whether or not that pays; also the interface of policies.
+    """Drafts the same number of tokens in every step, whether or not that pays. Also the interface of policies.
 
     Args:
-        num_draft_tokens: depth of a draft.
-        row_budget: rows of the target's pass a tree may cost, root included; None = those of a chain.
+        num_speculative_tokens: depth of a draft.
+        row_budget: most rows of the target's pass that a tree takes, root included; None = those of a chain.
     """
 
-    def __init__(self, num_draft_tokens: int, *, row_budget: int | None = None) -> None:
-        self.num_draft_tokens = num_draft_tokens
-        self.row_budget = row_budget if row_budget is not None else num_draft_tokens + 1
+    def __init__(self, num_speculative_tokens: int, *, row_budget: int | None = None) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self.row_budget = row_budget if row_budget is not None else num_speculative_tokens + 1
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         """Start a step; return the reason if no request is to draft in it."""
@@ -55,49 +56,49 @@ class FixedDraftLength:
         return None
 
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
-        """Reduce the budgets of the requests that a drafter may draft for (`rows.budget`), to None where drafting does not pay.
+        """Reduce the budgets of a drafter (`rows.budget`), to None where drafting is not expected to pay.
 
         Args:
-            batch: all rows of the pass, with the drafts that drafters before this one proposed.
-            max_rows: of the pass; None = no limit.
+            batch: all rows of the pass, with the drafts of drafters that were called before.
+            max_rows: most rows of the pass; None = no limit.
         """
 
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
-        """Return whether a draft is better than the one that a request has already.
+        """Return whether a draft is better than the present one of a request.
 
-        A drawn draft always is: to choose by what was drawn would change the distribution that rejection keeps.
+        A drawn draft always is: to choose by the tokens drawn would change the distribution that rejection sampling preserves.
         """
         return bool(tree.draft_probs) or tree.num_draft_tokens > rows.num_draft_tokens
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
-        """Remove draft tokens that are not worth their rows."""
+        """Drop draft tokens that are not expected to pay for their rows."""
 
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         """Learn from a verified tree."""
 
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        """Learn the time of a proposal."""
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
+        """Learn the time of a `propose` call for so many requests and drafts of this depth."""
 
-    def observe_step(
+    def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
-        """Learn the times of a step: the target's pass, other work, drafting, and this policy's decisions."""
+        """Learn the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
 
     def release(self, request: Request) -> None:
-        """Drop what is kept for a request that ended."""
+        """Free what is kept for a request that ended."""
 
     def describe(self) -> str:
-        """One line for the banner."""
-        return f"{self.num_draft_tokens} draft tokens a step"
+        """Return a line for the banner."""
+        return f"{self.num_speculative_tokens} draft tokens a step"
 
 
 class Choice(NamedTuple):
-    """How many draft tokens of each request are worth sending.
+    """Numbers of draft tokens to send.
 
     Attributes:
-        counts: by request.
-        log_speedup: of the best number of draft tokens; where it is below the least gain, all counts are 0.
-        expected_tokens, seconds: of the step that is chosen.
+        counts: by request; all 0 if the expected speedup is below `MIN_GAIN`.
+        log_speedup: of the best number of draft tokens, even if it is below `MIN_GAIN`.
+        expected_tokens, seconds: of the step with these counts.
     """
 
     counts: list[int]
@@ -107,7 +108,7 @@ class Choice(NamedTuple):
 
     @property
     def speedup(self) -> float | None:
-        """The speedup as a factor; None where no draft token is possible."""
+        """The expected speedup as a factor; None if there is no draft token."""
         return None if self.log_speedup == -math.inf else math.exp(self.log_speedup)
 
 
@@ -119,16 +120,17 @@ def best_choice(
     draft_s: Sequence[float] = (),
     undrafted: Collection[int] = (),
 ) -> Choice:
-    """Return the number of draft tokens with the greatest geometric-mean speedup of the requests.
+    """Return the numbers of draft tokens with the greatest geometric-mean speedup of the requests.
 
-    All tokens are sorted by what they add to it, and each number of the best ones is evaluated, because passes get slower in steps.
+    Draft tokens of all requests are sorted by marginal log-speedup, and every prefix of that order is evaluated, because pass times grow in
+    steps.
 
     Args:
-        gains: by request, the chance of its first, second, … token, descending: expected tokens that it adds.
-        times: seconds of the step by number of draft tokens; the list's length limits that number.
-        num_requests: all that emit a token in the step; a longer pass delays each.
+        gains: by request, the probability that its first, second, … token is accepted, descending.
+        times: seconds of the step by number of draft tokens; the length of the list limits that number.
+        num_requests: all requests that emit a token in the step. A longer pass delays each of them.
         draft_s: seconds of drafting to depth 0, 1, …
-        undrafted: requests whose tokens must be drafted first.
+        undrafted: requests whose tokens are still to be drafted.
     """
     order = list[tuple[float, int, int]]()
     for index, own in enumerate(gains):
@@ -159,88 +161,79 @@ class AdaptiveDraftLength(FixedDraftLength):
     """Chooses the draft length of every step from measured costs and acceptance.
 
     Args:
-        num_draft_tokens, row_budget: limits, as for `FixedDraftLength`.
+        num_speculative_tokens, row_budget: limits, as for `FixedDraftLength`.
         profile: the target's forward times.
     """
 
-    def __init__(self, num_draft_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
-        super().__init__(num_draft_tokens, row_budget=row_budget)
+    def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
+        super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
         self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # by drafter, and whether requests are greedy
         self._step = 0
-        # seconds that may be spent on attempts that bring nothing; while it is negative, no request drafts
-        self._bucket_s = MAX_CHARGE * profile.at(1)
-        self._goal_s = 0.0  # what the bucket must hold for the next probe
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no request drafts
+        self._saving_s = 0.0  # what the budget must hold before the next probe
         self._shape: BatchShape | None = None  # of the step
         self._probed: Request | None = None  # in this step
-        self._is_considered = False  # whether a request might draft in this step; other steps cost the bucket nothing, so that it refills
+        self._is_chargeable = False  # whether decisions of this step are charged: not if no request might draft, so that the budget refills
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
         self._step += 1
-        self._shape, self._probed, self._is_considered = BatchShape.of(batch), None, False
-        return SkipReason.UNPROFITABLE if self._bucket_s < 0.0 and self._shape.is_decoding else None
+        self._shape, self._probed, self._is_chargeable = BatchShape.from_batch(batch), None, False
+        return SkipReason.UNPROFITABLE if self._overhead_budget_s < 0.0 and self._shape.is_decoding else None
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
-        history = self._history(request, drafter.name)
+        _, history = self._model(request, drafter.name)
         if history.resume_step > self._step or (history.unsent is not None and not self._score_unsent(request, drafter, history)):
             return SkipReason.UNPROFITABLE
-        self._is_considered = True
+        self._is_chargeable = True
         return None
 
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
         for rows in batch:
-            if rows.budget is not None:
-                rows.budget = self._cold_budget(rows.request, drafter, rows.budget)
-        if drafter.traits.is_lookup:  # takes next to no time: its drafts are judged when they are there
+            if rows.budget is not None and not self._is_known(rows.request, drafter):
+                rows.budget = _short_chain(rows.budget, COLD_TOKENS)
+        if drafter.traits.is_lookup:  # takes next to no time: its drafts are judged by `select`
             return
-        shape = self._shape or BatchShape.of(batch)
-        present = [sorted(self._reach(rows)[1:], reverse=True) for rows in batch]
-        planned, undrafted = list(present), set[int]()
-        for index, rows in enumerate(batch):
-            if rows.budget is not None:
-                rates = self._rates(rows.request, drafter.name)
-                by_depth = rates.by_depth(rows.budget.max_tokens)
-                gains = self._history(rows.request, drafter.name).path_rates(by_depth, MIN_REACH, rates.optimism)
-                if sum(gains) > sum(present[index]):
-                    planned[index] = gains
-                    undrafted.add(index)
+        shape = self._shape or BatchShape.from_batch(batch)
+        present = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
+        planned, undrafted = self._planned_gains(batch, drafter, present)
         most = max(PROBE_TOKENS, sum(map(len, planned)))
-        most = most if max_rows is None else min(most, max_rows - shape.num_rows)
-        times = self.cost.step_times(shape, max(0, most))
+        most = max(0, most if max_rows is None else min(most, max_rows - shape.num_rows))
+        times = self.cost.step_times(shape, most)
         draft_s = [self.cost.draft_s(drafter.name, len(undrafted), depth) for depth in range(max(map(len, planned)) + 1)]
-        emitting = sum(rows.tree is not None for rows in batch)
-        choice = best_choice(planned, times, emitting, draft_s=draft_s, undrafted=undrafted)
-        without = best_choice(present, times, emitting)
-        is_better = choice.log_speedup > without.log_speedup
+        num_emitting = sum(rows.tree is not None for rows in batch)
+        choice = best_choice(planned, times, num_emitting, draft_s=draft_s, undrafted=undrafted)
+        is_better = choice.log_speedup > best_choice(present, times, num_emitting).log_speedup
         for index, rows in enumerate(batch):
             if rows.budget is None:
                 continue
             if most < 1:
                 rows.skip(SkipReason.PASS_FULL)
                 continue
-            rows.expected_speedup = choice.speedup
-            if is_better and index in undrafted and choice.counts[index] and self._repays_prefill(rows.request, drafter, choice, times):
-                self._history(rows.request, drafter.name).backoff_level = 0
-                rows.budget = self._depth_budget(rows, drafter, choice.counts[index], choice, times, len(batch))
+            rows.expected_speedup, history = choice.speedup, self._model(rows.request, drafter.name)[1]
+            is_chosen = is_better and index in undrafted and choice.counts[index] > 0
+            if is_chosen and self._repays_prefill(rows.request, drafter, choice, times):
+                history.backoff_level = 0
+                rows.budget = self._chosen_budget(rows.request, drafter, rows.budget, choice.counts[index], choice, times, len(batch))
             elif present[index]:
                 rows.budget = None
             elif not self._probe(rows, drafter, times):
-                self._back_off(self._history(rows.request, drafter.name), MAX_BACKOFF_LEVEL)
+                self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip(SkipReason.UNPROFITABLE)
 
     def prefers(self, rows: RequestRows, tree: DraftTree) -> bool:
         if rows.num_draft_tokens == 0 or tree.draft_probs:
             return True
-        return sum(self._reach(replace(rows, tree=tree))) > sum(self._reach(rows))
+        return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
 
     def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
-        weighed = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
-        if not weighed or self._shape is None:
+        prunable = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
+        if not prunable or self._shape is None:
             return
-        num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in weighed)
-        reached = [self._reach(rows) for rows in weighed]
-        orders = [sorted([node for node, chance in enumerate(own) if chance >= MIN_REACH], key=lambda node: -own[node]) for own in reached]
+        num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
+        reached = [self._path_probs(rows.request, rows.tree) for rows in prunable]
+        orders = [sorted([node for node, prob in enumerate(own) if prob >= MIN_REACH], key=lambda node: -own[node]) for own in reached]
         gains = [[own[node] for node in order[1:]] for own, order in zip(reached, orders, strict=True)]
         most = sum(map(len, gains))
         if max_rows is not None:
@@ -249,20 +242,20 @@ class AdaptiveDraftLength(FixedDraftLength):
                 return
         times = self.cost.step_times(self._shape, num_fixed + most)[num_fixed:]
         choice = best_choice(gains, times, sum(rows.tree is not None for rows in batch))
-        for rows, order, own, count in zip(weighed, orders, gains, choice.counts, strict=True):
+        for rows, order, own, count in zip(prunable, orders, gains, choice.counts, strict=True):
             rows.expected_speedup = choice.speedup
             if count == 0:
-                self._hold_back(rows)
+                self._withhold(rows)
             elif rows.tree is not None:
-                rows.tree, rows.expected_tokens = rows.tree.part(sorted(order[: count + 1])), 1.0 + sum(own[:count])
+                rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(own[:count])
 
-    def observe(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+    def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
             return
-        rates, history = self._rates(request, name), self._history(request, name)
+        rates, history = self._model(request, name)
         by_depth = rates.by_depth(tree.tree_depth)
-        walked = zip([0, *accepted_nodes], [*accepted_nodes, *([] if request.is_finished else [-1])], strict=False)
-        for node, accepted_child in walked:
+        next_nodes = [*accepted_nodes, *([] if request.is_finished else [-1])]  # no child of the last node was accepted
+        for node, accepted_child in zip([0, *accepted_nodes], next_nodes, strict=False):
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED:
                     continue
@@ -271,20 +264,21 @@ class AdaptiveDraftLength(FixedDraftLength):
                     history.observe(by_depth[depth - 1] if prob is None else rates.by_prob(prob), accepted=child == accepted_child)
                 rates.observe(depth, prob, is_first=rank == 0, accepted=child == accepted_child)
 
-    def observe_draft(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        self.cost.observe_draft(drafter.name, num_requests, depth, seconds)
+    def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
+        self.cost.observe_draft_time(drafter.name, num_requests, depth, seconds)
 
-    def observe_step(
+    def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
         num_drafts = sum(rows.num_draft_tokens for rows in batch)
         if self._shape is None or not self._shape.is_decoding:
             return
-        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine fills no bucket
-        if num_drafts == 0 and self._is_considered:
-            self._bucket_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
-        self._bucket_s = min(self._bucket_s + BUCKET_SHARE * plain_s, max(self._goal_s, BUCKET_SHARE * BUCKET_STEPS * plain_s))
-        self.cost.observe_step(self._shape, num_drafts, forward_s, host_s)
+        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine does not fill the budget
+        if num_drafts == 0 and self._is_chargeable:
+            self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
+        most_s = max(self._saving_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
+        self._overhead_budget_s = min(self._overhead_budget_s + OVERHEAD_SHARE * plain_s, most_s)
+        self.cost.observe_step_time(self._shape, num_drafts, forward_s, host_s)
 
     def release(self, request: Request) -> None:
         request.draft_histories.clear()
@@ -293,27 +287,51 @@ class AdaptiveDraftLength(FixedDraftLength):
             self._mean_output_len = 0.75 * self._mean_output_len + 0.25 * length if self._mean_output_len else length
 
     def describe(self) -> str:
-        rows = 1 + min(4, self.num_draft_tokens)
-        slowdown = self.cost.profile.at(rows) / self.cost.profile.at(1)
-        return f"up to {self.num_draft_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
+        rows = 1 + min(4, self.num_speculative_tokens)
+        slowdown = self.cost.profile.seconds_at(rows) / self.cost.profile.seconds_at(1)
+        return (
+            f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
+        )
 
-    def _cold_budget(self, request: Request, drafter: Drafter, budget: DraftBudget) -> DraftBudget:
-        """The budget, kept short while little is known of a drafter."""
-        is_known = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
-        if is_known and self._rates(request, drafter.name).num_observed >= 2 * COLD_TOKENS:
-            return budget
-        depth = min(budget.max_depth, COLD_TOKENS)
-        return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
+    def _model(self, request: Request, drafter: str) -> tuple[AcceptanceRates, DraftHistory]:
+        """Return a drafter's acceptance rates over all requests, and its history for one request."""
+        key = drafter, request.params.is_greedy
+        if key not in self.rates:
+            self.rates[key] = AcceptanceRates()
+        if drafter not in request.draft_histories:
+            request.draft_histories[drafter] = DraftHistory()
+        return self.rates[key], request.draft_histories[drafter]
 
-    def _depth_budget(
-        self, rows: RequestRows, drafter: Drafter, count: int, choice: Choice, times: Sequence[float], num_requests: int
-    ) -> DraftBudget | None:
-        """The budget of a request that drafts. Where the drafter gives probabilities it stops when a token is not worth its time."""
-        budget, rates = rows.budget, self._rates(rows.request, drafter.name)
+    def _is_known(self, request: Request, drafter: Drafter) -> bool:
+        """Return whether enough was measured of a drafter to draft as many tokens as the model of costs and acceptance suggests."""
+        is_timed = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
+        return is_timed and self._model(request, drafter.name)[0].num_observed >= 2 * COLD_TOKENS
+
+    def _planned_gains(
+        self, batch: Sequence[RequestRows], drafter: Drafter, present: Sequence[Sequence[float]]
+    ) -> tuple[list[Sequence[float]], set[int]]:
+        """Return the gains if each request has its better draft, that of `present` or of this drafter, and the requests with the latter."""
+        planned, undrafted = list(present), set[int]()
+        for index, rows in enumerate(batch):
+            if rows.budget is not None:
+                rates, history = self._model(rows.request, drafter.name)
+                gains = history.path_rates(rates.by_depth(rows.budget.max_tokens), MIN_REACH, rates.optimism)
+                if sum(gains) > sum(present[index]):
+                    planned[index] = gains
+                    undrafted.add(index)
+        return planned, undrafted
+
+    def _chosen_budget(
+        self, request: Request, drafter: Drafter, budget: DraftBudget, count: int, choice: Choice, times: Sequence[float], num_requests: int
+    ) -> DraftBudget:
+        """Return the budget of a request that drafts `count` tokens.
+
+        If its drafter gives probabilities and its tokens take time, it stops where the probability of the path no longer pays for a token.
+        Then a single request is not limited to `count` tokens. In a batch, others wait for the longest draft.
+        """
+        rates, history = self._model(request, drafter.name)
         token_s = self.cost.draft_token_s(drafter.name)
-        if budget is None:
-            return None
-        stops_early = rates.has_probs and not budget.wants_draws and token_s > CHEAP_SHARE * times[0]
+        stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > CHEAP_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and num_requests == 1):
             width = max(1, (budget.row_budget - 1) // max(1, budget.max_depth))
             budget = replace(budget, row_budget=1 + count * width, max_depth=count)
@@ -321,83 +339,75 @@ class AdaptiveDraftLength(FixedDraftLength):
             return budget
         span = min(8, len(times) - 1)
         row_s = max(0.0, times[span] - times[0]) / max(1, span)
-        token_value = choice.expected_tokens / choice.seconds * (row_s + (token_s if num_requests == 1 else 0.0))
-        history = self._history(rows.request, drafter.name)
-        min_reach = min(0.9, token_value / max(0.2, rates.by_depth(1)[0]))
+        tokens_lost = choice.expected_tokens / choice.seconds * (row_s + (token_s if num_requests == 1 else 0.0))
+        min_reach = min(0.9, tokens_lost / max(0.2, rates.by_depth(1)[0]))
         return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.rate(rates.by_prob(prob)))
 
     def _repays_prefill(self, request: Request, drafter: Drafter, choice: Choice, times: Sequence[float]) -> bool:
-        """Whether drafting saves more time over the rest of a request than its drafter needs to read the text first."""
+        """Return whether drafting saves more time over the rest of a request than its drafter needs to read the text first."""
         prefill_s = drafter.prefill_s(request)
         if prefill_s <= 0.0:
             return True
         num_output = request.num_output_tokens
         expected = max(self._mean_output_len - num_output, num_output, 1.0) if self._mean_output_len else request.num_remaining_tokens
-        saved_s = times[0] * (1.0 - math.exp(-choice.log_speedup))  # a token
+        saved_s = times[0] * (1.0 - math.exp(-choice.log_speedup))  # for one token
         return prefill_s <= saved_s * min(request.num_remaining_tokens, expected)
 
     def _probe(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
-        """Let a drafter that does not pay draft a little, if the bucket holds the price."""
+        """Let a drafter that is not expected to pay draft `PROBE_TOKENS`, if the overhead budget holds the price."""
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        most_s = 0.9 * BUCKET_SHARE * BUCKET_STEPS * times[0]  # a full bucket pays for any draft: its price may be that of a stall
+        most_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a full budget pays for any draft: its measured price may be a stall
         prefill_s = drafter.prefill_s(rows.request)
-        if self._bucket_s < min(price_s, most_s) + prefill_s:
-            self._goal_s = min(price_s, most_s) + prefill_s
+        if self._overhead_budget_s < min(price_s, most_s) + prefill_s:
+            self._saving_s = min(price_s, most_s) + prefill_s
             return False
-        self._bucket_s, self._goal_s = self._bucket_s - price_s - prefill_s, 0.0
+        self._overhead_budget_s, self._saving_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        self._history(rows.request, drafter.name).num_observed = 0.0
-        rows.budget = replace(rows.budget, row_budget=PROBE_TOKENS + 1, max_depth=PROBE_TOKENS)
+        self._model(rows.request, drafter.name)[1].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
+        rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
         return True
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
-        """Wait for twice as many steps as before. Requests of the same level resume in the same step: drafting together is cheaper."""
+        """Wait twice as many steps as before. Requests of the same level resume in the same step, because drafting together is cheaper."""
         history.backoff_level = min(max_level, history.backoff_level + 1)
         history.resume_step = (self._step // 2**history.backoff_level + 1) * 2**history.backoff_level
 
-    def _hold_back(self, rows: RequestRows) -> None:
-        """Drop a request's draft, and store it to be scored once the text is longer than it."""
+    def _withhold(self, rows: RequestRows) -> None:
+        """Drop a request's draft, and store its beginning, to be scored when the text is longer."""
         tree, request = rows.tree, rows.request
         if tree is not None and (name := drafter_of(tree)) is not None:
-            path, history = tree.first_path()[:UNSENT_TOKENS], self._history(request, name)
-            probs = None if tree.probs is None else [tree.probs[node] for node in path]
-            if FORCED not in [tree.sources[node] for node in path]:
-                history.unsent = UnsentDraft(len(request.token_ids), [tree.token_ids[node] for node in path], probs)
-            history.resume_step = self._step + len(path)
+            start, history = tree.subtree([0, *tree.first_path()[:UNSENT_TOKENS]]), self._model(request, name)[1]
+            history.unsent = len(request.token_ids), start
+            history.resume_step = self._step + start.tree_depth
         rows.drop_draft(SkipReason.UNPROFITABLE)
 
     def _score_unsent(self, request: Request, drafter: Drafter, history: DraftHistory) -> bool:
-        """Learn from a draft that was not sent; return whether it was right, so that drafting may go on."""
-        unsent, rates = history.unsent, self._rates(request, drafter.name)
-        history.unsent = None
-        if unsent is None:
-            return True
-        text = request.token_ids[unsent.num_tokens :]
-        by_depth = rates.by_depth(len(unsent.token_ids))
-        num_right = 0
-        for index, (token, drafted) in enumerate(zip(text, unsent.token_ids, strict=False)):
-            prob, is_right = None if unsent.probs is None else unsent.probs[index], token == drafted
-            history.observe(by_depth[index] if prob is None else rates.by_prob(prob), accepted=is_right)
-            rates.observe(index + 1, prob, is_first=True, accepted=is_right)
-            if not is_right:
+        """Learn from a draft that was not sent, as if it had been verified; return whether its first token was right."""
+        num_tokens, tree = history.unsent or (0, DraftTree.root_only(0))
+        text, accepted = request.token_ids[num_tokens:], list[int]()
+        for token in text:
+            child = tree.child(accepted[-1] if accepted else 0, token)
+            if child is None:
                 break
-            num_right += 1
-        if num_right == 0:
-            self._back_off(history, MAX_LOOKUP_BACKOFF_LEVEL if drafter.traits.is_lookup else MAX_BACKOFF_LEVEL)
+            accepted.append(child)
+        if len(accepted) == len(text) < tree.tree_depth:  # right so far
             return False
-        history.backoff_level = 0
-        return True
+        history.unsent = None
+        self.observe_verified(request, tree, accepted)
+        if accepted:
+            history.backoff_level = 0
+        else:
+            self._back_off(history, MAX_LOOKUP_BACKOFF_LEVEL if drafter.traits.is_lookup else MAX_BACKOFF_LEVEL)
+        return len(accepted) > 0
 
-    def _reach(self, rows: RequestRows) -> list[float]:
-        """[N] chance that each node of a request's tree is accepted with all before it, 1 for the root."""
-        tree = rows.tree
+    def _path_probs(self, request: Request, tree: DraftTree | None) -> list[float]:
+        """Return [N] probabilities that each node and all before it are accepted, 1 for the root."""
         if tree is None or tree.num_draft_tokens == 0:
             return [1.0]
-        name = drafter_of(tree)
-        rates, history = self._rates(rows.request, name or FORCED), self._history(rows.request, name or FORCED)
-        by_depth, reached, sibling = rates.by_depth(tree.tree_depth), [1.0], dict[int, float]()
+        rates, history = self._model(request, drafter_of(tree) or FORCED)
+        by_depth, reached, last_sibling = rates.by_depth(tree.tree_depth), [1.0], dict[int, float]()  # its rate, by parent
         for node in range(1, len(tree.token_ids)):
             parent = tree.parents[node]
             if tree.sources[node] == FORCED:
@@ -405,35 +415,32 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif reached[parent] < MIN_REACH:
                 rate = 0.0
             elif tree.probs is not None:
-                rate = history.rate(rates.by_prob(tree.probs[node], is_first=parent not in sibling))
-            elif parent in sibling:
-                rate = SIBLING_FACTOR * sibling[parent]
+                rate = history.rate(rates.by_prob(tree.probs[node], is_first=parent not in last_sibling))
+            elif parent in last_sibling:
+                rate = SIBLING_FACTOR * last_sibling[parent]
             else:
                 rate = history.rate(by_depth[tree.depths[node] - 1])
-            sibling[parent] = rate
+            last_sibling[parent] = rate
             reached.append(reached[parent] * rate)
         return reached
 
-    def _rates(self, request: Request, name: str) -> AcceptanceRates:
-        key = name, request.params.is_greedy
-        if key not in self.rates:
-            self.rates[key] = AcceptanceRates()
-        return self.rates[key]
-
-    def _history(self, request: Request, name: str) -> DraftHistory:
-        history = request.draft_histories.get(name)
-        if history is None:
-            history = request.draft_histories[name] = DraftHistory()
-        return history
-
 
 def drafter_of(tree: DraftTree) -> str | None:
-    """The name of the drafter that proposed a tree; None where a grammar forces all of it."""
+    """Return the name of the drafter that proposed a tree; None if a grammar forces all of it."""
     return next((source for source in tree.sources[1:] if source != FORCED), None)
 
 
+def _short_chain(budget: DraftBudget, num_tokens: int) -> DraftBudget:
+    """Return a budget for a chain of at most `num_tokens`."""
+    depth = min(budget.max_depth, num_tokens)
+    return replace(budget, row_budget=min(budget.row_budget, depth + 1), max_depth=depth)
+
+
 def _can_prune(rows: RequestRows) -> bool:
-    """Whether single draft tokens may be removed. Not drawn ones, whose distribution would change, nor where a branch has its own rows."""
+    """Return whether single draft tokens of a request may be removed.
+
+    Not drawn ones, whose distribution would change, nor those of branches that have cache rows of their own.
+    """
     tree = rows.tree
     if tree is None or rows.limit is None or tree.num_draft_tokens == 0 or tree.draft_probs:
         return False

@@ -6,7 +6,7 @@ export const NO_DRAFTER = "none";
 export const DEFAULTS = {
   adapter: "",
   drafter: AS_LOADED,
-  maxDraftTokens: "",
+  numSpeculativeTokens: "",
   temperature: "0.7",
   topP: "1",
   maxTokens: "512",
@@ -37,9 +37,9 @@ export function isPlain(fields) {
   return fields.speculation.enabled === false;
 }
 
-function speculationOf({ drafter, maxDraftTokens }) {
+function speculationOf({ drafter, numSpeculativeTokens }) {
   if (drafter === NO_DRAFTER) return { enabled: false, trees: true };
-  return { trees: true, drafter: drafter || undefined, max_draft_tokens: numberOf(maxDraftTokens) };
+  return { trees: true, drafter: drafter || undefined, num_speculative_tokens: numberOf(numSpeculativeTokens) };
 }
 
 function numberOf(text) {

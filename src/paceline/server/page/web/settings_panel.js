@@ -3,7 +3,7 @@ import { html } from "./html.js";
 import { AS_LOADED, NO_DRAFTER } from "./request.js";
 
 const NUMBERS = [
-  { name: "maxDraftTokens", label: "Draft tokens a step", hint: "as loaded", min: 0, max: 64, step: 1 },
+  { name: "numSpeculativeTokens", label: "Draft tokens a step", hint: "as loaded", min: 0, max: 64, step: 1 },
   { name: "temperature", label: "Temperature", hint: "1", min: 0, max: 5, step: 0.1 },
   { name: "topP", label: "Top p", hint: "1", min: 0.01, max: 1, step: 0.01 },
   { name: "maxTokens", label: "Max tokens", hint: "the rest", min: 1, step: 1 },
