@@ -11,7 +11,6 @@ high temperatures. How the draft was made decides (`Proposal`):
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
 
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
@@ -30,28 +29,8 @@ class Acceptance(Enum):
     REJECTION = "rejection"  # as often as the target's distribution allows: another text of the same distribution
 
 
-class Lookahead(Protocol):
-    """Where the tokens of one step finish the request (`commit.FinishLookahead`)."""
-
-    def finishes_with(self, token_id: int) -> bool:
-        """Return whether the request finishes with this token, which follows the tokens of earlier calls."""
-        ...
-
-
-class RandomDecisions(Protocol):
-    """The random decisions of one step, each made once. Tests enumerate them instead of drawing."""
-
-    def accepts(self, threshold: float, depth: int, index: int) -> bool:
-        """Return True with probability `threshold`, for child `index` of a node at `depth`."""
-        ...
-
-    def draw(self, probs: TokenProbs, depth: int) -> int:
-        """Draw the token after a node at `depth`."""
-        ...
-
-
 class SeededDecisions:
-    """Decisions by the request's noise, keyed by the number of tokens before the step and the depth.
+    """The random decisions of one step, each made once. The key of their noise is the number of tokens before the step, and the depth.
 
     A key of the position alone would repeat: block verification decides by a later draft token whether an earlier one is accepted, and the
     next step draws for that later position again.
@@ -61,9 +40,11 @@ class SeededDecisions:
         self._key = request.seed, request.sample_index, len(request.token_ids)
 
     def accepts(self, threshold: float, depth: int, index: int) -> bool:
+        """Return True with probability `threshold`, for child `index` of a node at `depth`."""
         return step_uniform(*self._key, Purpose.ACCEPT, depth, index) < threshold
 
     def draw(self, probs: TokenProbs, depth: int) -> int:
+        """Draw the token after a node at `depth`."""
         return probs.token_at(step_uniform(*self._key, Purpose.RESIDUAL, depth))
 
 
@@ -93,14 +74,15 @@ class RejectionSampler:
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
         new_lookahead: returns a look-ahead for the token that finishes the request; nothing after it is accepted.
+        decisions: tests enumerate them instead of drawing.
     """
 
     def __init__(
         self,
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
-        new_lookahead: Callable[[], Lookahead],
-        decisions: RandomDecisions,
+        new_lookahead: Callable[[], FinishLookahead],
+        decisions: SeededDecisions,
     ) -> None:
         self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
         self._new_lookahead, self._lookahead = new_lookahead, new_lookahead()
