@@ -170,7 +170,7 @@ def test_a_process_that_dies_hangs_or_raises_something_else_is_found(tmp_path: P
     program = (tmp_path / "program.py").write_text
     program(FAILING.format(worker=str(Path(__file__).with_name("worker.py")), tests=str(Path(__file__).parents[1])))
     monkeypatch.setattr(Worker, "program", tmp_path / "program.py")
-    monkeypatch.setattr(sys.modules[__name__], "WALL_S", 3.0)
+    monkeypatch.setattr(sys.modules[__name__], "WALL_S", 6.0)
     findings, worker = Findings(), Worker(tmp_path / "worker", 0, tmp_path)
     worker.open_files("AdapterConfigFile", 1, 7, findings)
     worker.close()
