@@ -227,8 +227,8 @@ def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint:
         ({"gemma4.feed_forward_length": [96] * 7 + [80]}, "feed_forward_length = .*, expected the same for every layer"),
         ({"gemma4.attention.head_count_kv": [2, 1, 2, 2, 2, 1, 2, 1]}, "different sizes"),
         ({"gemma4.attention.head_count_kv": [2, 1]}, "head_count_kv = .*, expected a whole number, or one for each of 8 layers"),
-        ({"gemma4.attention.sliding_window_pattern": [1, 0]}, "sliding_window_pattern = .*, expected whether each of 8 layers slides"),
-        ({"gemma4.expert_count": 4}, "gemma4.expert_used_count = None"),
+        ({"gemma4.attention.sliding_window_pattern": [1, 0]}, "sliding_window_pattern = .*, expected for each of 8 layers"),
+        ({"gemma4.expert_count": 4}, "has no metadata gemma4.expert_used_count"),
     ],
 )
 def test_metadata_of_gemma4_that_cannot_be_run_is_refused_by_its_name(

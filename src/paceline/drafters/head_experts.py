@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
-from paceline.models.layer_reader import NUM_EXPERTS_KEYS
+from paceline.models.layer_builder import NUM_EXPERTS_KEYS
 from paceline.models.layers import ExpertMLP
 from paceline.models.tensor_file import FileTensor
 

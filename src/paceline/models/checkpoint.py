@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
@@ -46,9 +46,9 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
     directory = _directory(path)
     family = FAMILIES[config.family]
-    if family.recurrent_part:
+    if family.recurrent_module:
         return HybridWeights(directory, config, num_threads=num_threads)
-    if family.packs_experts:
+    if family.has_mxfp4_experts:
         return PackedExpertWeights(directory, config)
     plain = Weights.open(directory, config)
     return PackedWeights(plain, config, num_threads=num_threads) if plain.packed else plain

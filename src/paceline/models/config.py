@@ -13,11 +13,11 @@ import numpy as np
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
 from paceline.models.containers.table import container_of
-from paceline.models.families import family_of
-from paceline.models.family import Family
+from paceline.models.families.family import Family
+from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.layer_reader import LayerReader
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
@@ -199,7 +199,7 @@ def read_config(directory: Path) -> ModelConfig:
     values = text_values(read)
     if ties_differ(read):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    container_of(values, path, family_of(values, path))  # refuses one that cannot be read
+    container_of(values, path, find_family(values, path))  # refuses one that cannot be read
     weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
@@ -226,8 +226,8 @@ def config_from_values(
         CheckpointError: a value is missing or absurd, or the network is not one we run.
     """
     values = text_values(values)
-    family = family_of(values, path)
-    given = {name: alias for alias, name in family.aliases.items() if values.get(alias) is not None}
+    family = find_family(values, path)
+    given = {name: alias for alias, name in family.field_aliases.items() if values.get(alias) is not None}
     fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
     try:
         if not may_be_packed:
@@ -241,7 +241,7 @@ def config_from_values(
 def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
     path = fields.path
     _refuse_unknown(fields, family)
-    read = LayerReader(fields, family)
+    read = LayerBuilder(fields, family)
     layers = family.layers(read)
     generation = generation or {}
     of_generation = JsonFields(generation, path.with_name("generation_config.json"))

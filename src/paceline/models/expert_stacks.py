@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.containers.module import Stored
-from paceline.models.families import FAMILIES
+from paceline.models.families.family import Family
+from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
 from paceline.models.safetensors_file import StoredTensor
 
-_OTHER_NAME = re.compile(r"(model\.layers\.\d+\.)(?:block_sparse_moe|feed_forward)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_OTHER_PARTS = {
-    "gate.weight": "gate.weight",
-    "router.weight": "gate.weight",
-    "router.layer.weight": "gate.weight",
-    "expert_bias": "gate.e_score_correction_bias",
-    "input_linear.weight": "experts.gate_up_proj",
-    "output_linear.weight": "experts.down_proj",
-    "experts.gate_up_proj": "experts.gate_up_proj",
-    "experts.down_proj": "experts.down_proj",
-}
+_STACKS = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
 
 
 def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
@@ -30,11 +22,12 @@ def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str
     Raises:
         CheckpointError: a stack has another shape than the config makes it.
     """
-    tensors = {plain_expert_name(name): tensor for name, tensor in stored.items()}
+    family = FAMILIES[config.family]
+    tensors = {common_expert_name(name, family): tensor for name, tensor in stored.items()}
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
-        prefix = f"model.layers.{index}.{FAMILIES[config.family].part_names.get('experts', 'mlp.experts')}."
+        prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}."
         front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
         for stack, parts in (front, ("down_proj", ("down_proj",))):
             tensor = tensors.get(prefix + stack)
@@ -44,14 +37,14 @@ def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str
     return tensors
 
 
-def plain_expert_name(name: str) -> str:
-    """The names of Mixtral, Granite and LFM2 in the spelling of the other families."""
-    match = _OTHER_NAME.fullmatch(name)
-    if match is None:
+def common_expert_name(name: str, family: Family) -> str:
+    """Return a tensor's name as most families spell it, where the family has a module of experts with another name."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] != family.mlp_module:
         return name
-    prefix, expert, part, other = match.groups()
-    own = _OTHER_PARTS.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
-    return name if own is None else f"{prefix}mlp.{own}"
+    prefix, _, expert, part, other = match.groups()
+    own = {**_STACKS, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    return name if own is None else f"{prefix}.mlp.{own}"
 
 
 def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
 from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
 from paceline.models.mapped_files import drop_pages
@@ -88,7 +88,7 @@ class _Parts:
         mixer = layer.mixer
         if not isinstance(mixer, Recurrent):
             return
-        prefix = f"{self._family.recurrent_part}."
+        prefix = f"{self._family.recurrent_module}."
         ours, theirs = f"layers.{index}.", f"model.layers.{index}.{prefix}"
         self._convolution(ours, theirs + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
         if mixer.state is not None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.family import Family
+from paceline.models.families.family import Family
 from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig, Mamba2Config, Recurrent
 
 Rows = slice | NDArray[np.int64]
@@ -53,12 +53,12 @@ def _of_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict
         sizes = {"z_proj": mixer.state.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state.heads}
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
-    return {f"{family.recurrent_part}.in_proj": one_after_another(sizes)}
+    return {f"{family.recurrent_module}.in_proj": one_after_another(sizes)}
 
 
 def _of_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
     """The MLP that every row runs through, where one matrix holds gate and up."""
-    names, dense = family.part_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
+    names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}
     prefix = "" if dense is mlp else "shared_expert."

@@ -10,7 +10,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
 if TYPE_CHECKING:
-    from paceline.models.family import Family
+    from paceline.models.families.family import Family
 
 
 class RopeType(Enum):
@@ -84,7 +84,7 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
     own = JsonFields(_parameters(fields, family, layer_type), fields.path)
-    temperature = own.number("llama_4_scaling_beta", 0.0) if family.tempers_queries else 0.0
+    temperature = own.number("llama_4_scaling_beta", 0.0) if family.has_temperature_tuning else 0.0
     if temperature == 0.0:
         return rope
     return replace(rope, temperature=temperature, temperature_length=own.size("original_max_position_embeddings"))
@@ -138,9 +138,9 @@ def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mappin
     scaling = _given(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
-    elif family.name == "olmo3" and fields.values.get("rope_parameters"):
+    elif family.needs_local_rope and fields.values.get("rope_parameters"):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters = {shortened(scaling)} of an olmo3 are one set, which transformers leaves out: "
+            f"{fields.path}: rope_parameters = {shortened(scaling)} of {family.name} are one set, which transformers leaves out: "
             "give one for full_attention and one for sliding_attention"
         )
     elif family.has_local_rope and layer_type != "full_attention":
@@ -170,7 +170,7 @@ def _with_defaults(scaling: Any, fields: JsonFields) -> Any:
 
 def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
-    name = family.rope_types.get(name, name) if isinstance(name, str) else name
+    name = family.rope_type_aliases.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
     if name not in supported:
         raise CheckpointError(f"{fields.path}: rope type {shortened(name)} is not supported, only {', '.join(supported)} are")
@@ -185,7 +185,7 @@ def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> flo
 
 def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if fraction != 1.0 and not family.rotates_partially:
+    if fraction != 1.0 and not family.has_partial_rope:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
     rotary_size = int(head_size * fraction) if 0.0 < fraction <= 1.0 else 0
     if rotary_size % 2 or rotary_size < 2:

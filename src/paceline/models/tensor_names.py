@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.layers import (
     AttentionConfig,
     DenseMLP,
@@ -166,7 +166,7 @@ _NORMS = {
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
     """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    names, own_parts = {}, FAMILIES[config.family].part_names
+    names, own_parts = {}, FAMILIES[config.family].module_names
     parts_of = {layer: _parts_of(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
@@ -189,8 +189,8 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
 def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
     """What checkpoints call the parts of a layer, and whole tensors of it."""
     family = FAMILIES[config.family]
-    recurrent = _recurrent_parts(layer.mixer, family.recurrent_part) if isinstance(layer.mixer, Recurrent) else {}
-    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.part_names, **recurrent}
+    recurrent = _recurrent_parts(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
+    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
 
 
 def _recurrent_parts(mixer: Recurrent, prefix: str) -> dict[str, str]:

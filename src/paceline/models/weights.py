@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
 from paceline.models.expert_stacks import split_experts
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP
@@ -165,7 +165,7 @@ class Weights(Mapping[str, AnyTensor]):
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
-        if FAMILIES[config.family].interleaves_rotation:
+        if FAMILIES[config.family].has_interleaved_rope:
             _put_in_halves(tensors, packed, config)
         weights = cls(tensors)
         weights.packed = packed

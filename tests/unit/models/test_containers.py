@@ -15,7 +15,7 @@ from paceline.models.config import WeightType
 from paceline.models.containers.affine import unpack_stream
 from paceline.models.containers.small_floats import E4M3
 from paceline.models.containers.table import METHODS, container_of, unpack
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.packed import PackedMatrix
 from paceline.models.packed_weights import facts_of, floats_notice, tensor_of
 from paceline.models.safetensors_file import map_file, read_header

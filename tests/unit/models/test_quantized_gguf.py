@@ -11,7 +11,7 @@ from harness.checkpoints import write_checkpoint
 from harness.gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.gguf import places as gguf_places
+from paceline.models.gguf import stored_tensor
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.quantized_cache import FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32, order_of_halves
@@ -48,7 +48,7 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(gguf_places, "group_blocks", fail)
+    monkeypatch.setattr(stored_tensor, "group_blocks", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
     assert {found.facts(name).bits for name in found} == {None, 4}
     assert all(found[name].shape == found.facts(name).shape for name in found)
@@ -68,13 +68,13 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     """Blocks of Q4_0 and IQ4_NL have the same size, and heads of other widths another order of rows."""
     weights = opened(path)
     name = "layers.0.q_proj.weight"
-    place = weights._places[name]
+    source = weights._sources[name]
     before = [array.tobytes() for array in weights.stored(name)]
     for changed in (
-        replace(place, rows=partial(order_of_halves, 64, 8, 8)),
-        replace(place, rows=partial(order_of_halves, 64, 16, 8)),
-        replace(place, columns=partial(order_of_halves, 64, 16, 8)),
-        replace(place, tensor=replace(place.tensor, block_type=BLOCK_TYPES[20])),
+        replace(source, rows=partial(order_of_halves, 64, 8, 8)),
+        replace(source, rows=partial(order_of_halves, 64, 16, 8)),
+        replace(source, columns=partial(order_of_halves, 64, 16, 8)),
+        replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
-        weights._places[name] = changed
+        weights._sources[name] = changed
         assert [array.tobytes() for array in weights.stored(name)] != before

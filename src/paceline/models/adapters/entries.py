@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.expert_stacks import plain_expert_name
+from paceline.models.expert_stacks import common_expert_name
+from paceline.models.families.family import Family
 from paceline.models.stored_model import IMAGE_PARTS, NESTINGS, plain_name
 from paceline.models.tensor_file import FileTensor, read_tensors
 from paceline.small_files import check_regular, is_file
@@ -56,7 +57,7 @@ class Entry:
         return None if found is None else found[1].shape
 
 
-def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
+def read_entries(directory: Path, family: Family) -> tuple[Path, list[Entry]]:
     """The file of an adapter, and what it holds for each module of the language model; what it holds for encoders is left out.
 
     Raises:
@@ -84,7 +85,7 @@ def read_entries(directory: Path) -> tuple[Path, list[Entry]]:
             continue
         module, kind, is_embedding = parsed
         plain = module if nesting is None else plain_name(module, nesting)
-        entry = entries.setdefault((plain, is_embedding), Entry(_of_experts(plain), module, is_embedding))
+        entry = entries.setdefault((plain, is_embedding), Entry(_of_experts(plain, family), module, is_embedding))
         if kind in entry.tensors:
             raise CheckpointError(f"{path} holds {name} and {entry.tensors[kind][0]}, which are the same: export the adapter again")
         entry.tensors[kind] = (name, tensor)
@@ -154,8 +155,8 @@ def _parsed(name: str) -> tuple[str, Kind, bool] | None:
     return None
 
 
-def _of_experts(module: str) -> str:
+def _of_experts(module: str, family: Family) -> str:
     """With the names of experts that most families have; a module that holds several parameters is asked for by one of them."""
     plain = without_stacks(module)
-    own = plain_expert_name(f"{plain}.weight").removesuffix(".weight")
-    return own if own != plain else plain_expert_name(f"{plain}.down_proj").removesuffix(".down_proj")
+    own = common_expert_name(f"{plain}.weight", family).removesuffix(".weight")
+    return own if own != plain else common_expert_name(f"{plain}.down_proj", family).removesuffix(".down_proj")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
 from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
@@ -99,13 +99,13 @@ def stacks_of(config: ModelConfig) -> dict[str, Stack]:
         inner, outer = layer.mlp.expert.intermediate_size, layer.mlp.latent_size or config.hidden_size
         front = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
         rows = one_after_another(dict.fromkeys(front, inner))
-        if family.packs_experts:
+        if family.has_mxfp4_experts:
             rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(front)}
         stacks: dict[str, tuple[tuple[int, int], Parts]] = {
             "gate_up_proj" if len(front) == 2 else "up_proj": ((len(front) * inner, outer), rows),
             "down_proj": ((outer, inner), {"down_proj": slice(0, outer)}),
         }
-        prefix = f"model.layers.{index}.{family.part_names.get('experts', 'mlp.experts')}"
+        prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}"
         for stack, (shape, parts) in stacks.items():
             experts = tuple(
                 {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
@@ -133,7 +133,7 @@ def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     """Matrices that some checkpoints stack others in: ours with their rows."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
-        found |= {f"{family.recurrent_part}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
+        found |= {f"{family.recurrent_module}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
     if family.fuses_projections:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
@@ -146,7 +146,7 @@ def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
 def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
     """Which row of the checkpoint each of ours is; None = the same."""
     part = stem.rpartition(".")[2]
-    if not FAMILIES[config.family].interleaves_rotation or part not in ("q_proj", "k_proj"):
+    if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None
     attention = config.layers[int(stem.split(".")[1])].attention
     return order_of_halves(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))

@@ -19,6 +19,7 @@ from paceline.models.adapters.fit import Fit
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
 from paceline.models.adapters.settings import read_settings
 from paceline.models.config import ModelConfig
+from paceline.models.families.table import FAMILIES
 from paceline.models.joined_products import Rows
 from paceline.models.weights import Weights
 
@@ -46,7 +47,7 @@ def read_adapter(
     """
     check_name(name)
     settings = read_settings(directory)
-    path, entries = read_entries(directory)
+    path, entries = read_entries(directory, FAMILIES[config.family])
     fit = Fit(path, entries, settings, config)
     check_low_rank_biases(path, entries, settings)
     check_targets(path, entries, fit, settings, config)

@@ -20,7 +20,7 @@ from paceline.models.adapters.read import check_name, read_adapter
 from paceline.models.adapters.settings import CONFIG, read_settings
 from paceline.models.adapters.xlora_settings import XLoraSettings, is_xlora, read_xlora_settings
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.tensor_file import FileTensor, read_tensors
 from paceline.models.weights import Weights
 from paceline.small_files import is_file

@@ -18,7 +18,7 @@ from paceline.models.containers.gptq import gptq
 from paceline.models.containers.mlx import mlx
 from paceline.models.containers.modelopt import modelopt
 from paceline.models.containers.module import Container, Module, Stored
-from paceline.models.family import Family
+from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.packed import PackedMatrix
 from paceline.models.safetensors_file import StoredTensor
@@ -77,7 +77,7 @@ def container_of(values: Mapping[str, Any], path: Path, family: Family, *, looks
         CheckpointError: the method, or a setting of it, is none of ours.
     """
     found = _settings(values, path) or (_settings_beside(path) if looks_beside else None)
-    if found is None or (found[0] == "mxfp4" and family.packs_experts):
+    if found is None or (found[0] == "mxfp4" and family.has_mxfp4_experts):
         return None
     name, settings = found
     method = METHODS.get(_OTHER_NAMES.get(name, name))

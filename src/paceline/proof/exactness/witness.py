@@ -17,7 +17,7 @@ from paceline.machine import available_memory_bytes
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.containers.table import container_of
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.wrappers import text_values
 from paceline.proof.exactness.findings import finite
@@ -101,7 +101,7 @@ def _quantised_as(directory: Path) -> str | None:
     container = container_of(values, path, family)
     if container is not None:
         return container.name
-    return "MXFP4" if family.packs_experts and values.get("quantization_config") else None
+    return "MXFP4" if family.has_mxfp4_experts and values.get("quantization_config") else None
 
 
 def our_rows(subject: Subject, prompts: Sequence[Sequence[int]]) -> list[OurRows]:

@@ -10,7 +10,7 @@ from paceline.models.layers import Activation, AttentionConfig, DenseMLP, Expert
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
 if TYPE_CHECKING:
-    from paceline.models.family import Family
+    from paceline.models.families.family import Family
 
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
@@ -26,7 +26,7 @@ ACTIVATIONS = {
 """By their names in config.json."""
 
 
-class LayerReader:
+class LayerBuilder:
     """Builds layers for a family's `layers` function; what the family does not set is read the same way for all.
 
     Attributes:

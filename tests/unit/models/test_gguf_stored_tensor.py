@@ -11,7 +11,7 @@ from harness.gguf_checkpoints import random_blocks
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
-from paceline.models.gguf.places import Place, facts_of, how_read, read_tensor
+from paceline.models.gguf.stored_tensor import TensorSource, decoding_key, read_tensor, tensor_facts
 from paceline.models.weights import GroupedTensor, Tensor, as_float32
 
 gguf = pytest.importorskip("gguf")
@@ -23,7 +23,7 @@ def tensor_of(block_type: str, raw: NDArray[np.uint8]) -> GgufTensor:
     return GgufTensor(Path("model.gguf"), "blk.0.ssm_out.weight", kind, (ROWS, COLUMNS), raw.reshape(-1))
 
 
-def by_turns(size: int) -> NDArray[np.int64]:
+def tiled(size: int) -> NDArray[np.int64]:
     """Where columns of heads of `size` are that stand by turns of two."""
     return np.arange(COLUMNS).reshape(-1, 2, size).swapaxes(0, 1).reshape(-1)
 
@@ -32,14 +32,14 @@ def by_turns(size: int) -> NDArray[np.int64]:
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_columns_move_by_whole_runs_or_as_exact_values(block_type: str, size: int, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), block_type, ROWS, COLUMNS, scale=0.01)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[block_type])[:, by_turns(size)]
-    place = Place(tensor_of(block_type, raw), (ROWS, COLUMNS), columns=partial(by_turns, size))
-    made = read_tensor("layers.0.o_proj.weight", place, regroup=False, num_threads=1)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[block_type])[:, tiled(size)]
+    source = TensorSource(tensor_of(block_type, raw), (ROWS, COLUMNS), columns=partial(tiled, size))
+    made = read_tensor("layers.0.o_proj.weight", source, regroup=False, num_threads=1)
     assert np.array_equal(as_float32(made), expected)
     assert isinstance(made, GroupedTensor) is (size % 32 == 0)
-    facts = facts_of(place, regroup=False)
+    facts = tensor_facts(source, regroup=False)
     assert (facts.weight_type, facts.nbytes) == (WeightType.F32, made.nbytes)
-    assert how_read(place).tobytes() != how_read(Place(place.tensor, place.shape)).tobytes()
+    assert decoding_key(source).tobytes() != decoding_key(TensorSource(source.tensor, source.shape)).tobytes()
 
 
 @pytest.mark.parametrize("block_type", ["F32", "BF16", "Q4_K"])
@@ -53,8 +53,8 @@ def test_rows_may_be_some_of_those_stored_in_any_order(block_type: str, seed: in
         else gguf.quants.quantize(random.normal(size=(ROWS, COLUMNS)).astype(np.float32), kind).view(np.uint8)
     )
     rows = np.array([7, 0, 11, 3])
-    place = Place(tensor_of(block_type, raw), (4, COLUMNS), rows=lambda: rows)
-    made = read_tensor("layers.0.q_proj.weight", place, regroup=False, num_threads=2)
+    source = TensorSource(tensor_of(block_type, raw), (4, COLUMNS), rows=lambda: rows)
+    made = read_tensor("layers.0.q_proj.weight", source, regroup=False, num_threads=2)
     assert isinstance(made, GroupedTensor if is_grouped else Tensor)
     assert np.array_equal(as_float32(made), gguf.quants.dequantize(raw, kind)[rows])
-    assert facts_of(place, regroup=False).nbytes == made.nbytes
+    assert tensor_facts(source, regroup=False).nbytes == made.nbytes
