@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from paceline.models.config import WeightType
 from paceline.models.containers.table import METHODS, container_of, unpack
 from paceline.models.families.table import FAMILIES
-from paceline.models.packed import PackedMatrix
-from paceline.models.packed_weights import tensor_of
-from paceline.models.safetensors_file import map_file, read_header
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.packed_weights import tensor_of
+from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import as_float32
 from paceline.runtimes.rounding import rounded
 

@@ -40,7 +40,7 @@ from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.installation import install_extra
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.probe import expected_speedup, predict, probe

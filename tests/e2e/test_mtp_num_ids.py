@@ -22,7 +22,7 @@ from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.runtimes.base import RowRange

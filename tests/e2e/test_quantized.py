@@ -11,7 +11,7 @@ from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
-from paceline.models.quantized_cache import FOLDER
+from paceline.models.storage.quantized_cache import FOLDER
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True)

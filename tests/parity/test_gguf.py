@@ -18,8 +18,8 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.quantized_cache import quantized_weights
 from paceline.models.rope_config import RopeType
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor
 from paceline.runtimes.base import FloatArray, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -227,7 +227,10 @@ def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint:
         ({"gemma4.feed_forward_length": [96] * 7 + [80]}, "feed_forward_length = .*, expected the same for every layer"),
         ({"gemma4.attention.head_count_kv": [2, 1, 2, 2, 2, 1, 2, 1]}, "different sizes"),
         ({"gemma4.attention.head_count_kv": [2, 1]}, "head_count_kv = .*, expected a whole number, or one for each of 8 layers"),
-        ({"gemma4.attention.sliding_window_pattern": [1, 0]}, "sliding_window_pattern = .*, expected for each of 8 layers"),
+        (
+            {"gemma4.attention.sliding_window_pattern": [1, 0]},
+            "sliding_window_pattern = .*, expected for each of 8 layers",
+        ),
         ({"gemma4.expert_count": 4}, "has no metadata gemma4.expert_used_count"),
     ],
 )

@@ -38,8 +38,8 @@ from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_modules, open_module
 from paceline.models.layers import AttentionConfig, ExpertMLP
-from paceline.models.quantized_cache import quantized_weights
-from paceline.models.tensor_file import FileTensor
+from paceline.models.storage.quantized_cache import quantized_weights
+from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, some_rows
 from paceline.runtimes.base import Network

@@ -9,10 +9,10 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
-from paceline.models.gpt_oss import PackedExpertWeights
-from paceline.models.hybrid_weights import HybridWeights
-from paceline.models.packed_weights import PackedWeights
-from paceline.models.safetensors_file import checkpoint_files
+from paceline.models.storage.hybrid_weights import HybridWeights
+from paceline.models.storage.mxfp4_experts import PackedExpertWeights
+from paceline.models.storage.packed_weights import PackedWeights
+from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
 

@@ -21,7 +21,7 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
-from paceline.models.safetensors_file import has_tensor, most_common_dtype
+from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
 from paceline.models.wrappers import text_values, ties_differ
 from paceline.small_files import is_file, read_json
 

@@ -7,7 +7,7 @@ from paceline.models.layers import Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
+class LayerStateLayout:
     """One layer, counted in floats.
 
     A state begins with the inputs of the convolution [kernel_size - 1, C], the oldest first; behind them stand the matrices as
@@ -51,7 +51,7 @@ class LayerPlace:
 class StateLayout:
     """Of all recurrent layers, by their number."""
 
-    places: Mapping[int, LayerPlace]
+    places: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
@@ -62,9 +62,9 @@ class StateLayout:
             state = mixer.state
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_at = state_size
-            place = LayerPlace(mixer, conv_at, 0, record_size, block)
+            place = LayerStateLayout(mixer, conv_at, 0, record_size, block)
             matrices_at = conv_at + _whole_lanes(place.conv_size)
-            places[layer] = LayerPlace(mixer, conv_at, matrices_at, record_size, block)
+            places[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
             state_size = matrices_at + place.matrices_size
             record_size += _whole_lanes(place.record_size)
         return cls(places, state_size, record_size)

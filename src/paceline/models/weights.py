@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
-from paceline.models.expert_stacks import split_experts
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP
-from paceline.models.mapped_files import drop_pages
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor, view_tensor
-from paceline.models.stored_model import StoredModel, open_stored
+from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.stacked_experts import split_experts
+from paceline.models.storage.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {

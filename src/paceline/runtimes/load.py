@@ -7,15 +7,15 @@ from pathlib import Path
 from paceline.config import QuantOptions
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError, memory_errors
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.entries import adapter_files
+from paceline.models.adapters.adapter_file import adapter_files
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.packed_weights import floats_bytes
 from paceline.models.quantize import matrix_bits
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.packed_weights import floats_bytes
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble

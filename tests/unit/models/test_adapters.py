@@ -15,11 +15,11 @@ from paceline.config import QuantOptions
 from paceline.errors import CapacityError, CheckpointError, ConfigError
 from paceline.models.adapters import patterns
 from paceline.models.adapters.merge import MergedWeights
-from paceline.models.adapters.patterns import MatchedModules, endings_of
+from paceline.models.adapters.patterns import ModuleSelector, first_patterns
 from paceline.models.adapters.read import read_adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantize import quantize_matrix
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
@@ -285,13 +285,13 @@ MODULES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("s
 )  # fmt: skip
 def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expected: Any) -> None:
     nothing: dict[str, Any] = {"excluded": (), "saved": (), "layers": (), "layers_pattern": ()}
-    found = MatchedModules(path=Path("adapter_config.json"), **{**nothing, **settings}).of(MODULES)
+    found = ModuleSelector(path=Path("adapter_config.json"), **{**nothing, **settings}).select(MODULES)
     assert sorted(found) == sorted(filter(expected, MODULES))
 
 
 def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
     endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
-    found = endings_of(endings, MODULES, Path("x"))
+    found = first_patterns(endings, MODULES, Path("x"))
     assert found["model.layers.1.self_attn.q_proj"] == endings[0]
     assert found["model.layers.2.self_attn.q_proj"] == endings[1]
     assert found["model.layers.3.self_attn.q_proj"] == endings[2]

@@ -16,9 +16,9 @@ from paceline.models.containers.affine import unpack_stream
 from paceline.models.containers.small_floats import E4M3
 from paceline.models.containers.table import METHODS, container_of, unpack
 from paceline.models.families.table import FAMILIES
-from paceline.models.packed import PackedMatrix
-from paceline.models.packed_weights import facts_of, floats_notice, tensor_of
-from paceline.models.safetensors_file import map_file, read_header
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.packed_weights import facts_of, floats_notice, tensor_of
+from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import GroupedTensor, Tensor, as_float32, to_bf16
 
 SHAPE = (48, 256)
@@ -106,7 +106,7 @@ def test_what_becomes_floats_is_rounded_to_the_nearest_of_the_models_type_and_co
 
 
 def test_a_matrix_that_is_read_in_parts_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.models.packed._CHUNK_ITEMS", 16 * 256)
+    monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
         assert np.array_equal(as_float32(tensor_of(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
 

@@ -17,9 +17,9 @@ import pytest
 
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
-from paceline.models import quantized_cache
 from paceline.models.config import WeightType
-from paceline.models.quantized_cache import FOLDER, cached_bytes, quantized_weights
+from paceline.models.storage import quantized_cache
+from paceline.models.storage.quantized_cache import FOLDER, cached_bytes, quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
 INT4 = QuantOptions(bits=4)
@@ -178,7 +178,7 @@ KILLED = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}]
     from test_quantized_cache import INT4, make_weights
-    from paceline.models import quantized_cache
+    from paceline.models.storage import quantized_cache
     quantize, calls = quantized_cache.quantize_tensor, []
 
     def quantize_some(*arguments, **options):

@@ -13,7 +13,7 @@ from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf import stored_tensor
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.quantized_cache import FOLDER, quantized_weights
+from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
 from paceline.models.weights import GroupedTensor, Weights, as_float32, order_of_halves
 
 pytest.importorskip("gguf")

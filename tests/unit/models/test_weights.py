@@ -15,7 +15,7 @@ from harness.model_configs import make_config
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import NormOrder, QKNorm
-from paceline.models.safetensors_file import most_common_dtype, read_header
+from paceline.models.storage.safetensors_file import most_common_dtype, read_header
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import Tensor, Weights, as_float32
 

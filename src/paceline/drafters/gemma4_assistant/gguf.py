@@ -22,7 +22,7 @@ from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.gguf.weights import ExtraTensors, GgufWeights
-from paceline.models.tensor_file import ITEM_TYPES, FileTensor
+from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor
 
 _PRE, _POST, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
 _USUAL = {

@@ -60,8 +60,8 @@ class Adapter:
         name: as requests call it.
         key: digest of every value that changes a token; part of the key of the prefix index.
         products: what is added to products, by the name of their matrix.
-        biases: [out_features] float32, added to (not in the place of) what a product has as its bias, by the same names.
-        saved: whole matrices in the place of the target's: `embed_tokens`, `lm_head`.
+        biases: [out_features] float32, added to (not in the product of) what a product has as its bias, by the same names.
+        saved: whole matrices in the product of the target's: `embed_tokens`, `lm_head`.
         mixture: of X-LoRA, how its products are weighed; None = a plain one.
     """
 

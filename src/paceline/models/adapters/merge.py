@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, places_of
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
@@ -51,9 +51,11 @@ class MergedWeights(MadeWeights):
         self._quantised_type, self._quantised_next = quantised_type or weight_type, quantised_next
         is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
-        places = [(name, place) for name, of_name in places_of(config).items() for place in of_name]
-        self._changed = {f"{place.name}.weight": (name, place) for name, place in places if name in {**adapter.products, **adapter.saved}}
-        self._biases = {f"{place.name}.bias": (name, place) for name, place in places if name in adapter.biases}
+        matrices = [(name, matrix) for name, of_name in network_matrices(config).items() for matrix in of_name]
+        self._changed = {
+            f"{matrix.name}.weight": (name, matrix) for name, matrix in matrices if name in {**adapter.products, **adapter.saved}
+        }
+        self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in matrices if name in adapter.biases}
         names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
         super().__init__(names, self._tensor)
         self.own_head, self.has_encoders, self.container = base.own_head, base.has_encoders, base.container
@@ -124,13 +126,13 @@ class MergedWeights(MadeWeights):
         return merged
 
     def _merged(self, name: str, source: str) -> Tensor:
-        changed, place = self._changed[name]
+        changed, matrix = self._changed[name]
         product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
         tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
         if product is not None and changed == EMBEDDING:
             product = LowRank(product.up.T, product.down.T)
-        elif product is not None and place.rows is not None:
-            product = LowRank(product.down, product.up[place.rows])
+        elif product is not None and matrix.rows is not None:
+            product = LowRank(product.down, product.up[matrix.rows])
         weight_type = self.facts(name).weight_type
         found = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
@@ -141,9 +143,9 @@ class MergedWeights(MadeWeights):
         return Tensor(found, weight_type, tensor.shape)
 
     def _added_bias(self, name: str) -> Floats:
-        changed, place = self._biases[name]
+        changed, matrix = self._biases[name]
         own = self._adapter.biases[changed]
-        return own if place.rows is None else own[place.rows]
+        return own if matrix.rows is None else own[matrix.rows]
 
     def _rounded(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
         if weight_type is WeightType.BF16:

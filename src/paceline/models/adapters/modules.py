@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
 from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
+from paceline.models.storage.fused_matrices import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import order_of_halves
 
@@ -18,7 +18,7 @@ _OF_CONVOLUTIONS = "conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class TargetModule:
     """A matrix [N, K] as adapters name it.
 
     Attributes:
@@ -30,11 +30,11 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertParameter:
     """Matrices [N, K] of the experts of a layer, which models hold as one parameter.
 
     Attributes:
-        experts: of each expert, as the parts of a `Module`.
+        experts: of each expert, as the parts of a `TargetModule`.
     """
 
     shape: tuple[int, int]
@@ -42,7 +42,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NetworkMatrix:
     """Where a product of `Adapter` is in the network.
 
     Attributes:
@@ -54,9 +54,9 @@ class Place:
     rows: Rows | None = None
 
 
-def places_of(config: ModelConfig) -> dict[str, tuple[Place, ...]]:
+def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
     """Every product that an adapter may add to, by its name in `Adapter`: several where a checkpoint's matrix holds several of ours."""
-    shapes, found = tensor_shapes(config), dict[str, tuple[Place, ...]]()
+    shapes, found = tensor_shapes(config), dict[str, tuple[NetworkMatrix, ...]]()
     joined = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
         for index, layer in enumerate(config.layers)
@@ -64,21 +64,21 @@ def places_of(config: ModelConfig) -> dict[str, tuple[Place, ...]]:
     }
     for module, stems in _by_module(config).items():
         if module in joined:
-            places = tuple(Place(stem, rows) for stem, rows in joined[module].items())
+            matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in joined[module].items())
         else:
-            places = tuple(Place(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
-        found[_product_name(module, stems)] = places
-    return {**found, LM_HEAD: (Place("lm_head"),)}
+            matrices = tuple(NetworkMatrix(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+        found[_product_name(module, stems)] = matrices
+    return {**found, LM_HEAD: (NetworkMatrix("lm_head"),)}
 
 
-def modules_of(config: ModelConfig) -> dict[str, Module]:
+def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
     """The matrices that an adapter may name, by the names of Hugging Face checkpoints without `.weight`."""
     shapes = tensor_shapes(config)
     shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # a head of its own, once an adapter changes one of the two
     by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
-        module: Module((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
+        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
         for module, stems in by_module.items()
     }
     products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
@@ -86,13 +86,13 @@ def modules_of(config: ModelConfig) -> dict[str, Module]:
         for source, parts in _stacked(layer, config).items():
             named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
             columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
-            found[f"model.layers.{index}.{source}"] = Module((num_rows(parts), columns), named)
+            found[f"model.layers.{index}.{source}"] = TargetModule((num_rows(parts), columns), named)
     return found
 
 
-def stacks_of(config: ModelConfig) -> dict[str, Stack]:
+def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
     """The parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
-    family, found = FAMILIES[config.family], dict[str, Stack]()
+    family, found = FAMILIES[config.family], dict[str, ExpertParameter]()
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
@@ -111,7 +111,7 @@ def stacks_of(config: ModelConfig) -> dict[str, Stack]:
                 {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
                 for expert in range(layer.mlp.routing.num_experts)
             )
-            found[f"{prefix}.{stack}"] = Stack(shape, experts)
+            found[f"{prefix}.{stack}"] = ExpertParameter(shape, experts)
     return found
 
 

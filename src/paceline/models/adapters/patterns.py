@@ -23,7 +23,7 @@ _MATCH = "paceline.models.adapters.patterns:match_all"
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedModules:
+class ModuleSelector:
     """Which modules are adapted, as PEFT decides it.
 
     Attributes:
@@ -42,7 +42,7 @@ class MatchedModules:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
 
-    def of(self, modules: Sequence[str]) -> list[str]:
+    def select(self, modules: Sequence[str]) -> list[str]:
         """Those of `modules` that are adapted.
 
         Raises:
@@ -77,7 +77,7 @@ class MatchedModules:
         return None if found is None else int(found[1])
 
 
-def endings_of(patterns: Sequence[str], modules: Sequence[str], path: Path) -> dict[str, str]:
+def first_patterns(patterns: Sequence[str], modules: Sequence[str], path: Path) -> dict[str, str]:
     """For each module the first of `patterns` that its name ends with; those of which none does are left out.
 
     Args:

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from paceline.errors import CapacityError, CheckpointError, ConfigError, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.coverage import check_low_rank_biases, check_saved, check_targets
-from paceline.models.adapters.entries import Entry, Kind, as_float32, read_entries
-from paceline.models.adapters.fit import Fit
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
+from paceline.models.adapters.adapter_file import ModuleTensors, TensorRole, as_float32, read_adapter_file
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, ExpertParameter, TargetModule
 from paceline.models.adapters.settings import read_settings
+from paceline.models.adapters.target import AdapterTargets, check_low_rank_biases, check_saved, check_targets
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.joined_products import Rows
+from paceline.models.storage.fused_matrices import Rows
 from paceline.models.weights import Weights
 
 MAX_NAME_LEN = 200
@@ -47,14 +46,14 @@ def read_adapter(
     """
     check_name(name)
     settings = read_settings(directory)
-    path, entries = read_entries(directory, FAMILIES[config.family])
-    fit = Fit(path, entries, settings, config)
+    path, entries = read_adapter_file(directory, FAMILIES[config.family])
+    targets = AdapterTargets(path, entries, settings, config)
     check_low_rank_biases(path, entries, settings)
-    check_targets(path, entries, fit, settings, config)
+    check_targets(path, entries, targets, settings, config)
     check_saved(path, entries, settings, config)
     if memory_bytes is not None:
         _check_memory(path, entries, memory_bytes)
-    reader = _Reader(path, fit, config, weights)
+    reader = _Reader(path, targets, config, weights)
     for entry in entries:
         reader.take(entry)
     if settings.ties and config.tied_embeddings:
@@ -62,7 +61,7 @@ def read_adapter(
     return reader.adapter(name)
 
 
-def _check_memory(path: Path, entries: Sequence[Entry], memory_bytes: int) -> None:
+def _check_memory(path: Path, entries: Sequence[ModuleTensors], memory_bytes: int) -> None:
     """Refuse an adapter that does not fit: the system would end the process."""
     size = _COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
     if size > memory_bytes:
@@ -85,33 +84,33 @@ def check_name(name: object) -> None:
 class _Reader:
     """Makes products of what a file holds for modules."""
 
-    def __init__(self, path: Path, fit: Fit, config: ModelConfig, weights: Weights | None) -> None:
-        self._path, self._fit, self._config, self._weights = path, fit, config, weights
+    def __init__(self, path: Path, targets: AdapterTargets, config: ModelConfig, weights: Weights | None) -> None:
+        self._path, self._targets, self._config, self._weights = path, targets, config, weights
         self._products: dict[str, LowRank] = {}
         self._biases: dict[str, Floats] = {}
         self._saved: dict[str, Floats] = {}
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: ModuleTensors) -> None:
         """Read what there is for a module.
 
         Raises:
             CheckpointError: a value is no finite number, or a product is adapted twice.
         """
-        target = self._fit.target(entry)
-        if Kind.DOWN in entry.tensors:
-            rank, scale = self._fit.rank(entry)
-            down, up = self._values(entry, Kind.DOWN), self._scaled(entry, Kind.UP, scale)
-            if isinstance(target, Stack):
+        target = self._targets.target(entry)
+        if TensorRole.DOWN in entry.tensors:
+            rank, scale = self._targets.rank(entry)
+            down, up = self._values(entry, TensorRole.DOWN), self._scaled(entry, TensorRole.UP, scale)
+            if isinstance(target, ExpertParameter):
                 self._take_stack(target, down, up, rank)
                 return
             for name, rows in target.parts.items():
                 self._add(name, down, _rows(up, rows))
-            if Kind.UP_BIAS in entry.tensors:
-                self._add_biases(target, self._scaled(entry, Kind.UP_BIAS, scale))
-        if isinstance(target, Module) and Kind.BIAS in entry.tensors:
-            self._replace_biases(target, self._values(entry, Kind.BIAS))
-        if isinstance(target, Module) and Kind.WHOLE in entry.tensors:
-            self._save(next(iter(target.parts)), self._values(entry, Kind.WHOLE))
+            if TensorRole.UP_BIAS in entry.tensors:
+                self._add_biases(target, self._scaled(entry, TensorRole.UP_BIAS, scale))
+        if isinstance(target, TargetModule) and TensorRole.BIAS in entry.tensors:
+            self._replace_biases(target, self._values(entry, TensorRole.BIAS))
+        if isinstance(target, TargetModule) and TensorRole.WHOLE in entry.tensors:
+            self._save(next(iter(target.parts)), self._values(entry, TensorRole.WHOLE))
 
     def tie(self) -> None:
         """Give the head what the embedding has."""
@@ -125,11 +124,11 @@ class _Reader:
         """What was read."""
         return Adapter(name, _digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
 
-    def _values(self, entry: Entry, kind: Kind) -> Floats:
+    def _values(self, entry: ModuleTensors, kind: TensorRole) -> Floats:
         name, tensor = entry.tensors[kind]
         return as_float32(self._path, name, tensor)
 
-    def _scaled(self, entry: Entry, kind: Kind, scale: float) -> Floats:
+    def _scaled(self, entry: ModuleTensors, kind: TensorRole, scale: float) -> Floats:
         values = self._values(entry, kind)
         with np.errstate(over="ignore", invalid="ignore"):
             values *= np.float32(scale)
@@ -144,38 +143,38 @@ class _Reader:
             raise CheckpointError(f"{self._path} adapts {name} twice, alone and in a matrix with others: export the adapter again")
         self._products[name] = LowRank(down, np.ascontiguousarray(up))
 
-    def _take_stack(self, stack: Stack, down: Floats, up: Floats, rank: int) -> None:
+    def _take_stack(self, stack: ExpertParameter, down: Floats, up: Floats, rank: int) -> None:
         """Experts lie one after another in the rows of `down`, and take turns in the columns of `up`."""
         for number, parts in enumerate(stack.experts):
             own_down, own_up = down[number * rank : (number + 1) * rank], up[:, number :: len(stack.experts)]
             for name, rows in parts.items():
                 self._add(name, own_down, _rows(own_up, rows))
 
-    def _add_biases(self, module: Module, values: Floats) -> None:
+    def _add_biases(self, module: TargetModule, values: Floats) -> None:
         for name, rows in module.parts.items():
             own = np.ascontiguousarray(_rows(values, rows))
             if own.any():
                 self._biases[name] = self._biases[name] + own if name in self._biases else own
 
-    def _replace_biases(self, module: Module, values: Floats) -> None:
-        """Biases in the place of the model's, as what they differ by."""
+    def _replace_biases(self, module: TargetModule, values: Floats) -> None:
+        """Biases instead of the model's, as what they differ by."""
         if self._weights is None:
-            raise ConfigError(f"{self._path} holds biases in the place of the model's, which they are compared with: give its weights")
+            raise ConfigError(f"{self._path} holds biases instead of the model's, which they are compared with: give its weights")
         for name, rows in module.parts.items():
             own = np.array(_rows(values, rows))
-            for place in self._fit.places[name]:
-                chosen = slice(None) if place.rows is None else place.rows
+            for matrix in self._targets.matrices[name]:
+                chosen = slice(None) if matrix.rows is None else matrix.rows
                 part = own[chosen]
-                own[chosen] = part - self._weights.rows(f"{place.name}.bias", np.arange(len(part), dtype=np.int32))
-            self._add_biases(Module(module.shape, {name: None}), own)
+                own[chosen] = part - self._weights.rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
+            self._add_biases(TargetModule(module.shape, {name: None}), own)
 
     def _save(self, name: str, values: Floats) -> None:
-        """A whole matrix in the place of the model's; one that is the same is left out."""
+        """A whole matrix instead of the model's; one that is the same is left out."""
         if self._weights is None or not self._is_own(name, values, self._weights):
             self._saved[name] = values
 
     def _is_own(self, name: str, values: Floats, weights: Weights) -> bool:
-        stem = "embedding" if self._config.tied_embeddings else self._fit.places[name][0].name
+        stem = "embedding" if self._config.tied_embeddings else self._targets.matrices[name][0].name
         starts = range(0, len(values), _CHUNK_ROWS)
         parts = (np.arange(start, min(start + _CHUNK_ROWS, len(values)), dtype=np.int32) for start in starts)
         return all(np.array_equal(weights.rows(f"{stem}.weight", part), values[part]) for part in parts)

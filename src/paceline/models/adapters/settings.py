@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.adapters.patterns import MatchedModules
+from paceline.models.adapters.patterns import ModuleSelector
 from paceline.models.json_fields import LARGEST, JsonFields
 from paceline.small_files import read_json
 
@@ -56,7 +56,7 @@ class AdapterSettings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     is_rank_stabilized: bool
-    targets: MatchedModules
+    targets: ModuleSelector
     target_parameters: tuple[str, ...]
     has_low_rank_biases: bool
     ties: bool
@@ -89,7 +89,7 @@ def read_settings(directory: Path) -> AdapterSettings:
         rank_pattern={name: _rank(fields, name, value) for name, value in _pattern(fields, "rank_pattern").items()},
         alpha_pattern={name: _alpha(fields, name, value) for name, value in _pattern(fields, "alpha_pattern").items()},
         is_rank_stabilized=fields.flag("use_rslora", default=False),
-        targets=MatchedModules(
+        targets=ModuleSelector(
             path=path,
             names=_one_or_several(fields, "target_modules"),
             excluded=_one_or_several(fields, "exclude_modules"),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, runs_of_pairs
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _GROUPS = (128, 64, 32, 16)
 _MOST_BITS = np.uint32(0x1FF)  # lowest bits of a float32: without them a scale times a code, and sums of these, are exact

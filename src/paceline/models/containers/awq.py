@@ -10,7 +10,7 @@ from paceline.models.containers.affine import Affine, AffineRows, is_short
 from paceline.models.containers.module import Container, Module
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _IN_WORD = 8
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows
 from paceline.models.containers.module import Container, Module
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")

@@ -14,7 +14,7 @@ from paceline.models.containers.settings import nested, one_of, refuse_set
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",

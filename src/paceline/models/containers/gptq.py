@@ -11,7 +11,7 @@ from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_
 from paceline.models.containers.module import Container, Module
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _BITS = (2, 4, 8)  # others lie across words
 

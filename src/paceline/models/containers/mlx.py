@@ -10,7 +10,7 @@ from paceline.models.containers.affine import Affine, AffineRows, as_stream
 from paceline.models.containers.module import Container, Module
 from paceline.models.containers.settings import one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _BITS = (2, 3, 4, 5, 6, 8)
 

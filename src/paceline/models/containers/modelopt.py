@@ -9,7 +9,7 @@ from paceline.models.containers.module import Container, Module
 from paceline.models.containers.settings import one_of
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import Floats, PackedMatrix
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix
 
 _UNUSED = (".input_scale", ".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
 _CACHE_NOTICE = "its scheme for the cache is left out: keys and values are kept as they are"

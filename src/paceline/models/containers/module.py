@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 
 Stored = StoredTensor | PackedMatrix
 _TYPES = {

@@ -11,7 +11,7 @@ from paceline.models.containers.affine import unpack_stream
 from paceline.models.containers.module import Module
 from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 
 def _e4m3_values() -> Floats:

@@ -20,8 +20,8 @@ from paceline.models.containers.modelopt import modelopt
 from paceline.models.containers.module import Container, Module, Stored
 from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor
 from paceline.small_files import read_json
 
 

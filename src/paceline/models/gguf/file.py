@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.header import GgufTensor, Header, Metadata
-from paceline.models.safetensors_file import map_file
+from paceline.models.storage.safetensors_file import map_file
 from paceline.small_files import is_file, unreadable
 
 MAX_SPLITS = 1024

@@ -29,7 +29,7 @@ from paceline.models.gguf.stored_tensor import (
     tensor_facts,
 )  # fmt: skip
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
-from paceline.models.mapped_files import drop_pages
+from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
 

@@ -6,7 +6,7 @@ from paceline.errors import CapacityError
 from paceline.models.gguf.blocks import StoredBlocks, not_finite
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix
-from paceline.models.mapped_files import drop_pages
+from paceline.models.storage.mapped_files import drop_pages
 from paceline.runtimes.native.aligned import Arena
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.panels import OUTPUTS, Panels, empty_panels, fill, flipped

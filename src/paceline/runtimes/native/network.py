@@ -18,11 +18,11 @@ from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLi
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.placed import placed
+from paceline.models.adapters.network_adapter import to_network
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
+from paceline.models.storage.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
 from paceline.runtimes.adapter_rows import ScalingPart, rows_by_adapter
 from paceline.runtimes.base import (
@@ -271,7 +271,7 @@ class NativeNetwork(Network):
             return super().load_adapter(adapter)
         if adapter.mixture is not None and not self.takes_mixtures:
             raise ConfigError(no_room_for_mixture(adapter.name))
-        own = placed(adapter, self.config)
+        own = to_network(adapter, self.config)
         mixture = None if own.mixture is None else NativeMixture(own.mixture, self.config, self._shared.num_threads)
         loaded = NativeAdapter(own)
         for program in self._programs.values():

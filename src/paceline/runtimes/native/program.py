@@ -5,7 +5,7 @@ from ctypes import c_int32
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.models.adapters.placed import LM_HEAD
+from paceline.models.adapters.network_adapter import LM_HEAD
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError, CheckpointError, described
 from paceline.installation import install_extra
-from paceline.models.safetensors_file import StoredTensor, map_file, read_header, view_tensor
+from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
 
 if TYPE_CHECKING:
     import torch

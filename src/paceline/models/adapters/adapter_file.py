@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.expert_stacks import common_expert_name
 from paceline.models.families.family import Family
-from paceline.models.stored_model import IMAGE_PARTS, NESTINGS, plain_name
-from paceline.models.tensor_file import FileTensor, read_tensors
+from paceline.models.storage.stacked_experts import common_expert_name
+from paceline.models.storage.stored_model import IMAGE_PARTS, NESTINGS, plain_name
+from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.small_files import check_regular, is_file
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -26,7 +26,7 @@ _STACKED = ".base_layer"
 _FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 
 
-class Kind(Enum):
+class TensorRole(Enum):
     """What a tensor is to its module."""
 
     DOWN = "lora_A"
@@ -37,7 +37,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ModuleTensors:
     """What a file holds for one module.
 
     Attributes:
@@ -50,14 +50,14 @@ class Entry:
     name: str
     in_file: str
     is_embedding: bool = False
-    tensors: dict[Kind, tuple[str, FileTensor]] = field(default_factory=dict)
+    tensors: dict[TensorRole, tuple[str, FileTensor]] = field(default_factory=dict)
 
-    def shape(self, kind: Kind) -> tuple[int, ...] | None:
+    def shape(self, kind: TensorRole) -> tuple[int, ...] | None:
         found = self.tensors.get(kind)
         return None if found is None else found[1].shape
 
 
-def read_entries(directory: Path, family: Family) -> tuple[Path, list[Entry]]:
+def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[ModuleTensors]]:
     """The file of an adapter, and what it holds for each module of the language model; what it holds for encoders is left out.
 
     Raises:
@@ -76,7 +76,7 @@ def read_entries(directory: Path, family: Family) -> tuple[Path, list[Entry]]:
         found = "only tensors of image or audio encoders, and texts alone are read" if tensors else "no tensors"
         raise CheckpointError(f"{path} holds {found}: use another adapter")
     nesting = next((one for one in NESTINGS if any(_unwrapped(name).startswith(one) for name in of_texts)), None)
-    entries: dict[tuple[str, bool], Entry] = {}
+    entries: dict[tuple[str, bool], ModuleTensors] = {}
     unknown = []
     for name, tensor in of_texts.items():
         parsed = _parsed(_unwrapped(name))
@@ -85,7 +85,7 @@ def read_entries(directory: Path, family: Family) -> tuple[Path, list[Entry]]:
             continue
         module, kind, is_embedding = parsed
         plain = module if nesting is None else plain_name(module, nesting)
-        entry = entries.setdefault((plain, is_embedding), Entry(_of_experts(plain, family), module, is_embedding))
+        entry = entries.setdefault((plain, is_embedding), ModuleTensors(_of_experts(plain, family), module, is_embedding))
         if kind in entry.tensors:
             raise CheckpointError(f"{path} holds {name} and {entry.tensors[kind][0]}, which are the same: export the adapter again")
         entry.tensors[kind] = (name, tensor)
@@ -126,7 +126,7 @@ def listed(names: Iterable[str], what: str = "tensor") -> str:
     return f"{count}: {', '.join(names[:_NAMES_IN_AN_ERROR])}{f' and {rest} more' if rest > 0 else ''}"
 
 
-def without_stacks(module: str) -> str:
+def without_base_layers(module: str) -> str:
     """A module's name without what PEFT adds where it adapts several parameters of one module."""
     while module.endswith(_STACKED):
         module = module.removesuffix(_STACKED)
@@ -141,22 +141,22 @@ def _is_of_encoder(name: str) -> bool:
     return name.removeprefix("model.").startswith(IMAGE_PARTS)
 
 
-def _parsed(name: str) -> tuple[str, Kind, bool] | None:
+def _parsed(name: str) -> tuple[str, TensorRole, bool] | None:
     """The module, what the tensor is to it, and whether that is an embedding."""
     if (found := _LOW_RANK.fullmatch(name)) is not None:
         module, kind, leaf = found.groups()
         is_embedding = kind.startswith("lora_embedding_")
-        own = Kind.DOWN if kind.endswith("A") else Kind.UP
+        own = TensorRole.DOWN if kind.endswith("A") else TensorRole.UP
         if leaf == "bias":
-            return None if own is Kind.DOWN or is_embedding else (module, Kind.UP_BIAS, False)
+            return None if own is TensorRole.DOWN or is_embedding else (module, TensorRole.UP_BIAS, False)
         return module, own, is_embedding
     if (found := _WHOLE.fullmatch(name)) is not None and ".lora_" not in name:
-        return found[1], Kind(found[2]), False
+        return found[1], TensorRole(found[2]), False
     return None
 
 
 def _of_experts(module: str, family: Family) -> str:
     """With the names of experts that most families have; a module that holds several parameters is asked for by one of them."""
-    plain = without_stacks(module)
+    plain = without_base_layers(module)
     own = common_expert_name(f"{plain}.weight", family).removesuffix(".weight")
     return own if own != plain else common_expert_name(f"{plain}.down_proj", family).removesuffix(".down_proj")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigError
 from paceline.models.adapters import modules
 from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
-from paceline.models.adapters.modules import Place, places_of
+from paceline.models.adapters.modules import NetworkMatrix, network_matrices
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
@@ -18,7 +18,7 @@ _MOST_NAMES = 8  # in an error
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedAdapter:
+class NetworkAdapter:
     """What an adapter does, by our names without `.weight`; the vocabulary matrix is `lm_head`, even if the embedding serves for it.
 
     Attributes:
@@ -51,43 +51,47 @@ class PlacedAdapter:
         return rows + added
 
 
-def placed(adapter: Adapter, config: ModelConfig) -> PlacedAdapter:
+def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     """An adapter as the network of `config` takes it.
 
     Raises:
         ConfigError: it changes what no adapter can change beside the weights, or has another shape than that; every name is listed.
     """
-    places = places_of(config)
+    matrices = network_matrices(config)
     saved = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}
     named = {*adapter.products, *adapter.biases}
-    unknown = sorted({*(named - places.keys()), *(adapter.saved.keys() - saved.keys()), *(adapter.saved.keys() & named)})
+    unknown = sorted({*(named - matrices.keys()), *(adapter.saved.keys() - saved.keys()), *(adapter.saved.keys() & named)})
     if unknown:
         shown = ", ".join(unknown[:_MOST_NAMES]) + (f" and {len(unknown) - _MOST_NAMES} more" if len(unknown) > _MOST_NAMES else "")
         raise ConfigError(
             f"the adapter {adapter.name!r} changes {shown}, which no adapter can change beside the weights: load the model with it merged "
             "(merge_adapter)"
         )
-    found = PlacedAdapter(
+    found = NetworkAdapter(
         {
-            place.name: low if place.rows is None else LowRank(low.down, low.up[place.rows])
+            matrix.name: low if matrix.rows is None else LowRank(low.down, low.up[matrix.rows])
             for name, low in adapter.products.items()
-            for place in places[name]
+            for matrix in matrices[name]
         },
-        {place.name: bias if place.rows is None else bias[place.rows] for name, bias in adapter.biases.items() for place in places[name]},
+        {
+            matrix.name: bias if matrix.rows is None else bias[matrix.rows]
+            for name, bias in adapter.biases.items()
+            for matrix in matrices[name]
+        },
         {saved[name]: values for name, values in adapter.saved.items()},
-        _placed_mixture(adapter.mixture, places),
+        _network_mixture(adapter.mixture, matrices),
     )
     _check_shapes(adapter.name, found, config)
     return found
 
 
-def _placed_mixture(mixture: Mixture | None, places: Mapping[str, Sequence[Place]]) -> Mixture | None:
+def _network_mixture(mixture: Mixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> Mixture | None:
     if mixture is None:
         return None
-    return replace(mixture, columns={place.name: columns for name, columns in mixture.columns.items() for place in places[name]})
+    return replace(mixture, columns={matrix.name: columns for name, columns in mixture.columns.items() for matrix in matrices[name]})
 
 
-def _check_shapes(adapter: str, found: PlacedAdapter, config: ModelConfig) -> None:
+def _check_shapes(adapter: str, found: NetworkAdapter, config: ModelConfig) -> None:
     shapes = {name.removesuffix(".weight"): shape for name, shape in tensor_shapes(config).items() if name.endswith(".weight")}
     shapes[LM_HEAD] = shapes[EMBEDDING]
     wrong = []

@@ -13,7 +13,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.containers.module import Container, Stored
 from paceline.models.containers.table import container_of, unpack
 from paceline.models.families.table import FAMILIES
-from paceline.models.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
+from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
 from paceline.models.wrappers import text_values
 from paceline.small_files import read_json
 

@@ -9,7 +9,7 @@ from paceline.models.containers.module import Stored
 from paceline.models.families.family import Family
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
-from paceline.models.safetensors_file import StoredTensor
+from paceline.models.storage.safetensors_file import StoredTensor
 
 _NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -14,8 +14,8 @@ from paceline.models.containers.module import Stored
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
 from paceline.models.mxfp4 import from_pairs
-from paceline.models.safetensors_file import StoredTensor, view_tensor
-from paceline.models.stored_model import open_stored
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_tensor
 

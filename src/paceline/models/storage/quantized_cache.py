@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.page_sums import PageSums, checksum, plain_page_sums
 from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
-from paceline.models.safetensors_file import map_file
+from paceline.models.storage.page_sums import PageSums, checksum, plain_page_sums
+from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, TensorFacts, Weights
 from paceline.small_files import unreadable
 

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.mapped_files import drop_pages
-from paceline.models.packed import Floats, PackedMatrix
+from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, to_bf16
 

@@ -12,13 +12,13 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import Stored
 from paceline.models.families.table import FAMILIES
-from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
 from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
-from paceline.models.mapped_files import drop_pages
-from paceline.models.packed import PackedMatrix
-from paceline.models.packed_weights import PackedWeights
-from paceline.models.safetensors_file import StoredTensor
-from paceline.models.stored_model import open_stored
+from paceline.models.storage.fused_matrices import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
+from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.packed_weights import PackedWeights
+from paceline.models.storage.safetensors_file import StoredTensor
+from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, as_float32, check_shape, open_tensor
 

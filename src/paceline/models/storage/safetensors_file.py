@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.mapped_files import map_regular
+from paceline.models.storage.mapped_files import map_regular
 from paceline.small_files import INDEX_BYTES, is_file, json_object, open_regular, read_json, unreadable
 
 MAX_DIMENSIONS = 8
