@@ -1,4 +1,4 @@
-"""A checkpoint, whatever its format: a Hugging Face directory or a GGUF file."""
+"""Open a checkpoint of either format: a Hugging Face directory or a GGUF file."""
 
 import os
 from pathlib import Path
@@ -18,29 +18,29 @@ from paceline.small_files import is_file
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint's path is that of a GGUF file; all others are directories."""
+    """Return whether a path is a GGUF file. All other checkpoints are directories."""
     return path.suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """The network a checkpoint holds, from its metadata alone.
+    """Read the network of a checkpoint from its metadata alone.
 
     Raises:
-        CheckpointError: it cannot be read, or is not one we run.
+        CheckpointError: It cannot be read, or the model is not supported.
     """
     return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_directory(path))
 
 
 def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
-    """A checkpoint's weights under our names, mapped.
+    """Map the weights of a checkpoint, by our names.
 
     Args:
-        config: what `read_model_config` returned for `path`.
-        regroup: quantise the matrices of a GGUF file again, to larger groups that run faster (`GgufWeights`).
-        num_threads: to convert quantised matrices with.
+        config: the result of `read_model_config` for `path`.
+        regroup: requantise matrices of a GGUF file to larger groups, which run faster (`GgufWeights`).
+        num_threads: for converting quantised matrices.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or does not hold what `config` calls for.
+        CheckpointError: A file is missing or damaged, or does not match `config`.
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
@@ -55,7 +55,7 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The files `open_weights` reads."""
+    """Return the files that `open_weights` reads."""
     return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
 
 

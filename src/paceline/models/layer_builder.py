@@ -1,4 +1,4 @@
-"""The parts of layers in the sizes that a checkpoint's metadata gives."""
+"""Build layers with the sizes in a config.json."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
 MAX_EXPERTS = 1024
-"""Of kernels/experts.c."""
+"""Limit of kernels/experts.c."""
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What families call the number of experts in config.json."""
+"""Names of the number of experts in config.json."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""By their names in config.json."""
+"""Activations by their names in config.json."""
 
 
 class LayerBuilder:
-    """Builds layers for a family's `layers` function; what the family does not set is read the same way for all.
+    """Builds layers for a family's `layers` function. Fields that no family changes are read here.
 
     Attributes:
-        num_heads, num_kv_heads, head_size: of every attention.
-        rope: of the layers that see everything.
-        local_rope: of those that see a window.
-        max_positions: that the network was made for.
+        num_heads, num_kv_heads, head_size: of attention.
+        rope: of layers with full attention.
+        local_rope: of layers with a sliding window.
+        max_positions: longest supported text.
 
     Raises:
-        CheckpointError: a value is missing or absurd; so do the methods.
+        CheckpointError: A value is missing or out of range. So do the methods.
     """
 
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
-        count = family.count_layers  # checked before anything is made for every layer
+        count = family.count_layers  # checked before anything is built for each layer
         self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
         self.num_heads, self.num_kv_heads, self.head_size = _heads(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
@@ -50,7 +50,7 @@ class LayerBuilder:
         self.max_positions = _max_positions(fields, self.rope)
 
     def flag(self, name: str) -> bool:
-        """A boolean, False if absent."""
+        """Return a boolean; False if absent."""
         return self.fields.flag(name, default=False)
 
     def soft_cap(self, name: str) -> float | None:
@@ -66,10 +66,10 @@ class LayerBuilder:
         soft_cap: float | None = None,
         has_sinks: bool = False,
     ) -> AttentionConfig:
-        """Attention over everything.
+        """Return full attention.
 
         Args:
-            scale: of scores; None = one over the root of the head size.
+            scale: of scores; None = 1 / sqrt(head size).
         """
         return AttentionConfig(
             num_heads=self.num_heads,
@@ -85,7 +85,7 @@ class LayerBuilder:
         )
 
     def mlp(self, *, bias: bool = False, size: str = "intermediate_size") -> DenseMLP:
-        """An MLP as wide as the field `size` says."""
+        """Return an MLP whose width is the field `size`."""
         name = self.fields.values.get(self.family.activation_field, "silu")
         activation = ACTIVATIONS.get(str(name))
         if activation is None:
@@ -96,10 +96,10 @@ class LayerBuilder:
         return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias)
 
     def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> Routing:
-        """As many experts as the metadata says; weights are normalised as `norm_topk_prob` says.
+        """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.
 
         Args:
-            chosen: names of the field that says how many experts a row chooses.
+            chosen: possible names of the field with the number of experts for a token.
         """
         fields = self.fields
         names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
@@ -118,11 +118,11 @@ class LayerBuilder:
         norm_order: NormOrder = NormOrder.PRE,
         slides: Sequence[bool] = (),
     ) -> tuple[LayerConfig, ...]:
-        """Layers that are alike, except that some may have a sliding window.
+        """Return layers that differ only in their MLP and in whether they have a sliding window.
 
         Args:
             mlp: of all layers, or of each.
-            slides: for each layer whether its window slides; none = no layer's does. A window as long as the context is left out.
+            slides: for each layer whether it has a sliding window; empty = none has. A window as long as the context is left out.
         """
         window = self.fields.size("sliding_window") if any(slides) and self.fields.values.get("sliding_window") is not None else None
         if window is not None and window >= self.max_positions:
@@ -135,7 +135,11 @@ class LayerBuilder:
         return tuple(known.setdefault(layer, layer) for layer in found)
 
     def sliding_layers(self, pattern: int | None = None) -> list[bool]:
-        """Those that `layer_types` names, else all but every `pattern`-th; None = as `sliding_window_pattern` says."""
+        """Return whether each layer has a sliding window: as `layer_types` lists them, or all but every `pattern`-th.
+
+        Args:
+            pattern: None = `sliding_window_pattern`.
+        """
         fields, types = self.fields, self.fields.values.get("layer_types")
         if types is None:
             pattern = pattern or fields.size("sliding_window_pattern")
@@ -149,7 +153,7 @@ class LayerBuilder:
         return [kind == "sliding_attention" for kind in types]
 
     def rotating_layers(self) -> list[bool]:
-        """Those with a 1 in `no_rope_layers` (it names what it does not mean), else all but every `no_rope_layer_interval`-th."""
+        """Return whether each layer has rotary embeddings: 1 in `no_rope_layers`, or all but every `no_rope_layer_interval`-th."""
         fields, marks = self.fields, self.fields.values.get("no_rope_layers")
         if marks is None:
             interval = fields.size("no_rope_layer_interval", 4)
@@ -160,7 +164,7 @@ class LayerBuilder:
 
 
 def _heads(fields: JsonFields) -> tuple[int, int, int]:
-    """H, K and D."""
+    """Return the number of query heads and of key heads, and the head size."""
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
     num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
     if num_heads % num_kv_heads:

@@ -1,4 +1,4 @@
-"""Where the parts of recurrent states stand: one array of float32 for all layers of a text, and one for what a row leaves of itself."""
+"""Offsets of recurrent states: one float32 array with the states of all layers of a sequence, and one with the record of each row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from paceline.models.layers import Recurrent
 
 @dataclass(frozen=True, slots=True)
 class LayerStateLayout:
-    """One layer, counted in floats.
+    """Offsets of one layer, in floats.
 
-    A state begins with the inputs of the convolution [kernel_size - 1, C], the oldest first; behind them stand the matrices as
-    [heads, columns / block, rows, block], columns rounded up to whole blocks. A record is the input [C], the keys [key_width], the
-    updates [value_width] that the keys' outer products are taken with, and the decays [heads].
+    A state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
+    [heads, columns / block, rows, block], with columns padded to whole blocks. A record, from which a row's update can be replayed, has the
+    input [C], the keys [key_width], the updates [value_width] and the decays [heads].
 
     Attributes:
-        conv_at, matrices_at: in a state.
-        record_at: in a record.
-        block: columns that stand side by side; 0 = there are no matrices.
+        conv_at, matrices_at: offsets in a state.
+        record_at: offset in a record.
+        block: adjacent columns in the layout; 0 = there are no matrices.
     """
 
     mixer: Recurrent
@@ -28,7 +28,7 @@ class LayerStateLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Of a head."""
+        """Return the blocks of columns of a head."""
         state = self.mixer.state
         return 0 if state is None else -(-state.columns // self.block)
 
@@ -49,7 +49,7 @@ class LayerStateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Of all recurrent layers, by their number."""
+    """Offsets of all recurrent layers, by layer index."""
 
     places: Mapping[int, LayerStateLayout]
     state_size: int

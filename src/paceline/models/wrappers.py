@@ -1,4 +1,4 @@
-"""Models of texts and images: the language model in each, which reads texts alone."""
+"""The text model inside a multimodal model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ _MROPE = "mrope"
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """What lies around a language model.
+    """How a multimodal config.json describes its text model.
 
     Attributes:
-        text: its `model_type`; None = it says so itself.
-        otherwise: what it is if it does not.
-        defaults: what its configuration class in transformers assumes otherwise than the family's.
-        may_be_flat: old checkpoints hold its values beside those of the encoder, not in an object of their own.
+        text: its `model_type`; None = as `text_config` names it.
+        otherwise: its `model_type` if `text_config` does not name it.
+        defaults: defaults of the configuration class in transformers that differ from the family's.
+        may_be_flat: in old files the fields of the text model are at the top level.
     """
 
     text: str | None = None
@@ -60,18 +60,18 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "smolvlm": Wrapper(),
     "lfm2_vl": Wrapper(otherwise="lfm2"),
 }
-"""By the `model_type` of the whole."""
+"""By the `model_type` of the multimodal model."""
 
 _SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "mistral": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "qwen2": {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-"""What published files leave out because their configuration classes in transformers assume it."""
+"""Defaults of configuration classes in transformers on which published files rely."""
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's values, where metadata nests them beside those of an image encoder."""
+    """Return the fields of the text model, from `text_config` if the model is multimodal."""
     text, model_type = values.get("text_config"), values.get("model_type")
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
     if wrapper is not None and text is not None and not isinstance(text, Mapping):
@@ -88,18 +88,18 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     kind = wrapper.text or text.get("model_type") or wrapper.otherwise
-    ours = ("eos_token_id", "quantization_config", "quantization")  # which the text's null does not undo
+    ours = ("eos_token_id", "quantization_config", "quantization")  # a null in text_config does not hide them
     kept = {name: outer[name] for name in ours if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))}
     sizes = _SIZES.get(kind, {}) if isinstance(kind, str) else {}
     found = {**sizes, **wrapper.defaults, **outer, **text, **kept, "model_type": kind}
-    for name in ("rope_scaling", "rope_parameters"):  # with texts all three positions of a token are equal: ordinary rotation
+    for name in ("rope_scaling", "rope_parameters"):  # the three positions of a text token are equal, so mrope is ordinary rope
         if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}
     return found
 
 
 def ties_differ(values: Mapping[str, Any]) -> bool:
-    """Whether a wrapper and its text model say different things of the vocabulary matrix: the files then decide."""
+    """Return whether outer and text config disagree on tied embeddings: the files decide then."""
     text = values.get("text_config")
     if text_values(values) is values or not isinstance(text, Mapping):
         return False

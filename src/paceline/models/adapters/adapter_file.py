@@ -1,4 +1,4 @@
-"""The tensors of an adapter's file, by the module that each is of."""
+"""Read the tensors of an adapter file, grouped by the module that they adapt."""
 
 import os
 import re
@@ -38,13 +38,13 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensors:
-    """What a file holds for one module.
+    """The tensors of a file for one module.
 
     Attributes:
-        name: of the module, without what wraps a language model and without the names that single publishers have for experts.
-        in_file: its name in the file, without what PEFT puts in front.
-        is_embedding: its low-rank matrices are those of an embedding.
-        tensors: with the whole names that they have in the file, for errors.
+        name: the module, without wrapper prefixes, and with the common names of experts.
+        in_file: its name in the file, without PEFT's prefix.
+        is_embedding: the low-rank matrices are lora_embedding_A and lora_embedding_B.
+        tensors: with their full names in the file, for errors.
     """
 
     name: str
@@ -58,11 +58,13 @@ class ModuleTensors:
 
 
 def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[ModuleTensors]]:
-    """The file of an adapter, and what it holds for each module of the language model; what it holds for encoders is left out.
+    """Return the path of the adapter file in a directory, and its tensors for each module of the language model.
+
+    Tensors of image and audio encoders are left out.
 
     Raises:
-        CheckpointError: there is no file, it is damaged, or it holds tensors that no known LoRA adapter has.
-        BackendUnavailableError: it is PyTorch's, and torch is not installed.
+        CheckpointError: There is no file, it is damaged, or it holds tensors that no known LoRA adapter has.
+        BackendUnavailableError: It is a PyTorch file, and torch is not installed.
     """
     path = next(iter((*adapter_files(directory), *(path for name in FILES if os.path.lexists(path := directory / name)))), None)
     if path is None:
@@ -95,15 +97,15 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
 
 
 def adapter_files(directory: Path) -> tuple[Path, ...]:
-    """The file of a directory that holds an adapter's tensors; none where there is none."""
+    """Return the file with an adapter's tensors, as a tuple of at most one path."""
     return tuple(directory / name for name in FILES if is_file(directory / name))[:1]
 
 
 def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]:
-    """A copy of a tensor.
+    """Return a copy of a tensor in float32.
 
     Raises:
-        CheckpointError: it is of another type than floats, or a value is no finite number.
+        CheckpointError: The tensor is no float tensor, or a value is not finite.
     """
     if tensor.dtype not in _FLOATS:
         raise CheckpointError(f"{path}: tensor {name} is of type {tensor.dtype}, supported are {', '.join(_FLOATS)}: export it again")
@@ -119,7 +121,7 @@ def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]
 
 
 def listed(names: Iterable[str], what: str = "tensor") -> str:
-    """The first of many names, and how many there are of `what`."""
+    """Return the number of names and the first of them, as in "3 tensors: a, b, c"."""
     names = list(names)
     rest = len(names) - _NAMES_IN_AN_ERROR
     count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
@@ -127,7 +129,7 @@ def listed(names: Iterable[str], what: str = "tensor") -> str:
 
 
 def without_base_layers(module: str) -> str:
-    """A module's name without what PEFT adds where it adapts several parameters of one module."""
+    """Return a module's name without the `.base_layer` suffixes of PEFT, one for each parameter of the module that is adapted."""
     while module.endswith(_STACKED):
         module = module.removesuffix(_STACKED)
     return module
@@ -142,7 +144,7 @@ def _is_of_encoder(name: str) -> bool:
 
 
 def _parsed(name: str) -> tuple[str, TensorRole, bool] | None:
-    """The module, what the tensor is to it, and whether that is an embedding."""
+    """Return the module of a tensor, its role, and whether the module is an embedding; None for an unknown name."""
     if (found := _LOW_RANK.fullmatch(name)) is not None:
         module, kind, leaf = found.groups()
         is_embedding = kind.startswith("lora_embedding_")
@@ -156,7 +158,7 @@ def _parsed(name: str) -> tuple[str, TensorRole, bool] | None:
 
 
 def _of_experts(module: str, family: Family) -> str:
-    """With the names of experts that most families have; a module that holds several parameters is asked for by one of them."""
+    """Return the module with the common names of experts. A module of several parameters is mapped by one of them."""
     plain = without_base_layers(module)
     own = common_expert_name(f"{plain}.weight", family).removesuffix(".weight")
     return own if own != plain else common_expert_name(f"{plain}.down_proj", family).removesuffix(".down_proj")

@@ -1,4 +1,4 @@
-"""A model and one adapter as one model: each matrix with what the adapter adds, in float32, before it is rounded or quantised."""
+"""The weights of a model with one adapter merged: W + up @ down in float32, before rounding or quantisation."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,21 +20,21 @@ Floats = NDArray[np.float32]
 
 
 def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
-    """The network with an adapter merged: embedding and head are two matrices once one of them has changed."""
+    """Return the network with an adapter merged. If it changes the embedding or the head, the two are no longer tied."""
     changed = {*adapter.products, *adapter.biases, *adapter.saved} & {EMBEDDING, LM_HEAD}
     return replace(config, tied_embeddings=False) if changed else config
 
 
 class MergedWeights(MadeWeights):
-    """The weights of a model with an adapter merged; what the adapter changes is made when it is first asked for.
+    """The weights of a model with an adapter merged. Changed tensors are computed on first use.
 
     Args:
-        base: of the model.
-        config: of the model, tied embeddings as they were.
-        adapter: made for it.
-        weight_type: what changed matrices are rounded to, to nearest even.
-        quantised_type: likewise, of those that are quantised in `base`; None = `weight_type`.
-        quantised_next: each matrix is quantised as soon as it is made.
+        base: the weights of the model.
+        config: of the model, before merging.
+        adapter: made for this model.
+        weight_type: to which changed matrices are rounded, to nearest even.
+        quantised_type: the same for matrices that are quantised in `base`; None = `weight_type`.
+        quantised_next: the caller quantises each matrix as soon as it is computed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MergedWeights(MadeWeights):
 
     @property
     def made_bytes(self) -> int:
-        """What the matrices that the adapter changes take in memory, all at once."""
+        """Return the bytes in memory of all matrices that the adapter changes."""
         return 0 if self._quantised_next else sum(self.facts(name).nbytes for name in self._changed)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
@@ -92,15 +92,15 @@ class MergedWeights(MadeWeights):
     def forget(self, name: str) -> None:
         super().forget(name)
         source = self._sources.get(name, name)
-        if self._base.has(source):  # not a bias that the adapter brings
+        if self._base.has(source):  # false for a bias that only the adapter has
             self._base.forget(source)
 
     def changes(self, name: str) -> bool:
-        """Whether a tensor is another one than the model's."""
+        """Return whether the adapter changes a tensor."""
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:
-        """That this is another target, and what it costs that quantised matrices become floats."""
+        """Yield that the merged model is another target, and the memory that dequantised matrices take."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
         quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
         if quantised and not self._quantised_next:

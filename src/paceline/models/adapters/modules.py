@@ -1,4 +1,4 @@
-"""The matrices of a target that adapters name, and which products of the network each of them holds."""
+"""The matrices of a target that an adapter can change, by their checkpoint names, and where they are in the network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ _OF_CONVOLUTIONS = "conv"
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:
-    """A matrix [N, K] as adapters name it.
+    """A matrix [N, K] by its checkpoint name.
 
     Attributes:
-        parts: the products of `Adapter` in it, with their rows; None = all of one.
+        parts: names of the products of `Adapter` in it, with their rows; None = all rows.
     """
 
     shape: tuple[int, int]
@@ -31,10 +31,10 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParameter:
-    """Matrices [N, K] of the experts of a layer, which models hold as one parameter.
+    """A parameter with the matrices [N, K] of all experts of a layer.
 
     Attributes:
-        experts: of each expert, as the parts of a `TargetModule`.
+        experts: for each expert the names of its products, with their rows in its matrix.
     """
 
     shape: tuple[int, int]
@@ -43,11 +43,11 @@ class ExpertParameter:
 
 @dataclass(frozen=True, slots=True)
 class NetworkMatrix:
-    """Where a product of `Adapter` is in the network.
+    """A matrix of the network that a product of `Adapter` is added to.
 
     Attributes:
-        name: of the weight in `Weights`, without `.weight`.
-        rows: of the product, in the order in which the network has them; None = as they are.
+        name: the tensor in `Weights`, without `.weight`.
+        rows: the rows of the product that belong to it, in the network's order; None = all, in order.
     """
 
     name: str
@@ -55,7 +55,7 @@ class NetworkMatrix:
 
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
-    """Every product that an adapter may add to, by its name in `Adapter`: several where a checkpoint's matrix holds several of ours."""
+    """Return the network's matrices for every product of `Adapter`: several if the checkpoint fuses several of ours in one matrix."""
     shapes, found = tensor_shapes(config), dict[str, tuple[NetworkMatrix, ...]]()
     joined = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
@@ -72,9 +72,9 @@ def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]
 
 
 def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
-    """The matrices that an adapter may name, by the names of Hugging Face checkpoints without `.weight`."""
+    """Return the matrices that an adapter may name, by their checkpoint names without `.weight`."""
     shapes = tensor_shapes(config)
-    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # a head of its own, once an adapter changes one of the two
+    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can untie the head
     by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
@@ -91,7 +91,7 @@ def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
 
 
 def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
-    """The parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
+    """Return the parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
     family, found = FAMILIES[config.family], dict[str, ExpertParameter]()
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
@@ -116,7 +116,7 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
 
 
 def _by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Matrices in checkpoints, and ours in each."""
+    """Return our matrices in each matrix of the checkpoint."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for ours, theirs in checkpoint_names(config).items():
         stem, _, kind = ours.rpartition(".")
@@ -130,7 +130,7 @@ def _product_name(module: str, stems: list[str]) -> str:
 
 
 def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
-    """Matrices that some checkpoints stack others in: ours with their rows."""
+    """Return the fused matrices that some checkpoints of the family have: our names in each, with their rows."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
@@ -144,7 +144,7 @@ def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
 
 
 def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
-    """Which row of the checkpoint each of ours is; None = the same."""
+    """Return the checkpoint's row for each row of the network, where rotary rows are reordered at load; None = the same order."""
     part = stem.rpartition(".")[2]
     if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None

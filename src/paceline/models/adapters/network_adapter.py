@@ -1,4 +1,4 @@
-"""An adapter under our own names, with its rows in the order in which the network has them."""
+"""An adapter by the network's own names, with rows in the network's order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
 EMBEDDING, LM_HEAD = "embedding", "lm_head"
-_MOST_NAMES = 8  # in an error
+_MOST_NAMES = 8  # listed in an error
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkAdapter:
-    """What an adapter does, by our names without `.weight`; the vocabulary matrix is `lm_head`, even if the embedding serves for it.
+    """The changes of an adapter by our tensor names without `.weight`. The output matrix is `lm_head`, also where embeddings are tied.
 
     Attributes:
         products, biases, saved, mixture: as in `Adapter`.
@@ -35,10 +35,10 @@ class NetworkAdapter:
         return EMBEDDING in self.products or EMBEDDING in self.saved
 
     def embedding_rows(self, rows: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Rows [T, E] of the embedding, not scaled yet, as the adapter has them: each by itself, in the order of the ranks.
+        """Return embedding rows [T, E] with the adapter applied, before scaling. Ranks are added one by one, so bits do not depend on T.
 
         Args:
-            rows: the target's own.
+            rows: the rows of the target's embedding.
         """
         if EMBEDDING in self.saved:
             return self.saved[EMBEDDING][token_ids]
@@ -52,10 +52,10 @@ class NetworkAdapter:
 
 
 def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
-    """An adapter as the network of `config` takes it.
+    """Return an adapter as the network of `config` needs it.
 
     Raises:
-        ConfigError: it changes what no adapter can change beside the weights, or has another shape than that; every name is listed.
+        ConfigError: It changes a tensor that only merging can change, or has other shapes than the target. Every name is listed.
     """
     matrices = network_matrices(config)
     saved = {modules.EMBEDDING: EMBEDDING, modules.LM_HEAD: LM_HEAD}

@@ -1,4 +1,4 @@
-"""Reads LoRA adapters as PEFT writes them.
+"""Read LoRA adapters in PEFT's format.
 
 Source: PEFT 0.21, `LoraLayer` and `ParamWrapper`.
 """
@@ -24,25 +24,25 @@ from paceline.models.weights import Weights
 
 MAX_NAME_LEN = 200
 _CHUNK_ROWS = 4096
-_COPIES = 2  # in float32: as it is read, and as a runtime lays it out
+_COPIES = 2  # in float32: as read, and as laid out by a runtime
 Floats = NDArray[np.float32]
 
 
 def read_adapter(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The adapter in a directory, as PEFT writes them, for the target that `config` describes.
+    """Return the LoRA adapter in a directory, for the target of `config`.
 
     Args:
-        name: what requests call it.
-        weights: the target's, whose biases those of an adapter are compared with; None = an adapter with such biases is refused.
-        memory_bytes: that can be had; what does not fit is refused before it is read. None = no limit.
+        name: by which requests select it.
+        weights: the target's, to compute differences of biases; None = an adapter with biases is refused.
+        memory_bytes: free memory. A larger adapter is refused before it is read. None = no limit.
 
     Raises:
-        CapacityError: there is no memory for it.
-        CheckpointError: it cannot be read, asks for something that is not computed here, or was made for another model.
-        ConfigError: the name is none, or it has biases and there are no weights.
-        BackendUnavailableError: it is in PyTorch's format, and torch is not installed.
+        CapacityError: There is not enough memory.
+        CheckpointError: It cannot be read, needs an unsupported computation, or was made for another model.
+        ConfigError: The name is invalid, or the adapter has biases and `weights` is None.
+        BackendUnavailableError: It is a PyTorch file, and torch is not installed.
     """
     check_name(name)
     settings = read_settings(directory)
@@ -62,7 +62,7 @@ def read_adapter(
 
 
 def _check_memory(path: Path, entries: Sequence[ModuleTensors], memory_bytes: int) -> None:
-    """Refuse an adapter that does not fit: the system would end the process."""
+    """Refuse an adapter that does not fit into memory: the system would kill the process."""
     size = _COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
     if size > memory_bytes:
         raise CapacityError(
@@ -72,17 +72,17 @@ def _check_memory(path: Path, entries: Sequence[ModuleTensors], memory_bytes: in
 
 
 def check_name(name: object) -> None:
-    """That requests can name an adapter so.
+    """Check that a name can select an adapter in requests.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: The name is no printable text, or too long.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN:
         raise ConfigError(f"the adapter's name is {shortened(name)}: use 1 to {MAX_NAME_LEN} printable characters")
 
 
 class _Reader:
-    """Makes products of what a file holds for modules."""
+    """Builds an `Adapter` from the tensors of each module."""
 
     def __init__(self, path: Path, targets: AdapterTargets, config: ModelConfig, weights: Weights | None) -> None:
         self._path, self._targets, self._config, self._weights = path, targets, config, weights
@@ -91,10 +91,10 @@ class _Reader:
         self._saved: dict[str, Floats] = {}
 
     def take(self, entry: ModuleTensors) -> None:
-        """Read what there is for a module.
+        """Read the tensors of one module.
 
         Raises:
-            CheckpointError: a value is no finite number, or a product is adapted twice.
+            CheckpointError: A value is not finite, or a product is adapted twice.
         """
         target = self._targets.target(entry)
         if TensorRole.DOWN in entry.tensors:
@@ -113,7 +113,7 @@ class _Reader:
             self._save(next(iter(target.parts)), self._values(entry, TensorRole.WHOLE))
 
     def tie(self) -> None:
-        """Give the head what the embedding has."""
+        """Apply the changes of the embedding to the tied head."""
         if EMBEDDING in self._saved:
             self._saved.setdefault(LM_HEAD, self._saved[EMBEDDING])
         if EMBEDDING in self._products and LM_HEAD not in self._products:
@@ -121,7 +121,7 @@ class _Reader:
             self._add(LM_HEAD, np.ascontiguousarray(own.up.T), own.down.T)
 
     def adapter(self, name: str) -> Adapter:
-        """What was read."""
+        """Return the adapter."""
         return Adapter(name, _digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
 
     def _values(self, entry: ModuleTensors, kind: TensorRole) -> Floats:
@@ -144,7 +144,7 @@ class _Reader:
         self._products[name] = LowRank(down, np.ascontiguousarray(up))
 
     def _take_stack(self, stack: ExpertParameter, down: Floats, up: Floats, rank: int) -> None:
-        """Experts lie one after another in the rows of `down`, and take turns in the columns of `up`."""
+        """Add the products of all experts. Experts are consecutive in the rows of `down`, and interleaved in the columns of `up`."""
         for number, parts in enumerate(stack.experts):
             own_down, own_up = down[number * rank : (number + 1) * rank], up[:, number :: len(stack.experts)]
             for name, rows in parts.items():
@@ -157,7 +157,7 @@ class _Reader:
                 self._biases[name] = self._biases[name] + own if name in self._biases else own
 
     def _replace_biases(self, module: TargetModule, values: Floats) -> None:
-        """Biases instead of the model's, as what they differ by."""
+        """Add biases that replace the target's, as the difference from them."""
         if self._weights is None:
             raise ConfigError(f"{self._path} holds biases instead of the model's, which they are compared with: give its weights")
         for name, rows in module.parts.items():
@@ -169,7 +169,7 @@ class _Reader:
             self._add_biases(TargetModule(module.shape, {name: None}), own)
 
     def _save(self, name: str, values: Floats) -> None:
-        """A whole matrix instead of the model's; one that is the same is left out."""
+        """Keep a whole matrix that replaces the target's. An unchanged matrix is left out."""
         if self._weights is None or not self._is_own(name, values, self._weights):
             self._saved[name] = values
 

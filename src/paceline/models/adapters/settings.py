@@ -1,4 +1,4 @@
-"""What adapter_config.json says, and refusing what it asks for and we do not compute.
+"""Read adapter_config.json of a LoRA adapter, and refuse settings that are not supported.
 
 Source: PEFT 0.21, `LoraConfig`.
 """
@@ -30,23 +30,23 @@ _READ = (
     "fan_in_fan_out",
 )  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What an adapter_config.json says.
+    """The settings of a LoRA adapter.
 
     Attributes:
-        path: that file.
-        base: the model it says it was made for, for errors.
-        rank, alpha: of modules that no pattern names.
-        rank_pattern, alpha_pattern: of those that one names, in the file's order.
-        is_rank_stabilized: scales are alpha / sqrt(rank), else alpha / rank.
-        targets: which modules it adapts.
-        target_parameters: endings of names of parameters that it adapts besides.
-        has_low_rank_biases: every pair of low-rank matrices has a bias.
-        ties: an adapted embedding changes the head of a model with tied embeddings too.
+        path: the adapter_config.json.
+        base: base_model_name_or_path, for errors.
+        rank, alpha: of modules that no pattern matches.
+        rank_pattern, alpha_pattern: by pattern, in the order of the file.
+        is_rank_stabilized: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        targets: the modules that it adapts.
+        target_parameters: suffixes of parameters that it adapts in addition.
+        has_low_rank_biases: every lora_B has a bias.
+        ties: with tied embeddings, an adapted embedding also changes the head.
     """
 
     path: Path
@@ -62,15 +62,15 @@ class AdapterSettings:
     ties: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What a product of this rank is multiplied by."""
+        """Return the factor of a low-rank product."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
 def read_settings(directory: Path) -> AdapterSettings:
-    """The settings of the adapter in a directory.
+    """Read the settings of the adapter in a directory.
 
     Raises:
-        CheckpointError: there are none, a value is absurd, or one asks for something that is not computed here.
+        CheckpointError: The file is missing, a value is out of range, or a setting is not supported.
     """
     path = directory / CONFIG
     values = read_json(path)
@@ -135,7 +135,7 @@ def _refuse_others(fields: JsonFields) -> None:
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("fan_in_fan_out", default=False)  # of matrices that GPT-2 stores transposed: PEFT ignores it for all that we run
+    fields.flag("fan_in_fan_out", default=False)  # for matrices that GPT-2 stores transposed; PEFT ignores it for all supported models
 
 
 def _name(value: object) -> str | None:
@@ -143,7 +143,7 @@ def _name(value: object) -> str | None:
 
 
 def _names(fields: JsonFields, name: str) -> list[str]:
-    """A list of names, one name or none."""
+    """Return a list of names from a list, one name or null."""
     value = fields.values.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
@@ -152,7 +152,7 @@ def _names(fields: JsonFields, name: str) -> list[str]:
 
 
 def _one_or_several(fields: JsonFields, name: str) -> str | tuple[str, ...]:
-    """A pattern, or names."""
+    """Return a pattern, or a tuple of names."""
     value = fields.values.get(name)
     return value if isinstance(value, str) and value else tuple(_names(fields, name) if value else ())
 

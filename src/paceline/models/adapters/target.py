@@ -1,6 +1,6 @@
-"""Compare an adapter with its target: the matrices of the network that its tensors are for, and their shapes.
+"""Compare an adapter with its target: the matrices that its tensors change, and their shapes.
 
-The modules that its file adapts must be those that its settings name.
+The file must adapt exactly the modules that the settings select.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 
 class AdapterTargets:
-    """What each module of an adapter is in the target.
+    """The target's matrices for each module of an adapter.
 
     Attributes:
-        matrices: where products are in the target.
+        matrices: the network's matrices for each product.
     """
 
     def __init__(self, path: Path, entries: Sequence[ModuleTensors], settings: AdapterSettings, config: ModelConfig) -> None:
-        """Compare all modules and shapes with the target's; nothing is read.
+        """Compare all modules and shapes with the target's, from headers alone.
 
         Raises:
-            CheckpointError: some do not fit; all are named.
+            CheckpointError: Some do not match. The error lists all of them.
         """
         self._settings, self._shapes = settings, tensor_shapes(config)
         self._modules, self._stacks = target_modules(config), expert_parameters(config)
@@ -64,23 +64,23 @@ class AdapterTargets:
         raise CheckpointError(f"{path} is no adapter of this model: {'; '.join(problems)}; use it with the model it was made for{base}")
 
     def target(self, entry: ModuleTensors) -> TargetModule | ExpertParameter:
-        """The matrices that a module of the adapter is for."""
+        """Return the target's matrix, or parameter of experts, for a module."""
         found = self._found(entry)
-        assert found is not None  # else there was an error
+        assert found is not None  # __init__ raised otherwise
         return found
 
     def rank(self, entry: ModuleTensors) -> tuple[int, float]:
-        """The rank of a module's low-rank matrices, and what their product is multiplied by."""
+        """Return the rank of a module, and the factor of its product."""
         rank, alpha = self._ranks[entry.in_file]
         return rank, self._settings.scale(rank, alpha)
 
     def matched_name(self, entry: ModuleTensors) -> str:
-        """The name that patterns are compared with; where a module's parameter is adapted, that of the parameter."""
+        """Return the name that patterns are matched with: the module's, or the parameter's if one is adapted."""
         stack, plain = self._stack_name(entry), without_base_layers(entry.in_file)
         return plain if stack is None or entry.name in self._stacks else f"{plain}.{stack.rpartition('.')[2]}"
 
     def _read_ranks(self, entries: Sequence[ModuleTensors]) -> dict[str, tuple[int, float]]:
-        """The rank and alpha of every module, by its name in the file."""
+        """Return the rank and alpha of every module, by its name in the file."""
         settings = self._settings
         names = {entry.in_file: self.matched_name(entry) for entry in entries if TensorRole.DOWN in entry.tensors}
         ranks = first_patterns(list(settings.rank_pattern), list(names.values()), settings.path)
@@ -94,14 +94,14 @@ class AdapterTargets:
         }
 
     def _beyond_rank(self, entry: ModuleTensors) -> list[str]:
-        """That a module's rank is beyond both sides of its matrix, where it is; PEFT gives small routers more than their few rows."""
+        """Return an error if a rank exceeds both sides of the matrix. PEFT gives small routers a rank above their number of rows."""
         target = self._found(entry)
         if target is None or entry.in_file not in self._ranks or (rank := self._ranks[entry.in_file][0]) <= max(target.shape):
             return []
         return [f"{entry.in_file} of rank {rank}, a matrix of {list(target.shape)} takes at most {max(target.shape)}"]
 
     def _stack_name(self, entry: ModuleTensors) -> str | None:
-        """The parameter of experts that a module's matrices adapt, told by their columns and rows."""
+        """Return the parameter of experts that a module adapts, recognised by its shape."""
         if entry.name in self._stacks:
             return entry.name
         down, up = entry.shape(TensorRole.DOWN), entry.shape(TensorRole.UP)
@@ -115,7 +115,7 @@ class AdapterTargets:
         return self._modules.get(entry.name) if stack is None else self._stacks[stack]
 
     def _expected(self, entry: ModuleTensors) -> dict[TensorRole, tuple[int, ...]]:
-        """The shapes that tensors of a module must have; only those that it can have."""
+        """Return the shapes that a module's tensors must have. Tensors that it cannot have are missing."""
         target = self._found(entry)
         if target is None:
             return {}
@@ -137,16 +137,16 @@ class AdapterTargets:
 
 
 _EXPERTS = ".experts."
-_ROUTERS = (".gate", ".router", ".router.proj", ".router.layer")  # modules of their own kind in newer models, which PEFT then leaves out
+_ROUTERS = (".gate", ".router", ".router.proj", ".router.layer")  # newer models have router classes, which PEFT does not adapt
 
 
 def check_targets(
     path: Path, entries: Sequence[ModuleTensors], targets: AdapterTargets, settings: AdapterSettings, config: ModelConfig
 ) -> None:
-    """Compare the modules that a file adapts with those that its settings name.
+    """Compare the modules that a file adapts with those that its settings select.
 
     Raises:
-        CheckpointError: some are only in one of the two.
+        CheckpointError: Some are only in one of the two.
     """
     adapted = [entry for entry in entries if TensorRole.DOWN in entry.tensors]
     names = {targets.matched_name(entry): entry for entry in adapted}
@@ -169,10 +169,10 @@ def check_targets(
 
 
 def check_low_rank_biases(path: Path, entries: Sequence[ModuleTensors], settings: AdapterSettings) -> None:
-    """That a file holds biases of low-rank matrices only where its settings ask for them: PEFT leaves others out without a word.
+    """Refuse biases of low-rank matrices that the settings do not announce: PEFT would ignore them silently.
 
     Raises:
-        CheckpointError: it holds others.
+        CheckpointError: The file holds such biases.
     """
     unread = [entry.tensors[TensorRole.UP_BIAS][0] for entry in entries if TensorRole.UP_BIAS in entry.tensors]
     if unread and not settings.has_low_rank_biases:
@@ -183,10 +183,10 @@ def check_low_rank_biases(path: Path, entries: Sequence[ModuleTensors], settings
 
 
 def check_saved(path: Path, entries: Sequence[ModuleTensors], settings: AdapterSettings, config: ModelConfig) -> None:
-    """That a file holds every module which its settings call replaced as a whole; names that the model does not have say nothing.
+    """Check that a file holds every module of modules_to_save. Names that the model does not have are ignored.
 
     Raises:
-        CheckpointError: one is missing.
+        CheckpointError: One is missing.
     """
     saved = settings.targets.saved
     if not saved:
@@ -205,7 +205,7 @@ def check_saved(path: Path, entries: Sequence[ModuleTensors], settings: AdapterS
 
 
 def _missing(adapted: Sequence[ModuleTensors], targets: AdapterTargets, settings: AdapterSettings, config: ModelConfig) -> list[str]:
-    """Modules of the target that the settings name and the file leaves out; experts, which models hold in several ways, do not count."""
+    """Return modules of the target that the settings select and the file lacks. Experts are ignored: models store them in several ways."""
     in_layers = next((entry for entry in adapted if entry.name.startswith("model.layers.")), None)
     if in_layers is None:
         return []

@@ -1,4 +1,4 @@
-"""Reads X-LoRA adapters as PEFT writes them: a directory with settings, a classifier and the LoRA adapters that it weighs.
+"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier and the LoRA adapters that it weights.
 
 Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 """
@@ -28,16 +28,16 @@ from paceline.small_files import is_file, read_json
 
 _TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Matrices of a layer in the order in which models hold them, which is that of scalings layer by layer."""
+"""Matrices of a layer in module order, which is the order of layerwise scalings."""
 _OF_LAYER = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 _EXPERTS = ".experts."
-_COPIES = 2  # in float32: as it is read, and as a runtime lays it out
+_COPIES = 2  # in float32: as read, and as laid out by a runtime
 Floats = NDArray[np.float32]
 
 
 MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 256
 LEAST_TEMPERATURE = 2.0**-126
-"""Smaller ones are no normal float32, in which scalings are computed."""
+"""Smaller temperatures are no normal float32 numbers, in which scalings are computed."""
 _READ = (
     "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
     "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
@@ -50,20 +50,20 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class XLoraSettings:
-    """What an adapter_config.json says of the mixture.
+    """The settings of an X-LoRA adapter.
 
     Attributes:
-        path: that file.
-        hidden_size: width of the hidden states that the classifier reads.
-        adapters: where the settings say that each adapter lies, in the order of the classifier's outputs.
-        depth, size: layers of the classifier, and the width between them.
-        has_dropout: whether its layers are numbered with a dropout between them.
+        path: the adapter_config.json.
+        hidden_size: of the hidden states that the classifier reads.
+        adapters: path of each adapter, in the order of the classifier's outputs.
+        depth, size: number of linear layers of the classifier, and the width between them.
+        has_dropout: layer numbers of the classifier count a dropout between linear layers.
         has_layerwise_scalings: every adapted matrix has scalings of its own.
-        temperature: of the softmax; None = there is none.
-        top_k: scalings that stay; None = all.
-        has_softmax_of_top_k: they go through a softmax of their own.
-        pass_scaling: every scaling of the scaling pass, as the products get it.
-        global_weight: what all products are multiplied by besides.
+        temperature: of the softmax; None = no softmax.
+        top_k: number of scalings that are kept; None = all.
+        has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
+        pass_scaling: every scaling of the scaling pass, after top-k and its softmax.
+        global_weight: factor of all products.
     """
 
     path: Path
@@ -81,20 +81,20 @@ class XLoraSettings:
 
 
 def is_xlora(directory: Path) -> bool:
-    """Whether a directory says that it holds an X-LoRA adapter; False where it holds no adapter at all.
+    """Return whether a directory holds an X-LoRA adapter; False if it holds no adapter.
 
     Raises:
-        CheckpointError: its adapter_config.json cannot be read.
+        CheckpointError: Its adapter_config.json cannot be read.
     """
     values = read_json(directory / CONFIG)
     return values is not None and values.get("peft_type") == "XLORA"
 
 
 def read_xlora_settings(directory: Path) -> XLoraSettings:
-    """The settings of the X-LoRA adapter in a directory.
+    """Read the settings of the X-LoRA adapter in a directory.
 
     Raises:
-        CheckpointError: a value is absurd, or asks for something that is not computed here.
+        CheckpointError: A value is out of range, or a setting is not supported.
     """
     path = directory / CONFIG
     values = read_json(path) or {}
@@ -127,7 +127,7 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
 
 
 def _adapters(fields: JsonFields) -> tuple[str, ...]:
-    """PEFT loads the adapters under their numbers and then asks for them by these names: others it does not find."""
+    """Return the paths of the adapters. PEFT loads them under their numbers and looks them up by these names, so both must be equal."""
     found = fields.values.get("adapters")
     if not isinstance(found, Mapping) or not found or len(found) > MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
         raise CheckpointError(
@@ -151,7 +151,7 @@ def _temperature(fields: JsonFields) -> float:
 
 
 def _pass_scaling(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
-    """The value of the scaling pass behind what becomes of all scalings: top-k and its softmax."""
+    """Return the scaling of the scaling pass, after top-k and its softmax."""
     if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
         raise CheckpointError(
             f"{fields.path}: scaling_pass_value is null, with which PEFT computes nothing: write the number, such as {1 / num_adapters:g} "
@@ -171,7 +171,7 @@ def _pass_scaling(fields: JsonFields, num_adapters: int, top_k: int | None, *, h
 def read_any_adapter(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The adapter in a directory, LoRA or X-LoRA; arguments and errors as `read_adapter`."""
+    """Read the adapter in a directory, LoRA or X-LoRA. Arguments and errors as in `read_adapter`."""
     read = read_xlora if is_xlora(directory) else read_adapter
     return read(directory, name=name, config=config, weights=weights, memory_bytes=memory_bytes)
 
@@ -179,9 +179,9 @@ def read_any_adapter(
 def read_xlora(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The X-LoRA adapter in a directory; arguments and errors as `read_adapter`.
+    """Read the X-LoRA adapter in a directory. Arguments and errors as in `read_adapter`.
 
-    Its adapters lie where the settings say, or in folders of the directory called by their numbers.
+    Its LoRA adapters are at the paths of the settings, or in numbered folders of the directory.
     """
     check_name(name)
     settings = read_xlora_settings(directory)
@@ -217,7 +217,7 @@ def read_xlora(
 
 
 def _directory(directory: Path, number: int, given: str) -> Path:
-    """Where an adapter lies: where the settings say, from the directory on, or in its folder called by its number."""
+    """Return the directory of an adapter: the path in the settings, or the numbered folder."""
     folders = [directory / given] if given else []
     for folder in (*folders, directory / str(number)):
         if is_file(folder / CONFIG):
@@ -229,7 +229,7 @@ def _directory(directory: Path, number: int, given: str) -> Path:
 
 
 def _check_weighed(directory: Path, adapter: Adapter) -> None:
-    """Refuse what no scaling is applied to, or what an adapter cannot change beside the weights."""
+    """Refuse an adapter with parts that have no scaling, or that only merging can apply."""
     whole = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.saved]
     if whole:
         raise CheckpointError(f"{directory} changes {listed(whole, 'part')}, which X-LoRA does not scale: use an adapter of products alone")
@@ -242,7 +242,7 @@ def _check_weighed(directory: Path, adapter: Adapter) -> None:
 
 
 def _layers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str]) -> dict[str, int]:
-    """The place of each product among the adapted matrices in the order in which the model holds them."""
+    """Return the index of each product among the adapted matrices, in module order."""
     places = {}
     for name in products:
         found = _OF_LAYER.fullmatch(name)
@@ -261,7 +261,7 @@ def _columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np
 
 
 def _joined(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
-    """The products of all adapters with one matrix, side by side."""
+    """Return the products of all adapters with one matrix, concatenated along the rank."""
     own = [adapter.products[module] for adapter in adapters if module in adapter.products]
     with np.errstate(over="ignore", invalid="ignore"):
         up = np.concatenate([low.up for low in own], axis=1) * np.float32(settings.global_weight)
@@ -288,7 +288,7 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
         if (key := (int(found[1]), found[2])) in named:
             raise CheckpointError(f"{path} holds {name} and {named[key][0]}, which are the same: export the adapter again")
         named[key] = name, tensor
-    step = 3 if settings.has_dropout else 2  # ReLU and dropout are numbered too
+    step = 3 if settings.has_dropout else 2  # ReLU and dropout have numbers too
     sizes = [settings.hidden_size, *[settings.size] * (settings.depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
@@ -321,7 +321,7 @@ def _nbytes(adapter: Adapter) -> int:
 
 
 def _digest(settings: XLoraSettings, adapters: Sequence[Adapter], mixture: Mixture) -> bytes:
-    """Of every value that changes a token."""
+    """Return a digest of every value that can change a token."""
     computed = (mixture.num_layers, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.pass_scaling)
     digest = hashlib.sha256(repr(("x-lora", *computed, settings.global_weight)).encode())
     for adapter in adapters:

@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit codes of a table in blocks of the flattened matrix, and 8-bit integers with a scale a row."""
+"""bitsandbytes: nf4 and fp4 codes in blocks of the flattened matrix, and int8 with a scale for each row."""
 
 import json
 import math
@@ -21,10 +21,10 @@ _ROWS_NOTICE = "columns of rows with large values are multiplied as all others, 
 
 
 def bitsandbytes(fields: JsonFields) -> Container:
-    """bitsandbytes as `quantization_config` describes it.
+    """Return the container of a bitsandbytes `quantization_config`.
 
     Raises:
-        CheckpointError: it says neither 4 nor 8 bits.
+        CheckpointError: It is neither 4-bit nor 8-bit.
     """
     if fields.flag("load_in_4bit", default=False):
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
@@ -35,7 +35,7 @@ def bitsandbytes(fields: JsonFields) -> Container:
 
 
 def _eight_bits(module: Module) -> PackedMatrix:
-    """Codes times a row's largest value over 127, which is rounded first: at most 2^-23 from what bitsandbytes computes."""
+    """Read codes * (row maximum / 127). The quotient is rounded first, at most 2^-23 relative from bitsandbytes' value."""
     where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
     if module.has("weight_format"):
         layout = module.take("weight_format", "U8", ndim=None)
@@ -87,7 +87,7 @@ def _four_bits(module: Module) -> PackedMatrix:
 
 
 def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
-    """The JSON in a tensor."""
+    """Return the JSON stored in a tensor."""
     try:
         values = json.loads(content[:_MOST_STATE_BYTES].tobytes())
     except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
 
 
 def _scales(module: Module, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
-    """The arrays of a block's scales, and what makes scales of numbers of blocks; they may be quantised themselves."""
+    """Return the arrays of block scales, and a function from block numbers to scales, which may be quantised themselves."""
     nested = module.has("weight.nested_absmax")
     stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)
     if stored.shape != (count,):

@@ -1,4 +1,4 @@
-"""FP8: weights in E4M3 with scales by blocks (DeepSeek, Qwen), by rows (FBGEMM) or one in all (Mistral, ModelOpt)."""
+"""FP8: E4M3 weights with scales for blocks (DeepSeek, Qwen), rows (FBGEMM) or the tensor (Mistral, ModelOpt)."""
 
 from functools import partial
 
@@ -15,10 +15,10 @@ _UNUSED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 def fp8(fields: JsonFields) -> Container:
-    """DeepSeek's layout; without blocks one scale a tensor.
+    """Return the container of DeepSeek's layout; without blocks there is one scale for the tensor.
 
     Raises:
-        CheckpointError: blocks or a format that cannot be read.
+        CheckpointError: The block size or the format is not supported.
     """
     one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     blocks = block_of(fields, "weight_block_size")
@@ -27,15 +27,15 @@ def fp8(fields: JsonFields) -> Container:
 
 
 def fbgemm_fp8(_fields: JsonFields) -> Container:
-    """FBGEMM's layout: one scale a row."""
+    """Return the container of FBGEMM's layout, with one scale for each row."""
     return Container("FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _UNUSED, (ROWS_NOTICE,))
 
 
 def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None where it is absent.
+    """Return the rows and columns of a block with one scale; None if the setting is absent.
 
     Raises:
-        CheckpointError: it is neither two counts nor text of the form 128x128.
+        CheckpointError: It is neither two counts nor text of the form 128x128.
     """
     value = fields.values.get(name)
     if value is None:

@@ -1,4 +1,4 @@
-"""MLX: codes of 2 to 8 bits side by side, a scale and a minimum a group; its tensors say how many bits."""
+"""MLX: codes of 2 to 8 bits with a scale and a minimum for each group. The shapes of the tensors give the bits."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,10 +16,10 @@ _BITS = (2, 3, 4, 5, 6, 8)
 
 
 def mlx(fields: JsonFields) -> Container:
-    """MLX's affine mode as `quantization` describes it; single modules may have settings of their own.
+    """Return the container of MLX's affine mode. Single modules may have other settings.
 
     Raises:
-        CheckpointError: a mode, bits or groups that cannot be read.
+        CheckpointError: The mode, the bits or the group size is not supported.
     """
     found = {"": _settings(fields)}
     for name, value in fields.values.items():
@@ -29,7 +29,7 @@ def mlx(fields: JsonFields) -> Container:
 
 
 def _settings(fields: JsonFields) -> tuple[int, int]:
-    """Bits and columns of a group."""
+    """Return the bits and the group size."""
     one_of(fields, "mode", ("affine",), default="affine")
     return one_of(fields, "bits", _BITS), fields.size("group_size")
 
@@ -37,7 +37,7 @@ def _settings(fields: JsonFields) -> tuple[int, int]:
 def _read(module: Module, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
     where, words = module.where("weight"), module.take("weight", "U32")
     scales, minimums = module.floats("scales"), module.floats("biases")
-    own_name = "." + module.name.removeprefix("model.")  # config.json names what lies around a text model too
+    own_name = "." + module.name.removeprefix("model.")  # config.json includes the prefix of a multimodal model
     bits, group = next((own for name, own in settings.items() if name.endswith(own_name)), settings[""])
     outputs, count = scales.shape
     if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != count * group * bits:

@@ -1,4 +1,4 @@
-"""ModelOpt (NVIDIA): FP8 with one scale a tensor, NVFP4 with two levels of scales that are multiplied."""
+"""ModelOpt (NVIDIA): FP8 with one scale for the tensor, NVFP4 with scales for groups and for the tensor."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,10 @@ _CACHE_NOTICE = "its scheme for the cache is left out: keys and values are kept 
 
 
 def modelopt(fields: JsonFields) -> Container:
-    """ModelOpt as `quantization_config` describes it.
+    """Return the container of a ModelOpt `quantization_config`.
 
     Raises:
-        CheckpointError: an algorithm that cannot be read.
+        CheckpointError: The algorithm is not supported.
     """
     algorithm = one_of(fields, "quant_algo", ("FP8", "NVFP4"))
     has_cache = bool(fields.values.get("kv_cache_scheme") or fields.values.get("kv_cache_quant_algo"))

@@ -8,7 +8,7 @@ from paceline.models.layers import DenseMLP, ExpertMLP, Routing, Scoring
 
 
 def sparse_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
-    """Experts in every `decoder_sparse_step`-th layer that is not among `mlp_only_layers`."""
+    """Return the MLPs: experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     fields, step = build.fields, build.fields.size("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -18,10 +18,10 @@ def sparse_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | Ex
 
 
 def grouped_routing(build: LayerBuilder) -> Routing:
-    """DeepSeek-V3's: experts in groups, compared with a correction.
+    """Return DeepSeek-V3's routing: experts in groups, selected with a correction bias.
 
     Raises:
-        CheckpointError: the groups do not divide the experts, or hold too few.
+        CheckpointError: The groups do not divide the experts, or hold too few.
     """
     fields, routing = build.fields, build.routing()
     groups, chosen_groups = fields.size("n_group", 1), fields.size("topk_group", 1)

@@ -29,7 +29,7 @@ _NO_ROTATION = 1e20  # llama.cpp's divisors of pairs that do not rotate are at l
 
 
 def _gemma4(build: LayerBuilder) -> tuple[LayerConfig, ...]:
-    """The layers of a text model.
+    """Return the layers of a text model.
 
     Source: Gemma 4's model in transformers 5.23.
     """
@@ -38,23 +38,23 @@ def _gemma4(build: LayerBuilder) -> tuple[LayerConfig, ...]:
 
 
 def sliding_layers(build: LayerBuilder) -> list[bool]:
-    """Which layers see a window; the last one never does.
+    """Return for each layer whether it has a sliding window. The last layer never has one.
 
     Raises:
-        CheckpointError: `layer_types` is not one for each layer.
+        CheckpointError: `layer_types` does not have one type for each layer.
     """
     return [*build.sliding_layers(6)[:-1], False]
 
 
 def build_layers(build: LayerBuilder, slides: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
-    """Layers with the attention of their kind.
+    """Return the layers.
 
     Args:
-        slides: for each layer whether it sees a window.
-        kv_layers: for each the layer whose keys and values it reads; None = its own.
+        slides: for each layer whether it has a sliding window.
+        kv_layers: for each layer the one whose keys and values it reads; None = its own.
 
     Raises:
-        CheckpointError: a value is absurd, or stands for something that is not computed here.
+        CheckpointError: A value is out of range or not supported.
     """
     _refuse_bidirectional(build)
     fields, mlp = build.fields, build.mlp()
@@ -80,7 +80,7 @@ def build_layers(build: LayerBuilder, slides: Sequence[bool], kv_layers: Sequenc
 
 
 def _with_experts(build: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
-    """Experts beside each of these."""
+    """Return MLPs with experts next to each of these dense ones."""
     routing = replace(build.routing(chosen=("top_k_experts",)), is_normalized=True, has_scales=True)
     expert, scale = build.mlp(size="moe_intermediate_size"), float(build.fields.size("hidden_size") ** -0.5)
     return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
@@ -94,7 +94,7 @@ def _refuse_bidirectional(build: LayerBuilder) -> None:
 
 
 def _kv_layers(build: LayerBuilder, slides: Sequence[bool]) -> list[int | None]:
-    """The last layers read what the last one of their kind in front of them keeps."""
+    """Return the layer whose keys and values each of the last layers reads: the last one of its type before them."""
     fields, count = build.fields, _count_or_zero(build.fields, "num_kv_shared_layers")
     first = build.num_layers - count
     if first < 1:
@@ -110,7 +110,7 @@ def _kv_layers(build: LayerBuilder, slides: Sequence[bool]) -> list[int | None]:
 
 
 def _count_or_zero(fields: JsonFields, name: str) -> int:
-    """A count of 0 or more; null counts as 0."""
+    """Return a count of 0 or more; null = 0."""
     return 0 if fields.values.get(name) in (None, 0) else fields.size(name)
 
 
@@ -137,7 +137,7 @@ def _with_ropes(fields: JsonFields) -> JsonFields:
 
 
 def _sizes(build: LayerBuilder, slides: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
-    """K and D of the layers of one kind."""
+    """Return the number of key heads and the head size of the layers of one type."""
     fields, listed = build.fields, build.fields.values.get("per_layer_config")
     if listed is None:
         own = {} if is_local else _global_sizes(build)
@@ -217,7 +217,7 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
 
 
 class _GgufLayers:
-    """What the metadata of a file says of its layers, of which the last `num_shared` have no keys and values of their own."""
+    """The layers of a GGUF file. The last `num_shared` have no keys and values of their own."""
 
     def __init__(self, fields: GgufFields, num_layers: int, num_shared: int) -> None:
         self._fields, self._num_layers, self._num_shared = fields, num_layers, num_shared
@@ -321,7 +321,7 @@ class _GgufLayers:
                 f"one number above 0 for the first of {num_pairs} pairs and a huge one for the others; download the file again"
             )
         fraction = 2 * count / head_size
-        if int(fraction * head_size // 2) < count:  # rounded down
+        if int(fraction * head_size // 2) < count:  # transformers rounds down
             fraction = math.nextafter(fraction, 1.0)
         return {"partial_rotary_factor": fraction, "factor": float(divisors[0])}
 
@@ -333,7 +333,7 @@ METADATA_KEYS = {
     "backbone_hidden_size": "embedding_length_out",
     "centroid_intermediate_top_k": "centroid_top_k",
 }
-"""Of models and of assistants."""
+"""Metadata keys of config.json fields, in files of models and of assistants."""
 _DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

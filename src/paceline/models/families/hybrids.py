@@ -21,10 +21,10 @@ MAX_KERNEL_SIZE = 16
 def mixed_layers(
     build: LayerBuilder, mixers: Mapping[str, Mixer], mlps: Sequence[MLP], *, kinds: Sequence[str], residual_scale: float = 1.0
 ) -> Layers:
-    """Layers with the mixers that `layer_types` names, or `kinds` where it is absent.
+    """Return layers with the mixers that `layer_types` names; `kinds` is used if it is absent.
 
     Raises:
-        CheckpointError: there is not one for each layer, or one is not among the mixers, or none is attention.
+        CheckpointError: `layer_types` has another length, names an unknown mixer, or names no attention.
     """
     fields, listed = build.fields, build.fields.values.get("layer_types")
     listed = list(kinds) if listed is None else listed
@@ -45,7 +45,7 @@ def mixed_layers(
 
 
 def mamba_mixer(build: LayerBuilder, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:
-    """A mixer of the sizes that fields of these names give."""
+    """Return a Mamba-2 mixer, with sizes from the fields of these names."""
     fields = build.fields
     heads, groups = (fields.size(names[count], most=MAX_HEADS) for count in ("heads", "groups"))
     if heads % groups:
@@ -64,7 +64,7 @@ def mamba_mixer(build: LayerBuilder, names: Mapping[str, str], *, head_size: int
 
 
 def _dt_limits(fields: JsonFields) -> tuple[float, float]:
-    """`time_step_limit`, whose upper one may be infinite: transformers writes that in words of its own."""
+    """Return `time_step_limit`. transformers writes infinity as {"__float__": "Infinity"}."""
     given = fields.values.get("time_step_limit")
     if given is None:
         return 0.0, math.inf
@@ -92,7 +92,7 @@ def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
 
 
 def mamba_gguf(fields: GgufFields, num_layers: int, heads: str, size: str, state: str) -> dict[str, Any]:
-    """What Mamba-2 mixers have; config.json has names of its own for their heads, the size of these, and their states."""
+    """Return the config.json fields of Mamba-2 mixers. The names of three of them differ between families."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:
         fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_heads}")

@@ -17,7 +17,7 @@ def _lfm2(build: LayerBuilder) -> Layers:
 
 
 def _adjusted_mlp(build: LayerBuilder) -> DenseMLP:
-    """An MLP of two thirds of the width that is named, times a factor, rounded up.
+    """Return an MLP of two thirds of the given width, times a factor, rounded up to a multiple.
 
     Source: LFM2's model in transformers 5.23.
     """

@@ -18,9 +18,9 @@ _OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
-    """The layers that the metadata lists.
+    """Return the layers that config.json lists.
 
-    Source: Nemotron-H's model in transformers 5.23, without its floor under the steps of prompts, which its own decoding has not.
+    Source: Nemotron-H's model in transformers 5.23. Deviation: no lower limit of dt in prefill, which its own decoding does not have.
     """
     fields, kinds = build.fields, _layer_types(build.fields)
     if "full_attention" not in kinds:
@@ -36,7 +36,7 @@ def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
 
 
 def _layer_types(fields: JsonFields) -> list[str]:
-    """A list of layers, or a pattern of letters."""
+    """Return the types of layers, from a list or a pattern of letters."""
     listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
@@ -83,7 +83,7 @@ def _experts(build: LayerBuilder) -> ExpertMLP:
 
 
 def _nemotron_h_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers are a mixer or an MLP: those with heads of keys have attention, those with neither a width of an MLP are recurrent."""
+    """Return the config.json fields. A layer with key heads has attention, one with neither these nor an MLP width has a Mamba-2 mixer."""
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers, widths = count["num_hidden_layers"], fields.of_model("feed_forward_length")
     if not isinstance(widths, list) or len(widths) < num_layers:

@@ -23,11 +23,11 @@ def _qwen3(build: LayerBuilder) -> Layers:
 
 
 def _sliding_layers(build: LayerBuilder) -> Sequence[bool]:
-    """Where windows are switched on: the layers listed in `layer_types`, else those from `max_window_layers` on."""
+    """Return for each layer whether it has a sliding window: as `layer_types` lists them, or from `max_window_layers` on."""
     if not build.flag("use_sliding_window"):
         return ()
     types = build.fields.values.get("layer_types")
-    if isinstance(types, list):  # a model that lost its last layers may keep the whole list
+    if isinstance(types, list):  # pruned models may keep the whole list
         kinds = [*types[: build.num_layers], *["full_attention"] * (build.num_layers - len(types))]
         return [kind == "sliding_attention" for kind in kinds]
     first = build.fields.number("max_window_layers", 28)

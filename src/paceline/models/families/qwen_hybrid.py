@@ -12,7 +12,7 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
 
-_INTERVAL = 4  # every how many-th layer has attention, where a file does not say
+_INTERVAL = 4  # every how many-th layer has attention, if the file has no `full_attention_interval`
 
 
 def _qwen3_5(build: LayerBuilder) -> Layers:

@@ -100,7 +100,7 @@ def _family_of(fields: GgufFields) -> Family:
 
 
 def _weight_type(file: GgufFile) -> WeightType:
-    """The type most bytes are stored in."""
+    """Return the type that most bytes are stored in."""
     num_bytes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
@@ -149,7 +149,7 @@ class _ConfigReader(GgufFields):
         return size
 
     def _num_blocks(self) -> int:
-        """Checked against the tensors, because everything per layer is built from it."""
+        """Return `block_count`, checked against the number of tensors before anything per layer is built."""
         num_layers = self.count("block_count")
         if num_layers > len(self.file.tensors):
             self.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
@@ -165,7 +165,7 @@ class _ConfigReader(GgufFields):
         return table.shape[0]
 
     def _end_token_ids(self) -> list[Any]:
-        """The ids named as an end. The config reader checks them; one outside the vocabulary is never drawn."""
+        """Return the end tokens. The config reader checks them; ids outside the vocabulary are never sampled."""
         ids = [self.plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
@@ -225,12 +225,12 @@ class _ConfigReader(GgufFields):
         ratio = max_positions / original
         implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         stated = self.number("rope.scaling.attn_factor", implied)
-        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied one rounded to float32
+        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied factor rounded to float32
             scaling["attention_factor"] = stated
         return scaling
 
     def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
-        """Llama 3's rule if the stored divisors are its values in float32; else the divisors themselves."""
+        """Return Llama 3's rule if the stored divisors are its values in float32; otherwise the divisors themselves."""
         divisors = self._divisors("rope_freqs.weight", rotated)
         factor = max(divisors)
         if factor > 1:

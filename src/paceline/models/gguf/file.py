@@ -1,4 +1,4 @@
-"""The GGUF container: a header, then the tensors' bytes; memory-mapped, in one file or several."""
+"""The GGUF container, memory-mapped: a header, then the tensors' bytes, in one file or several."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all, by their names in the file."""
+    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all parts by their names in the file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -25,10 +25,10 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file and read its header; of a split file (`name-00001-of-00003.gguf`) all parts, whichever is named.
+    """Map a GGUF file and read its header. Any part of a split file (`name-00001-of-00003.gguf`) opens all parts.
 
     Raises:
-        CheckpointError: a part is missing or truncated, or a header is no valid one for its file's size.
+        CheckpointError: A part is missing or truncated, or a header is not valid for its file's size.
     """
     parts = split_parts(path)
     first = _open_part(parts[0])
@@ -53,10 +53,10 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def split_parts(path: Path) -> tuple[Path, ...]:
-    """All parts of a split file, in order, or the file itself.
+    """Return all parts of a split file, in order, or the file itself.
 
     Raises:
-        CheckpointError: parts that the name implies are missing.
+        CheckpointError: A part is missing.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:

@@ -1,4 +1,4 @@
-"""Where our tensors are in a GGUF file, and how they are made of what is stored there."""
+"""Find our tensors in the tensors of a GGUF file, and read them."""
 
 import math
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts
 
 VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
-"""Types that are used as they are stored, and how numpy reads them."""
+"""Types that are used as stored, with their numpy types."""
 _REGROUPED_COLUMNS = 128
 
 IndexMap = Callable[[], NDArray[np.int64]]
-"""Makes a list of which stored row, or column, each of ours is."""
+"""Returns the index of the stored row, or column, for each of ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where one of our tensors is stored: rows of a tensor of the file.
+    """The rows of a stored tensor that are one of ours.
 
     Attributes:
-        expert: of a stack whose tensors it is among; `first_row` counts within it.
-        rows: which of all stored rows ours are; None = those from `first_row` on, as they are.
-        columns: in which order their values are stored; None = in ours.
+        expert: index in a stack of experts; `first_row` counts within it.
+        rows: stored row of each row; None = consecutive from `first_row` on.
+        columns: stored column of each column; None = the same.
     """
 
     tensor: GgufTensor
@@ -42,13 +42,13 @@ class TensorSource:
 
 
 def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
-    """Compare the stored tensor with the shape that the metadata makes it, or with several that mean the same.
+    """Compare the stored tensor with one or several shapes of the same meaning.
 
     Raises:
-        CheckpointError: it has another, or a type that cannot be read.
+        CheckpointError: It has another shape, or a type that is not supported.
     """
     tensor = source.tensor
-    if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # a matrix of one row may be a vector
+    if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # a matrix of one row may be stored as a vector
         raise CheckpointError(
             f"{tensor} has shape {list(tensor.shape)}, but the metadata makes it {list(shapes[0])}; the file is damaged, download it again"
         )
@@ -56,11 +56,11 @@ def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
         return
     if len(source.shape) != 2:
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(VIEWED)} are supported")
-    tensor_facts(source, regroup=False)  # refuses a type that cannot be read
+    tensor_facts(source, regroup=False)  # raises for an unsupported type
 
 
 def tensor_facts(source: TensorSource, *, regroup: bool) -> TensorFacts:
-    """What is known of a tensor without making it; `regroup` as in `GgufWeights`."""
+    """Return what is known of a tensor before it is read; `regroup` as in `GgufWeights`."""
     block_type, num_items = source.tensor.block_type, math.prod(source.shape)
     if block_type.name in VIEWED:
         return TensorFacts(source.shape, VIEWED[block_type.name][0], None, num_items * block_type.num_bytes)
@@ -74,7 +74,7 @@ def tensor_facts(source: TensorSource, *, regroup: bool) -> TensorFacts:
 
 
 def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
-    """The rows that a tensor is made of, in the order of the file: [rows, bytes]; of a vector each value is one."""
+    """Return the stored rows of a tensor, [rows, bytes]; each element of a vector is a row."""
     data, shape = source.tensor.data, source.tensor.shape
     if source.expert is not None:
         data, shape = data.reshape(shape[0], -1)[source.expert], shape[1:]
@@ -83,7 +83,7 @@ def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
 
 
 def stored_blocks(source: TensorSource) -> StoredBlocks | None:
-    """The rows of a matrix that is stored in blocks; None where it is not, or an order of columns tears them apart."""
+    """Return the rows of a matrix in blocks; None if it is not stored in blocks, or its column order breaks runs of 32."""
     if source.tensor.block_type.name in VIEWED:
         return None
     runs = None if source.columns is None else _runs(source.columns())
@@ -94,18 +94,19 @@ def stored_blocks(source: TensorSource) -> StoredBlocks | None:
 
 
 def decoding_key(source: TensorSource) -> NDArray[np.uint8]:
-    """What decides which values the same bytes are, [1, bytes]."""
+    """Return what else decides the values of the same stored bytes, [1, bytes]."""
     orders = [order().tobytes() for order in (source.rows, source.columns) if order is not None]
     how = repr((source.tensor.block_type.name, source.rows is not None, source.columns is not None)).encode()
     return np.frombuffer(b"".join((how, *orders)), np.uint8)[None]
 
 
 def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: int) -> AnyTensor:
-    """The tensor, by our `name`: a view of the file where no order is undone; what is quantised becomes groups.
+    """Read the tensor: a view of the file unless rows or columns are reordered; quantised blocks become groups.
 
     Args:
+        name: ours.
         regroup: as in `GgufWeights`.
-        num_threads: to convert with.
+        num_threads: for the conversion.
     """
     tensor, stored = source.tensor, stored_rows(source)
     order = None if source.rows is None else source.rows()
@@ -117,7 +118,7 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
         return Tensor(array if array.flags.aligned else array.copy(), weight_type, source.shape)
     blocks = stored_blocks(source)
     if blocks is None:
-        assert columns is not None  # else they are blocks
+        assert columns is not None  # otherwise stored_blocks returns blocks
         matrix = group_blocks(stored, tensor.block_type, str(tensor), order, num_threads=num_threads)
         return Tensor(matrix.values().take(columns, 1), WeightType.F32, source.shape)
     grouped = GroupedTensor(blocks.groups(num_threads=num_threads))
@@ -126,14 +127,14 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
 
 
 def _scheme(source: TensorSource) -> Scheme | None:
-    """How a matrix is regrouped: types of up to 4 bits to 4, others to 8; None where no group divides its width."""
+    """Return how a matrix is requantised: types of up to 4 bits to 4, others to 8; None if no group size divides its width."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
     group = fitting_group(source.shape[1], _REGROUPED_COLUMNS)
     return None if group is None else Scheme(4 if has_four_bits else 8, group, symmetric=True)
 
 
 def _runs(columns: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The order of runs of columns that groups and packed codes do not reach across; None where runs are torn apart."""
+    """Return the order of runs of 32 columns; None if an order of columns breaks runs, as groups and packed codes must not."""
     if len(columns) % RUN:
         return None
     runs = columns.reshape(-1, RUN)

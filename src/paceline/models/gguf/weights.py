@@ -65,7 +65,7 @@ _MODULES = {
     "input_norm": "post_norm",
     "output_scale": "layer_output_scale",
 }
-"""Names of modules in most architectures."""
+"""Our modules and their names in most architectures."""
 _WHOLE = {
     "router.correction": "exp_probs_b.bias",
     "router.scales": "ffn_down_exps.scale",
@@ -78,7 +78,7 @@ _MTP_MODULES = {
     "feature_norm.weight": "hnorm",
     "final_norm.weight": "shared_head_norm",
 }
-"""Of a module for multi-token prediction, beside its layer."""
+"""Modules of a block for multi-token prediction, next to those of its layer."""
 _MTP_COPIES = ("embed_tokens", "shared_head_head")
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 _NAMES_IN_AN_ERROR = 20
@@ -86,12 +86,12 @@ _NAMES_IN_AN_ERROR = 20
 
 @dataclass(frozen=True, slots=True)
 class ExtraTensors:
-    """What the file of a head holds beside the layers of its network.
+    """What the GGUF file of a drafting head holds next to the layers of its network.
 
     Attributes:
-        tensors: our name → the file's and the shape; also those that are not where a model's would be.
-        known: names in the file of what is read elsewhere.
-        owner: what has such tensors, for errors.
+        tensors: for each of our names the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
+        known: names in the file that are read elsewhere.
+        owner: the kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -100,21 +100,21 @@ class ExtraTensors:
 
 
 class GgufWeights(MadeWeights):
-    """The tensors of a file's model; a quantised matrix becomes groups when it is first asked for.
+    """The tensors of a GGUF file. A quantised matrix becomes groups on first use.
 
     Args:
-        others: what the network has beside the model of `config`.
-        num_threads: to convert with.
-        regroup: quantise such matrices again, to groups of 128 columns with one scale each, which runs faster; values change.
+        others: tensors that the network has in addition to `config`.
+        num_threads: for the conversion.
+        regroup: requantise to groups of 128 columns with one scale each, which runs faster and changes values.
     """
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, *, others: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
     ) -> None:
-        """Find every tensor the config calls for.
+        """Find every tensor of the network.
 
         Raises:
-            CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+            CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
         """
         self._sources = sources = _sources(file, config, others)
         self._regroup = regroup
@@ -145,27 +145,27 @@ class GgufWeights(MadeWeights):
 
 
 def num_modules(file: GgufFile, config: ModelConfig) -> int:
-    """How many modules for multi-token prediction stand behind the last block of the model."""
+    """Return the number of modules for multi-token prediction after the last layer."""
     return sum(_is_of_module(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
 
 
 def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
-    """What makes each tensor of the first module, by our names: those of its layer begin with `layers.0.`.
+    """Return functions that read each tensor of the first module, by our names; its layer is `layers.0`.
 
-    Its copies of the model's embedding and vocabulary matrix, rounded once more, are left out.
+    Its copies of the embedding and the output matrix are left out: they are rounded once more than the model's.
 
     Args:
-        layer: what its layer is.
-        num_threads: to convert with.
+        layer: the layer of the module.
+        num_threads: for the conversion.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+        CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
     """
     number, size = config.num_layers, config.hidden_size
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
     sources, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
     parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MTP_MODULES.items()}
-    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen's may leave it out
+    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen models may lack it
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
     more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
@@ -204,7 +204,7 @@ def _sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -
 
 
 def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """As `_find`, for names in the file that are known."""
+    """Return the sources of tensors whose names in the file are given, as `_find`."""
     sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
     for source in sources.values():
         check_shape(source, source.shape)
@@ -212,7 +212,7 @@ def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]
 
 
 def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Where tensors are, and the names in the file of those that are missing."""
+    """Return the sources of tensors, and the names in the file of missing ones."""
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
     own = gguf_format(FAMILIES[config.family])
     modules = {**_MODULES, **own.module_names}
@@ -237,7 +237,7 @@ def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
 
 
 def _name_in_file(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """The tensor that one of ours is in, and the expert whose it is there if it is a stack."""
+    """Return the name in the file of one of our tensors, and the expert's index if it is a stack."""
     if not name.startswith("layers."):
         part, kind = name.rsplit(".", 1)
         return f"{modules[part]}.{kind}", None
@@ -249,37 +249,37 @@ def _name_in_file(name: str, modules: Mapping[str, str], file: GgufFile) -> tupl
         return f"blk.{layer}.{modules[part]}.{kind}", None
     if path == ["shared_expert"]:
         return f"blk.{layer}.{modules[part]}{modules.get('shared_expert', '_shexp')}.{kind}", None
-    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # as old files have it
+    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files store experts one by one
     return (alone, None) if alone in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor would make keys and values of a layer that reads another's."""
+    """Return whether a tensor computes keys or values of a layer that reads those of another."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
     return found is not None and shares_keys(config, int(found[1]))
 
 
 def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Whether a tensor is of a module for multi-token prediction: a block behind the last one that has what only modules have."""
+    """Return whether a tensor belongs to a module for multi-token prediction: a block after the last layer with an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
 def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
-    """Where rows of queries and keys are, if values that rotate together lie side by side."""
+    """Return the stored row of each row of q or k, if the file has interleaved rotary rows."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
     return partial(order_of_halves, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
 def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
-    """Projections that are row ranges of one stored matrix."""
+    """Return projections that are row ranges of one stored matrix."""
     sources: dict[str, TensorSource] = {}
     for layer in range(config.num_layers):
         for stack, parts in _STACKS.items():
             tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
             if tensor is None or f"blk.{layer}.{_MODULES[parts[0]]}.weight" in file.tensors:
-                continue  # missing, or stored one by one
+                continue  # missing, or stored separately
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
@@ -291,7 +291,7 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
 
 
 def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
-    """Experts whose gate and up lie in one matrix each, in a stack of the layer's."""
+    """Return experts whose gate and up are stored in one matrix, in a stack for the layer."""
     sources: dict[str, TensorSource] = {}
     for layer, own in enumerate(config.layers):
         tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")

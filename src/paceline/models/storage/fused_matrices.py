@@ -1,4 +1,4 @@
-"""Products that a checkpoint joins in one matrix: which of its rows are whose."""
+"""Matrices of a checkpoint that hold the rows of several of ours."""
 
 from collections.abc import Mapping
 
@@ -13,12 +13,12 @@ Parts = Mapping[str, Rows]
 
 
 def joined_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
-    """The joined matrices of a layer of a hybrid model by their names in it, such as `self_attn.q_proj`: ours with their rows."""
+    """Return the fused matrices of a hybrid's layer by their names, such as `self_attn.q_proj`, with the rows of each of ours."""
     return {**_of_mixer(layer.mixer, family), **_of_mlp(layer.mlp, family)}
 
 
 def gated_delta_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
-    """Products whose rows come for one key head after the other: its query, key, values and gates; its b and a."""
+    """Return fused matrices with rows ordered by key head: its query, key, values and gates; its b and a."""
     count, group = mixer.num_key_heads, mixer.num_value_heads // mixer.num_key_heads
     values = group * mixer.value_size
     heads = np.arange(2 * mixer.state.key_width + 2 * mixer.state.value_width).reshape(count, -1)
@@ -31,12 +31,12 @@ def gated_delta_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
 
 
 def num_rows(parts: Parts) -> int:
-    """Rows of the whole matrix."""
+    """Return the rows of the whole matrix."""
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
 def one_after_another(sizes: Mapping[str, int]) -> dict[str, Rows]:
-    """Parts of so many rows each, in this order."""
+    """Return consecutive row ranges of these sizes."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
@@ -57,7 +57,7 @@ def _of_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict
 
 
 def _of_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
-    """The MLP that every row runs through, where one matrix holds gate and up."""
+    """Return the fused gate and up of the dense or shared MLP, if the family has one matrix for both."""
     names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}

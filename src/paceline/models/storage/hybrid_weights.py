@@ -1,4 +1,4 @@
-"""Checkpoints with recurrent layers: products that lie in one matrix, and vectors stored otherwise than they are computed with."""
+"""Checkpoints of hybrids: fused matrices, and vectors that are stored in another form than they are computed with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, a
 
 
 class HybridWeights(MadeWeights):
-    """The weights of a checkpoint directory; what is not stored as it is used is made when it is first asked for.
+    """The weights of a checkpoint directory. Tensors in another form than stored are computed on first use.
 
     Raises:
-        CheckpointError: as `Weights.open`.
+        CheckpointError: As in `Weights.open`.
     """
 
     def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
@@ -60,7 +60,7 @@ class HybridWeights(MadeWeights):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What is known of a tensor, the arrays of the file that it is made of, and how."""
+    """A tensor that is computed on first use: its facts, the stored arrays, and the function."""
 
     facts: TensorFacts
     arrays: tuple[NDArray[Any], ...]
@@ -68,11 +68,11 @@ class _Made:
 
 
 class _Parts:
-    """Tensors made of others, which leave `stored` as they are read.
+    """Tensors that are computed from stored ones. Used tensors are removed from `stored`.
 
     Attributes:
         found: by our names.
-        packed: quantised ones, likewise.
+        packed: quantised ones, by our names.
     """
 
     def __init__(self, directory: Path, stored: dict[str, Stored], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig) -> None:
@@ -82,7 +82,7 @@ class _Parts:
         self.packed: dict[str, PackedMatrix] = {}
 
     def of_layer(self, index: int, layer: LayerConfig) -> None:
-        """Those of layer `index`."""
+        """Add the tensors of layer `index`."""
         for source, rows in joined_in_layer(layer, self._family).items():
             self._cut(index, source, rows)
         mixer = layer.mixer
@@ -98,7 +98,7 @@ class _Parts:
                 self._cut(index, prefix + source, rows)
 
     def _cut(self, index: int, source: str, parts: Parts) -> None:
-        """Tensors that are rows of a matrix of layer `index`, and those of its bias."""
+        """Add tensors that are rows of a fused matrix of layer `index`, and of its bias."""
         ours, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
         has_bias = f"{ours}{next(iter(parts))}.bias" in self._shapes
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}
@@ -130,7 +130,7 @@ class _Parts:
 
 
 def _decays(logarithms: Tensor) -> NDArray[np.float32]:
-    """What is too large becomes infinite: all is forgotten at once."""
+    """Return decays. Overflow to -infinity means a state that is cleared at once."""
     with np.errstate(over="ignore"):
         return -np.exp(as_float32(logarithms))
 

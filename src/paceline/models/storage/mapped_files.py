@@ -1,4 +1,4 @@
-"""Memory-mapped files behind arrays in use: reading beyond the end of a file that was truncated since kills the process."""
+"""Memory-mapped files: reading past the end of a file that was truncated after mapping kills the process."""
 
 import mmap
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 
-_FAULT_AROUND = 1 << 16  # bytes that Linux maps around one that is read
+_FAULT_AROUND = 1 << 16  # bytes that Linux maps around a faulting address
 
 
 class MappedFiles:
-    """Files that some arrays are views of.
+    """The mapped files of some arrays.
 
-    Reading a mapped page beyond the end of its file raises SIGBUS. So sizes are compared before each pass, which takes under a microsecond
-    a file. Truncation during a pass and disk failures are not noticed.
+    Reading a mapped page beyond the end of its file raises SIGBUS. So file sizes are compared before each pass, in under a microsecond a
+    file. Truncation during a pass and disk failures are not detected.
     """
 
     __slots__ = ("_files",)
@@ -33,7 +33,7 @@ class MappedFiles:
         """Check that no file is shorter than when it was mapped.
 
         Raises:
-            CheckpointError: one is.
+            CheckpointError: One is.
         """
         for mapping, num_bytes, path in self._files:
             if mapping.size() < num_bytes:
@@ -44,16 +44,16 @@ class MappedFiles:
 
 
 def map_regular(file: Any, path: Path) -> NDArray[np.uint8]:
-    """The bytes of an open file, which `MappedFiles` will know by its path; read-only."""
+    """Map an open file read-only, with its path for `MappedFiles`."""
     mapped = np.memmap(file, dtype=np.uint8, mode="r")
     mapped.filename = str(path)
     return np.asarray(mapped)
 
 
 def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
-    """Take the pages of mapped files behind these arrays out of this process's memory; read again, they come back.
+    """Release the pages of mapped files that these arrays view. Later reads load them again.
 
-    The system keeps them while it has nothing better to do with the memory. Arrays that are no views of files stay as they are.
+    They stay in the page cache until the system needs the memory. Arrays with memory of their own are unchanged.
     """
     for array in arrays:
         found = _mapping_of(array)
@@ -66,7 +66,7 @@ def drop_pages(arrays: Iterable[NDArray[Any]]) -> None:
 
 
 def _mapping_of(array: NDArray[Any]) -> tuple[mmap.mmap, Path] | None:
-    """The mapped file that an array is a view of, directly or not; None if it has its own memory."""
+    """Return the mapped file that an array views, directly or not; None if it has its own memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         base: Any = owner.base

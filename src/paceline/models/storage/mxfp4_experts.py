@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints: a layer's experts lie in two stacks, in MXFP4 as published or transposed in bfloat16 as exported later."""
+"""gpt-oss checkpoints: the experts of a layer are stacked in two tensors, in MXFP4 as published or transposed in bfloat16."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_tensor
 
 _STACKS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down_proj": {"down_proj": slice(None)}}
-"""The matrices in each stack, with their rows: gate and up take turns."""
+"""The matrices in each stack, with their rows: gate and up are interleaved."""
 
 
 class PackedExpertWeights(MadeWeights):
-    """The weights of a checkpoint directory; experts in MXFP4 become groups when they are first asked for.
+    """The weights of a checkpoint directory. Experts in MXFP4 become groups on first use.
 
     Raises:
-        CheckpointError: as `Weights.open`, or a stack has another shape than the config makes it.
+        CheckpointError: As in `Weights.open`, or a stack has another shape than config.json gives.
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
@@ -49,7 +49,7 @@ class PackedExpertWeights(MadeWeights):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """One tensor of an expert: what is known of it, the arrays of the file that it is made of, and how."""
+    """One tensor of an expert: its facts, the stored arrays, and the function that returns it."""
 
     facts: TensorFacts
     arrays: tuple[NDArray[Any], ...]
@@ -57,7 +57,7 @@ class _Made:
 
 
 class _Stacks:
-    """The stacks of one layer, which leave `stored` as they are read."""
+    """The stacks of one layer. Read tensors are removed from `stored`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class _Stacks:
         self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
 
     def experts(self) -> dict[str, _Made]:
-        """The tensors by our names."""
+        """Return the tensors by our names."""
         found: dict[str, _Made] = {}
         for stack, parts in _STACKS.items():
             count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]

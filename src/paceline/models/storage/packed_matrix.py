@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint holds packed in several tensors: they become groups, or floats, a few rows at a time."""
+"""Quantised matrices that a checkpoint stores in several tensors. They become groups, or floats, a few rows at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
 
-_CHUNK_ITEMS = 1 << 20  # elements read at a time: temporaries stay small, and columns of a transposed matrix whole cache lines
+_CHUNK_ITEMS = 1 << 20  # elements read at a time: small temporaries, and whole cache lines for columns of a transposed matrix
 
 Rows = slice | NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -24,11 +24,11 @@ class PackedMatrix:
     Attributes:
         where: the file and the tensor, for errors.
         shape: (N, K).
-        bits: of a code once it is made, 4 or 8; None = it becomes floats, because our groups cannot hold its values.
+        bits: of a code in groups, 4 or 8; None = it becomes floats, because groups cannot hold its values.
         row_bytes: of a row in groups; 0 for floats.
-        arrays: what decides its values: those of the file, and numbers of how they are read.
-        read: some stored rows: groups, or values [rows, K] in float32.
-        taken: which of the stored rows are the matrix; None = all.
+        arrays: everything that decides its values, for a digest: stored arrays, and numbers for settings.
+        read: returns some stored rows as groups, or as values [rows, K] in float32.
+        taken: indices of its rows among the stored rows; None = all.
     """
 
     where: str
@@ -40,20 +40,20 @@ class PackedMatrix:
     taken: NDArray[np.int64] | None = None
 
     def rows(self, rows: Rows) -> "PackedMatrix":
-        """The matrix of some of its rows; nothing is read."""
+        """Return the matrix of some rows, without reading them."""
         taken = np.arange(self.shape[0])[rows] if self.taken is None else self.taken[rows]
         return replace(self, shape=(len(taken), self.shape[1]), taken=taken)
 
     @property
     def stored(self) -> tuple[NDArray[Any], ...]:
-        """What the file holds of it, and which rows are taken: another matrix has others."""
+        """Return everything that decides its values, with the indices of its rows."""
         return self.arrays if self.taken is None else (*self.arrays, self.taken[None])
 
     def groups(self, num_threads: int = 1) -> GroupedMatrix:
-        """The whole matrix in groups, at the file's own values.
+        """Return the whole matrix in groups with the file's values.
 
         Raises:
-            CheckpointError: a scale is no finite number.
+            CheckpointError: A scale is not finite.
         """
         first = self._chunk(slice(0, 1))
         assert isinstance(first, GroupedMatrix)
@@ -69,10 +69,10 @@ class PackedMatrix:
         return replace(first, codes=arrays[0], scales=arrays[1], minimums=arrays[2] if len(arrays) > 2 else None)
 
     def values(self, rounded: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
-        """The whole matrix as `rounded` makes it of float32 values.
+        """Return the whole matrix, with `rounded` applied to its float32 values.
 
         Raises:
-            CheckpointError: a value is no finite number.
+            CheckpointError: A value is not finite.
         """
         found = np.empty(self.shape, rounded(np.zeros((1, 1), np.float32)).dtype)
 
@@ -85,7 +85,7 @@ class PackedMatrix:
         return found
 
     def exact(self, rows: Rows) -> Floats:
-        """The exact values of some rows."""
+        """Return the exact values of some rows."""
         chunk = self._chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
 
@@ -100,7 +100,7 @@ class PackedMatrix:
                 list(pool.map(fill, parts))
 
     def _chunk(self, rows: Rows) -> GroupedMatrix | Floats:
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+        with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused below
             chunk = self.read(rows if self.taken is None else self.taken[rows])
         numbers = chunk.arrays[1:] if isinstance(chunk, GroupedMatrix) else (chunk,)
         if not all(np.isfinite(part).all() for part in numbers):

@@ -1,4 +1,4 @@
-"""Weights some of which lie packed in a container: a matrix becomes groups or floats when it is first asked for."""
+"""Weights with quantised matrices in a container. A matrix becomes groups or floats on first use."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,12 +16,12 @@ _ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
 
 
 class PackedWeights(MadeWeights):
-    """A checkpoint's weights with its packed matrices among them.
+    """A checkpoint's weights with its packed matrices.
 
     Args:
-        plain: the others, which know the packed ones.
-        config: of the network. What no groups can hold is rounded to its type, to nearest even.
-        num_threads: to convert with.
+        plain: the other weights, with `packed`.
+        config: of the network. Matrices that become floats are rounded to its type, to nearest even.
+        num_threads: for the conversion.
     """
 
     def __init__(self, plain: Weights, config: ModelConfig, *, num_threads: int = 1) -> None:
@@ -49,10 +49,10 @@ class PackedWeights(MadeWeights):
 
 
 def tensor_of(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
-    """The matrix in groups; in floats of `weight_type` where none can hold it.
+    """Return a packed matrix in groups, or in floats of `weight_type` if groups cannot hold it.
 
     Raises:
-        CheckpointError: a scale or a value is no finite number.
+        CheckpointError: A scale or a value is not finite.
     """
     if packed.bits is not None:
         return GroupedTensor(packed.groups(num_threads))
@@ -60,19 +60,19 @@ def tensor_of(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 
 
 
 def facts_of(packed: PackedMatrix, weight_type: WeightType) -> TensorFacts:
-    """What is known of it before it is made."""
+    """Return the facts of a packed matrix before it is converted."""
     if packed.bits is not None:
         return TensorFacts(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
     return TensorFacts(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
 
 
 def floats_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
-    """Bytes in memory of those that become floats."""
+    """Return the bytes in memory of matrices that become floats."""
     return sum(facts_of(one, weight_type).nbytes for one in packed if one.bits is None)
 
 
 def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
-    """What it costs that some become floats."""
+    """Return a notice on the memory of matrices that become floats."""
     floats = [one for one in packed if one.bits is None]
     if not floats:
         return ()
@@ -86,5 +86,5 @@ def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tu
 def _rounded(values: Floats, weight_type: WeightType) -> NDArray[Any]:
     if weight_type is WeightType.BF16:
         return to_bf16(values)
-    with np.errstate(over="ignore"):  # what float16 cannot hold becomes infinite, as everywhere
+    with np.errstate(over="ignore"):  # overflow of float16 becomes infinite and is refused
         return values.astype(np.float16 if weight_type is WeightType.F16 else np.float32)

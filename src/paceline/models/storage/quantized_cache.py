@@ -1,10 +1,10 @@
-"""Quantised matrices on disk, so that a model is quantised once: one safetensors file per model and settings.
+"""Disk cache of quantised matrices, so that a model is quantised once: one safetensors file for each model and settings.
 
-The files take so many bytes together at most; those that were not used for longest go first.
+The total size of the files is limited; the least recently used are removed first.
 
-A file is written under a temporary name, synced and renamed, so a file under its final name is complete. Its header follows from
-the model and the settings alone, and its data have a checksum (page_sums.py) that is compared whenever a file is opened, so a file that
-was damaged later is noticed and made anew.
+A file is written under a temporary name, synced and renamed, so a file under its final name is complete. The model and the settings
+determine its header. Its data have a checksum (page_sums.py), compared whenever the file is opened: a damaged file is detected and
+written again.
 """
 
 import hashlib
@@ -32,14 +32,14 @@ from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tenso
 from paceline.small_files import unreadable
 
 FOLDER = "quantised"
-"""Folder of the cache directory that holds the files."""
+"""Folder of the cache directory with the files."""
 
-FORMAT = 2  # version of the file and of the arithmetic in quantize.py; part of the key
+FORMAT = 2  # version of the file format and of the arithmetic in quantize.py; part of the key
 _ALIGNMENT = 64
 _PARTIAL = ".partial-"
 _ABANDONED_S = 24 * 3600.0
 _DIGEST_BYTES = 32
-_SAMPLES = 16  # places of a tensor that a key looks at
+_SAMPLES = 16  # ranges of a tensor that a key depends on
 _SAMPLE_BYTES = 512
 _Sums = Callable[[NDArray[np.uint8]], bytes]
 _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
@@ -58,7 +58,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a file must look like: its first bytes, the parts of each matrix, where the checksum is (at the end)."""
+    """The expected layout of a file: its header, the arrays of each matrix, and the offset of the checksum at the end."""
 
     header: bytes
     parts: Mapping[str, tuple[_Part, ...]]
@@ -79,17 +79,17 @@ def quantized_weights(
     notices: list[str] | None = None,
     page_sums: PageSums = plain_page_sums,
 ) -> Weights:
-    """The weights with their matrices in groups as `options` say, one tensor at a time; mapped from the cache where there is one.
+    """Return the weights with matrices quantised as `options` specify, mapped from the cache if it has them.
 
     Args:
-        cache_directory: None = keep the result in memory alone: a matrix is then quantised when it is asked for.
-        files: what `weights` were read from. The key then uses their sizes and modification times, and samples of every tensor;
-            without them it takes every byte.
-        notices: gets a line when the cache cannot be written.
-        page_sums: sums pages for the checksum.
+        cache_directory: None = no cache on disk: a matrix is quantised on first use and kept in memory.
+        files: the files of `weights`. The key then depends on their sizes and modification times, and on samples of every tensor. Without
+            them it depends on every byte.
+        notices: receives a line if the cache cannot be written.
+        page_sums: computes the sums of pages for the checksum.
 
     Raises:
-        CheckpointError: a weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
+        CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
     """
     schemes = schemes_for(weights, options)
     if not schemes:
@@ -118,11 +118,11 @@ def quantized_weights(
 
 
 class QuantizedWeights(MadeWeights):
-    """Weights some of which are quantised when they are asked for.
+    """Weights that are quantised on first use.
 
     Args:
-        weights: all weights, not quantised.
-        quantized: makes the tensor of a name that has a scheme.
+        weights: before quantisation.
+        quantized: returns the quantised tensor of a name that has a scheme.
     """
 
     def __init__(self, weights: Weights, quantized: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
@@ -142,7 +142,7 @@ class QuantizedWeights(MadeWeights):
 
 
 def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
-    """One tensor quantised; its source is freed."""
+    """Return one quantised tensor, and free its source."""
     made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
     weights.forget(name)
     return made
@@ -166,7 +166,7 @@ def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme],
 
 
 def _samples(array: NDArray[Any]) -> bytes:
-    """Bytes from rows spread over the matrix."""
+    """Return bytes of rows that are spread over the matrix."""
     rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLES).astype(np.int64))
     return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
 
@@ -186,7 +186,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
             kind = _SAFETENSORS_TYPE[item_type.str[1:]]
             entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if offset > end:  # the format allows no gaps
+            if offset > end:  # the format does not allow gaps
                 entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
     entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
     text = json.dumps(entries).encode()
@@ -201,7 +201,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
 
 
 def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums, num_threads: int) -> None:
-    """Quantise into a file of another name and rename it; an interrupted write leaves no file of this name."""
+    """Quantise into a temporary file and rename it. An interrupted write leaves no file under the final name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
@@ -231,7 +231,7 @@ def _append(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
 
 
 def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums) -> dict[str, GroupedTensor] | None:
-    """The matrices of a file, or None where there is none or it is not what it should be."""
+    """Return the matrices of a file; None if it is missing or not as expected."""
     try:
         content = map_file(path)
     except (FileNotFoundError, CheckpointError):
@@ -250,12 +250,12 @@ def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, S
 
 
 def cached_bytes(directory: Path) -> int:
-    """What the files in a cache directory take together."""
+    """Return the total size of the files in a cache directory."""
     return sum(size for _, size, _ in _cached_files(directory / FOLDER))
 
 
 def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
-    """When each was last used, its bytes and its path, those first that were not used for longest."""
+    """Return last use, size and path of each file, least recently used first."""
     found = []
     for path in folder.glob("*.safetensors"):
         with suppress(OSError):  # another process removed it
@@ -265,10 +265,10 @@ def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def _make_room(folder: Path, size: int, limit: int) -> None:
-    """Remove what was not used for longest until a file of `size` bytes fits; who has it mapped keeps it.
+    """Remove least recently used files until `size` bytes fit. Processes that have them mapped are not affected.
 
     Raises:
-        OSError: it is larger than all may be together.
+        OSError: `size` exceeds the limit.
     """
     if size > limit:
         raise OSError(f"{size / 1e9:.3g} GB are more than the {limit / 1e9:.3g} GB that PACELINE_CACHE_GB allows")
@@ -283,12 +283,12 @@ def _make_room(folder: Path, size: int, limit: int) -> None:
 
 
 def _mark_used(path: Path) -> None:
-    with suppress(OSError):  # another process removed it, or it is somebody else's
+    with suppress(OSError):  # another process removed it, or it belongs to another user
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove what killed writers left, once it is too old to be still written."""
+    """Remove temporary files of killed processes, once they are too old to be still written."""
     for left in directory.glob(f"{_PARTIAL}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
@@ -296,7 +296,7 @@ def _remove_abandoned(directory: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the rename survive a power cut, where a directory can be opened."""
+    """Sync a directory, so that a rename survives a power failure. Not every system can open directories."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

@@ -1,6 +1,6 @@
 """The safetensors container: an 8-byte little-endian header length, a JSON header, then the tensors' bytes.
 
-The header is untrusted, so every number in it is checked against the file's size before it is used.
+The header is untrusted. Every number in it is checked against the file's size before use.
 """
 
 import math
@@ -29,7 +29,7 @@ _ITEM_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor's bytes are: file offsets [begin, end), the format's type name, and the shape."""
+    """The location of a tensor: file offsets [begin, end), type name and shape."""
 
     path: Path
     dtype: str
@@ -39,10 +39,10 @@ class StoredTensor:
 
 
 def checkpoint_files(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint: `model.safetensors`, or the shards its index lists.
+    """Return the safetensors files of a checkpoint: `model.safetensors`, or the shards in its index.
 
     Raises:
-        CheckpointError: there are none, or the index names a file that is not there.
+        CheckpointError: There are none, or the index names a missing file.
     """
     single, index = (directory / name for name in SAFETENSORS)
     if is_file(single):
@@ -53,10 +53,10 @@ def checkpoint_files(directory: Path) -> tuple[Path, ...]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one file, by its name in the file.
+    """Read the location of every tensor of one file, by name.
 
     Raises:
-        CheckpointError: the file is truncated, or its header is no valid one for its size.
+        CheckpointError: The file is truncated, or its header is not valid for its size.
     """
     try:
         with open_regular(path) as file:
@@ -79,15 +79,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file, in memory only once used.
+    """Map the bytes of a file.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is no regular file, or cannot be mapped.
+        FileNotFoundError: It does not exist.
+        CheckpointError: It is no regular file, or cannot be mapped.
     """
     with open_regular(path) as file:
         try:
-            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+            if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
                 return np.empty(0, np.uint8)
             return map_regular(file, path)
         except (OSError, ValueError) as error:
@@ -95,10 +95,10 @@ def map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: "np.dtype[Any]") -> NDArray[Any]:
-    """A view of the tensor in its mapped file, or a copy where it is not aligned for `item_type`.
+    """Return a view of a tensor in its mapped file, or a copy if it is not aligned for `item_type`.
 
     Raises:
-        CheckpointError: the file has become shorter since its header was read.
+        CheckpointError: The file has become shorter since its header was read.
     """
     if tensor.end > len(file_bytes):
         raise CheckpointError(f"{tensor.path} has {len(file_bytes)} bytes, less than when it was opened; download it again")
@@ -107,12 +107,12 @@ def view_tensor(tensor: StoredTensor, file_bytes: NDArray[np.uint8], item_type: 
 
 
 def has_tensor(directory: Path, ending: str) -> bool:
-    """Whether a checkpoint holds a tensor whose name ends so."""
+    """Return whether a checkpoint has a tensor whose name ends with `name`."""
     return any(name.endswith(ending) for path in checkpoint_files(directory) for name in read_header(path))
 
 
 def most_common_dtype(directory: Path, preferred: tuple[str, ...] = ()) -> str:
-    """The type name that most bytes of a checkpoint have; among `preferred` where any of these occurs."""
+    """Return the type with the most bytes in a checkpoint, among `preferred` types if there are any."""
     num_bytes: Counter[str] = Counter()
     for path in checkpoint_files(directory):
         for tensor in read_header(path).values():
@@ -127,7 +127,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} is no index of safetensors shards: its weight_map is {shortened(weight_map)}; download it again")
     for name in weight_map.values():
-        # A shard is a file next to its index: anything else could point out of the checkpoint.
+        # A shard is a file next to its index: anything else could point outside the checkpoint.
         if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
             raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file beside it")
     names = sorted(set(weight_map.values()))

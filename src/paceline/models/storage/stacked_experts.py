@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores in one stack for a layer, as if they were stored one by one: the same bytes of the file."""
+"""Split experts that a checkpoint stacks in one tensor into one tensor each: the same bytes of the file."""
 
 import re
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ _STACKS = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": 
 
 
 def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
-    """The tensors by the names of experts stored one by one, `model.layers.N.mlp.experts.E.gate_proj.weight`.
+    """Return the tensors with experts by single names, `model.layers.N.mlp.experts.E.gate_proj.weight`.
 
     Raises:
-        CheckpointError: a stack has another shape than the config makes it.
+        CheckpointError: A stack has another shape than config.json gives.
     """
     family = FAMILIES[config.family]
     tensors = {common_expert_name(name, family): tensor for name, tensor in stored.items()}
@@ -38,7 +38,7 @@ def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str
 
 
 def common_expert_name(name: str, family: Family) -> str:
-    """Return a tensor's name as most families spell it, where the family has a module of experts with another name."""
+    """Return a tensor's name as most families spell it, if the family names its module of experts differently."""
     match = _NAME.fullmatch(name)
     if match is None or match[2] != family.mlp_module:
         return name

@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: the language model's tensors, beside encoders and drafting heads that are told apart."""
+"""The tensors of a checkpoint directory: those of the language model, without encoders and drafting heads."""
 
 import re
 from collections.abc import Mapping
@@ -22,23 +22,23 @@ NESTINGS = (
     "language_model.model.",
     "model.text_model.",
     "backbone.",
-)  # of a model beside an image encoder, new and old, and of Idefics; of Nemotron-H
+)  # of multimodal models, new and old, and Idefics; of Nemotron-H
 IMAGE_PARTS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",
 )  # fmt: skip
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints hold beside their model
+_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints include
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a checkpoint directory holds.
+    """The contents of a checkpoint directory.
 
     Attributes:
-        tensors: of the model, by plain names.
+        tensors: of the language model, by plain names.
         files: mapped.
         own_head, has_encoders: as in `Weights`.
-        container: how matrices are packed; None = they are not.
+        container: of packed matrices; None = there are none.
     """
 
     tensors: dict[str, Stored]
@@ -49,15 +49,15 @@ class StoredModel:
 
 
 def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
-    """Find the model's tensors.
+    """Find the tensors of the language model.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or there are fewer tensors than layers.
+        CheckpointError: A file is missing or damaged, or there are fewer tensors than layers.
     """
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint_files(directory):
         stored.update(read_header(path))
-    if config.num_layers > len(stored):  # checked before a table of that size is made
+    if config.num_layers > len(stored):  # before a table of that size is built
         raise CheckpointError(
             f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
             "is it another model's?"
@@ -73,18 +73,18 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
 
 
 def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of the language model under its plain names, where the files hold an image encoder's beside them."""
+    """Return the tensors of the language model, without the prefix of a multimodal model and without encoders."""
     nesting = next((nesting for nesting in NESTINGS if any(name.startswith(nesting) for name in stored)), None)
     plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(IMAGE_PARTS)}
     return plain if nesting is None else {plain_name(name, nesting): tensor for name, tensor in plain.items()}
 
 
 def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors of the model, and the names of those of a head that guesses for it.
+    """Return the tensors of the model, and the names of those of a drafting head.
 
-    A layer behind the last one is such a head only where it has a head's own tensors: else config.json names too few layers.
+    A layer after the last one belongs to a head only if it has an `eh_proj`. Otherwise config.json has too few layers.
     """
-    behind = re.compile(r"model\.layers\.(\d{1,9})\.")  # a longer number is no layer's
+    behind = re.compile(r"model\.layers\.(\d{1,9})\.")  # longer numbers are no layer indices
     layers = {name: int(match[1]) for name in stored if (match := behind.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored
@@ -95,7 +95,7 @@ def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> t
 
 
 def plain_name(name: str, nesting: str) -> str:
-    """The name that a tensor of a nested language model has where there is nothing beside it."""
+    """Return a tensor's name without the prefix of a multimodal model."""
     if name.startswith(nesting):
         return "model." + name.removeprefix(nesting)
     return name.removeprefix("language_model.")  # lm_head

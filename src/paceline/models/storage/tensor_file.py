@@ -1,4 +1,4 @@
-"""The tensors of one file, safetensors or PyTorch's own, which are opened one by one. Nothing in a file is run."""
+"""The tensors of one safetensors or PyTorch file, opened one by one. No code in a file is run."""
 
 import warnings
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ITEM_TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "BOOL": "|b1", "U8": "|u1", "I8": "|i1",
     "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
 }  # fmt: skip
-"""Types as safetensors calls them, and how numpy reads them; bf16 as the uint16 of its bits."""
+"""numpy types by safetensors' type names; bf16 as its bits in uint16."""
 
 _TORCH_TYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8", "int8": "I8",
@@ -31,7 +31,7 @@ _TORCH_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of a file: its shape, its type as safetensors calls it, and how to open it (bf16 as the uint16 of its bits)."""
+    """One tensor of a file: its shape, its type in safetensors' terms, and a function to open it (bf16 as its bits in uint16)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,14 +39,14 @@ class FileTensor:
 
 
 def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
-    """The tensors of one file, by their names in it.
+    """Read the tensors of one file, by name.
 
     Args:
-        what: it holds, for errors: "head" or "adapter".
+        what: "head" or "adapter", for errors.
 
     Raises:
-        CheckpointError: it is damaged, or holds anything but tensors.
-        BackendUnavailableError: it is PyTorch's, and torch is not installed.
+        CheckpointError: The file is damaged, or holds anything but tensors.
+        BackendUnavailableError: It is a PyTorch file, and torch is not installed.
     """
     if path.suffix != ".safetensors":
         return _torch_file(path, what)
@@ -64,7 +64,7 @@ def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
-    """The tensors of a PyTorch file: a dictionary of them and nothing else."""
+    """Return the tensors of a PyTorch file, which must be a flat dictionary of tensors."""
     try:
         import torch
     except ImportError as error:
@@ -73,12 +73,12 @@ def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about files that are refused anyway
+            warnings.simplefilter("ignore")  # for files that are refused anyway
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # the format before PyTorch 1.6 cannot be mapped
+            except RuntimeError:  # files of PyTorch before 1.6 cannot be mapped
                 content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling untrusted bytes may fail in any way
+    except Exception as error:  # unpickling untrusted bytes can raise anything
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({described(error)}); use the {what} as safetensors, or download it again"
         ) from error
