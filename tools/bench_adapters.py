@@ -17,7 +17,7 @@ from bench_machine import describe_machine
 from paceline import LLM
 from paceline.kv_cache.paged import CachedSequence
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import modules_of
+from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import assemble
 
@@ -35,7 +35,7 @@ def random_adapter(name: str, config: ModelConfig, *, rank: int, seed: int, is_n
             values.view(np.uint32)[...] &= np.uint32(0xFFFF0000)
         return values
 
-    shapes = {one: module.shape for module in modules_of(config).values() for one, rows in module.parts.items() if rows is None}
+    shapes = {one: module.shape for module in target_modules(config).values() for one, rows in module.parts.items() if rows is None}
     products = {
         one: LowRank(factor(rank, columns), factor(outputs, rank))
         for one, (outputs, columns) in shapes.items()

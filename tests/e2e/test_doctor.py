@@ -40,7 +40,7 @@ from paceline.cli import app
 from paceline.config import QuantOptions
 from paceline.installation import install_extra
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.proof.doctor import DoctorQuestion, diagnose
 from paceline.proof.probe import expected_speedup, predict, probe
@@ -349,7 +349,7 @@ def test_a_model_too_big_for_memory(target: Path) -> None:
 def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = open_weights(target, read_model_config(target)).facts("layers.0.q_proj.weight").shape
+    shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
     plain = diagnose(DoctorQuestion(model=str(target))).memory

@@ -248,17 +248,17 @@ def _with_odd_clusters(arrays: dict[str, Any]) -> None:
         (None, {"centroid_top_k": 13}, "centroid_top_k = 13"),
         (None, {"centroid_top_k": "four"}, "centroid_top_k = 'four'"),
         (None, {"block_count": 5, "nextn_predict_layers": 5}, "attention.shared_kv_layers = 4, expected all 5 layers"),
-        (None, {"block_count": None}, "block_count = None"),
+        (None, {"block_count": None}, "has no metadata gemma4-assistant.block_count"),
         (None, {"block_count": 2**31 - 1}, "block_count = 2147483647, expected at most as many as the file has tensors"),
         (None, {"nextn_predict_layers": 1}, "nextn_predict_layers = 1, expected all 4 layers"),
         (None, {"attention.shared_kv_layers": 2}, "attention.shared_kv_layers = 2, expected all 4 layers"),
         (None, {"embedding_length": 48}, r"token_embd.weight has shape \[96, 32\], expected \[vocabulary, 48\]"),
         (None, {"embedding_length_per_layer_input": 8}, "embedding_length_per_layer_input = 8: assistants have none of it"),
         (None, {"attention.key_length_swa": 4096}, "attention.value_length_swa = 16, expected the size of keys, 4096"),
-        (None, {"attention.sliding_window_pattern": [True]}, r"pattern = \[True\], expected whether each of 4 layers slides"),
+        (None, {"attention.sliding_window_pattern": [True]}, r"pattern = \[True\], expected for each of 4 layers"),
         (None, {"attention.head_count": 3}, "head_count = 3 must be a multiple of gemma4-assistant.attention.head_count_kv = 2"),
         (None, {"attention.layer_norm_rms_epsilon": "small"}, "attention.layer_norm_rms_epsilon = 'small'"),
-        (None, {"rope.freq_base_swa": 1.4e-45}, "rope parameters of type 'default' make frequencies that are no numbers"),
+        (None, {"rope.freq_base_swa": 1.4e-45}, "rope parameters of type 'default' give frequencies that are not finite"),
         (None, {"feed_forward_length": 64}, r"blk\.0\.ffn_gate\.weight' has shape \[48, 32\]"),
     ],
 )
@@ -279,7 +279,7 @@ def test_damaged_files_are_one_line_that_names_what_is_wrong(
 
 def test_a_file_is_no_model(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     path = write_gguf_assistant(pair_of("dense")[1], tmp_path / "assistant.gguf")
-    with pytest.raises(CheckpointError, match="holds an assistant, which guesses for a model of its own: name it as the drafter"):
+    with pytest.raises(CheckpointError, match="holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter"):
         read_model_config(path)
 
 

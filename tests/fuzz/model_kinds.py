@@ -240,7 +240,7 @@ class QuantizedCacheFile(Kind):
 
     def prepare(self) -> None:
         from paceline.config import QuantOptions
-        from paceline.models.quantized_cache import FOLDER, quantized_weights
+        from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
         from paceline.models.weights import as_float32
 
         rng = np.random.default_rng(0)
@@ -269,7 +269,7 @@ class QuantizedCacheFile(Kind):
         return bytes(pick(rng, BYTES)(self.valid, rng))
 
     def use(self, index: int) -> None:
-        from paceline.models.quantized_cache import quantized_weights
+        from paceline.models.storage.quantized_cache import quantized_weights
         from paceline.models.weights import as_float32
 
         found = quantized_weights(self.weights, self.options, self.folder)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import numpy as np
 
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import modules_of
+from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig
 from paceline.outputs import RequestOutput
 from paceline.sampling.params import SamplingParams
@@ -51,7 +51,7 @@ def make_adapter(
         experts: whether those of a mixture are changed too.
     """
     random = np.random.default_rng(seed)
-    shapes = {name: module.shape for module in modules_of(config).values() for name, rows in module.parts.items() if rows is None}
+    shapes = {name: module.shape for module in target_modules(config).values() for name, rows in module.parts.items() if rows is None}
 
     def normal(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return random.standard_normal(shape).astype(np.float32)

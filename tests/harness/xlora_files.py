@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from harness.adapter_files import low_rank, write_adapter
-from paceline.models.adapters.modules import modules_of
+from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def write_xlora(
         num_scalings: outputs of the classifier; None = as many as the settings call for.
         settings: what adapter_config.json says beside the sizes.
     """
-    rng, shapes = np.random.default_rng(seed), modules_of(config)
+    rng, shapes = np.random.default_rng(seed), target_modules(config)
     for number, own in enumerate(modules):
         rank, tensors = 2 + number, dict[str, Floats]()
         for layer in range(config.num_layers):

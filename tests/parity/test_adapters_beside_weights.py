@@ -17,7 +17,7 @@ from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.merge import MergedWeights, merged_config
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, Network, assemble
 from paceline.runtimes.decoder import decoder

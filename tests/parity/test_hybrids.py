@@ -150,7 +150,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gates_shared=False)))),  # type: ignore[call-arg]
     ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
     ("lfm2-moe", routing(scoring=Scoring.SOFTMAX)),
-    ("lfm2-moe", routing(is_corrected=False)),
+    ("lfm2-moe", routing(has_correction_bias=False)),
     ("lfm2-moe", routing(factor=1.0)),
     ("granite", lambda config: replace(config, embedding_scale=1.0)),
     ("granite", lambda config: replace(config, logit_scale=1.0)),
@@ -163,7 +163,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
     ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
     ("nemotron_h-moe", routing(factor=1.0)),
-    ("nemotron_h-moe", routing(is_corrected=False)),
+    ("nemotron_h-moe", routing(has_correction_bias=False)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
 ]
 
@@ -227,7 +227,7 @@ def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(reference
     config = read_model_config(directory)
     weights = open_weights(directory, config)
     for name in weights:
-        facts, tensor = weights.facts(name), weights[name]
+        facts, tensor = weights.info(name), weights[name]
         assert (facts.shape, facts.weight_type, facts.nbytes) == (tensor.shape, tensor.weight_type, tensor.nbytes), name
         assert as_float32(tensor).shape == tensor.shape
     small = {name for name in schemes_for(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}

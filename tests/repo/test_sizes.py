@@ -20,6 +20,7 @@ TABLES = {
     "benchmarking.peers": "benchmarking.peers.__init__",
     "cli": "cli.__init__",
     "models.containers": "models.containers.table",
+    "models.families": "models.families.table",
     "parsing.tool_calls": "parsing.registry",
 }
 """Folders with a file for each line of a table, and where the table is: a file that nothing else imports may be as short as its format."""

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.safetensors_file import read_header
+from paceline.models.storage.safetensors_file import read_header
 from paceline.small_files import CONFIG_BYTES, MAX_VALUES, json_object, open_regular, read_json, read_small
 
 MAX_SECONDS = 3.0

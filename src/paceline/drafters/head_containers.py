@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import CheckpointError
-from paceline.models.safetensors_file import checkpoint_files
+from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.small_files import INDEX_BYTES, read_json
 
 METHOD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
-from paceline.models.layer_reader import NUM_EXPERTS_KEYS
+from paceline.models.layer_builder import NUM_EXPERTS_KEYS
 from paceline.models.layers import ExpertMLP
-from paceline.models.tensor_file import FileTensor
+from paceline.models.storage.tensor_file import FileTensor
 
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -17,7 +17,7 @@ from paceline.drafters.head_containers import files_of, listed
 from paceline.drafters.head_kinds import HeadKind, kind_of
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.tensor_file import ITEM_TYPES, FileTensor, read_tensors
+from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
 from paceline.models.weights import Tensor
 from paceline.small_files import is_file, read_json
 

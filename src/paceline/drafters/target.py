@@ -15,7 +15,7 @@ from paceline.config import (
 )
 from paceline.drafters.options import HeadOptions
 from paceline.kv_cache.paged import KVCache
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network
 from paceline.runtimes.native.checksum import fastest_page_sums

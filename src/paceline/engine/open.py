@@ -20,8 +20,7 @@ from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
-from paceline.models.adapters.xlora import read_any_adapter
-from paceline.models.adapters.xlora_settings import is_xlora
+from paceline.models.adapters.xlora import is_xlora, read_any_adapter
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk

@@ -1,61 +1,61 @@
-"""A checkpoint, whatever its format: a Hugging Face directory or a GGUF file."""
+"""Open a checkpoint of either format: a Hugging Face directory or a GGUF file."""
 
 import os
 from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
-from paceline.models.gpt_oss import PackedExpertWeights
-from paceline.models.hybrid_weights import HybridWeights
-from paceline.models.packed_weights import PackedWeights
-from paceline.models.safetensors_file import checkpoint_files
+from paceline.models.storage.hybrid_weights import HybridWeights
+from paceline.models.storage.mxfp4_experts import Mxfp4ExpertWeights
+from paceline.models.storage.packed_weights import PackedWeights
+from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint's path is that of a GGUF file; all others are directories."""
+    """Return whether a path is a GGUF file. All other checkpoints are directories."""
     return path.suffix.lower() == ".gguf" and not os.path.isdir(path)
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """The network a checkpoint holds, from its metadata alone.
+    """Read the network of a checkpoint from its metadata alone.
 
     Raises:
-        CheckpointError: it cannot be read, or is not one we run.
+        CheckpointError: It cannot be read, or the model is not supported.
     """
     return gguf_config(open_gguf(path)) if is_gguf(path) else read_config(_directory(path))
 
 
 def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
-    """A checkpoint's weights under our names, mapped.
+    """Map the weights of a checkpoint, by our names.
 
     Args:
-        config: what `read_model_config` returned for `path`.
-        regroup: quantise the matrices of a GGUF file again, to larger groups that run faster (`GgufWeights`).
-        num_threads: to convert quantised matrices with.
+        config: the result of `read_model_config` for `path`.
+        regroup: requantise matrices of a GGUF file to larger groups, which run faster (`GgufWeights`).
+        num_threads: for converting quantised matrices.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or does not hold what `config` calls for.
+        CheckpointError: A file is missing or damaged, or does not match `config`.
     """
     if is_gguf(path):
         return GgufWeights(open_gguf(path), config, regroup=regroup, num_threads=num_threads)
     directory = _directory(path)
     family = FAMILIES[config.family]
-    if family.recurrent_part:
+    if family.recurrent_module:
         return HybridWeights(directory, config, num_threads=num_threads)
-    if family.packs_experts:
-        return PackedExpertWeights(directory, config)
+    if family.has_mxfp4_experts:
+        return Mxfp4ExpertWeights(directory, config)
     plain = Weights.open(directory, config)
     return PackedWeights(plain, config, num_threads=num_threads) if plain.packed else plain
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The files `open_weights` reads."""
+    """Return the files that `open_weights` reads."""
     return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
 
 

@@ -1,4 +1,4 @@
-"""What a network is, read from a checkpoint's own metadata."""
+"""The network of a checkpoint, read from its metadata."""
 
 import math
 import re
@@ -12,22 +12,22 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.containers.table import container_of
-from paceline.models.families import family_of
-from paceline.models.family import Family
+from paceline.models.containers.table import find_container
+from paceline.models.families.family import Family
+from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.layer_reader import LayerReader
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
+from paceline.models.multimodal import text_model_fields, ties_differ
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
-from paceline.models.safetensors_file import has_tensor, most_common_dtype
-from paceline.models.wrappers import text_values, ties_differ
+from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
 from paceline.small_files import is_file, read_json
 
 
 class WeightType(Enum):
-    """Storage type of weights, cache and computation."""
+    """Data type of weights, cache and computation."""
 
     F32 = "f32"
     F16 = "f16"
@@ -36,11 +36,11 @@ class WeightType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose keys and values are of the same size and kept for equally long: K heads of D values each.
+    """Layers whose keys and values have the same shape and lifetime: K heads of D values each.
 
     Attributes:
         window: rows that are kept; None = all.
-        layers: that write them, ascending; others may read them.
+        layers: those that write the keys and values, ascending. Other layers may read them.
     """
 
     window: int | None
@@ -49,25 +49,24 @@ class KVGroup:
     layers: tuple[int, ...]
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """[2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
+        """Return [2 * layers, num_blocks, K, block_size, D]: keys of the i-th layer at 2 * i, values at 2 * i + 1."""
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size, self.head_size
 
     def stored_shape(self, num_blocks: int, block_size: int, kv_cache_dtype: KVCacheDtype) -> tuple[int, int, int, int]:
-        """[2 * layers, num_blocks, K, bytes]: as `shape`, the rows of a block and head as the native runtime packs them."""
+        """Return [2 * layers, num_blocks, K, bytes]: `shape` with the rows of a block and head packed as in the native runtime."""
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
 
     def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Bytes of one position."""
+        """Return the bytes of one position."""
         return math.prod(self.stored_shape(1, 1, kv_cache_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder network, independent of the file format it was read from.
+    """A decoder network, independent of the file format.
 
-    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest text the
-    network was made for; layers with a window see the end of it. `layer_vocab_size` is that of the table of the layers' inputs,
-    `suppressed_token_ids` are never drawn.
+    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest supported text. `layer_vocab_size` is the number of
+    rows of the table of per-layer inputs. `suppressed_token_ids` are never sampled.
     """
 
     family: str
@@ -78,9 +77,9 @@ class ModelConfig:
     max_positions: int
     weight_type: WeightType
     tied_embeddings: bool = False
-    norm_offset: bool = False  # HF files hold norm weights less 1 (`Weights.open` adds it); products with them are float32
+    norm_offset: bool = False  # HF files hold norm weights minus 1 (`Weights.open` adds 1); products with them are float32
     embedding_scale: float = 1.0
-    logit_scale: float = 1.0  # logits are multiplied by it
+    logit_scale: float = 1.0  # factor of logits
     logit_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -93,30 +92,30 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """The shortest window of a layer; None = every layer sees the whole text."""
+        """Return the shortest window of a layer; None = every layer has full attention."""
         return min((mixer.window for mixer in self.attentions.values() if mixer.window is not None), default=None)
 
     @property
     def attentions(self) -> dict[int, AttentionConfig]:
-        """The layers whose mixer is attention."""
+        """Return the attention layers."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig)}
 
     @property
     def recurrents(self) -> dict[int, Recurrent]:
-        """The layers whose mixer keeps a state."""
+        """Return the recurrent layers."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
 
     @property
     def layer_input_size(self) -> int:
-        """Values a row that each layer takes in besides the stream; 0 = none."""
+        """Return the size of the per-layer input of a row; 0 = none."""
         taken_in = self.layers[0].input
         return 0 if taken_in is None else taken_in.size
 
     def kv_groups(self, *, by_window: bool = True) -> tuple[KVGroup, ...]:
-        """The layers that keep keys and values, by what they keep, in their order.
+        """Return the layers with keys and values of their own, grouped by shape and window, in order.
 
         Args:
-            by_window: whether layers with a window keep no more than that; else every layer keeps all rows.
+            by_window: a layer with a window keeps only its window; otherwise every layer keeps all rows.
         """
         found: dict[tuple[int | None, int, int], list[int]] = {}
         for index, mixer in self.attentions.items():
@@ -126,41 +125,41 @@ class ModelConfig:
 
     @property
     def windows(self) -> tuple[KVGroup, ...]:
-        """The groups of layers that keep a window."""
+        """Return the groups of layers that keep only a window."""
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
     def tables_of(self, layer: int) -> int:
-        """Which block tables name the blocks of a layer's keys and values: 0 those of the cache, i + 1 those of `windows[i]`."""
+        """Return the index of a layer's block tables: 0 for the cache, i + 1 for `windows[i]`."""
         return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
 
     def kv_owner(self, layer: int) -> int:
-        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
+        """Return the layer whose keys and values `layer` reads: itself, or the layer that shares them."""
         mixer = self.layers[layer].mixer
         shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """The distinct pairs (rope, head size), in the order of the layers."""
+        """Return the distinct pairs of rotary settings and head size, in layer order."""
         turned = [mixer for mixer in self.attentions.values() if mixer.rotates]
         return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in turned for rope in (mixer.rope, mixer.key_rope)))
 
     @property
     def may_grow(self) -> bool:
-        """Whether rotary frequencies for longer contexts than those in use could be chosen (`for_context`)."""
+        """Return whether a longer context could select other rotary frequencies (`for_context`)."""
         return any(rope.is_for_short_contexts for rope, _ in self.rotations)
 
     @property
     def attention(self) -> AttentionConfig:
-        """That of the first layer that has one."""
+        """Return the attention of the first layer that has one."""
         return next(iter(self.attentions.values()))
 
     def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Bytes of one position's keys and values in all layers."""
+        """Return the bytes of keys and values of one position in all layers."""
         return sum(group.bytes_per_token(kv_cache_dtype) for group in self.kv_groups())
 
     def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
-        """The same with another attention in every layer that has one; layers that were alike still share one object."""
+        """Return the network with another attention in each attention layer. Equal layers still share one object."""
         changed = {
             layer: replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, AttentionConfig) else layer
             for layer in dict.fromkeys(self.layers)
@@ -168,10 +167,10 @@ class ModelConfig:
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_context(self, max_model_len: int | None) -> "ModelConfig":
-        """The network as a run of up to `max_model_len` positions computes it.
+        """Return the network for a run of up to `max_model_len` positions; None = the original context length.
 
-        Rotary frequencies that depend on the length are chosen here, once: up to the original length those made for it, which then
-        limits the context; beyond it those for `max_model_len`. None = the original length.
+        Rotary frequencies that depend on the length are fixed here. Up to the original length they are the original ones, and the context
+        is limited to it. Beyond, they are those for `max_model_len`.
         """
         if not any(rope.type.depends_on_length for rope, _ in self.rotations):
             return self
@@ -185,10 +184,10 @@ _WEIGHT_TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The network a Hugging Face checkpoint directory holds, from its config.json and generation_config.json.
+    """Read the network of a Hugging Face checkpoint directory, from config.json and generation_config.json.
 
     Raises:
-        CheckpointError: a file is missing or no JSON, a value is missing or absurd, or the network is not one we run.
+        CheckpointError: A file is missing or malformed, a value is missing or out of range, or the model is not supported.
     """
     path = directory / "config.json"
     read = read_json(path)
@@ -196,10 +195,10 @@ def read_config(directory: Path) -> ModelConfig:
         if not any(is_file(directory / name) for name in SAFETENSORS):
             raise without_model(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
-    values = text_values(read)
+    values = text_model_fields(read)
     if ties_differ(read):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    container_of(values, path, family_of(values, path))  # refuses one that cannot be read
+    find_container(values, path, find_family(values, path))  # raises if the quantisation is not supported
     weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
@@ -213,27 +212,27 @@ def config_from_values(
     weight_type: WeightType | None = None,
     may_be_packed: bool = False,
 ) -> ModelConfig:
-    """The network that metadata in the terms of a Hugging Face config.json describes.
+    """Read the network from the values of a config.json.
 
     Args:
-        values: what config.json holds, or the same made from another format's metadata.
-        path: the file errors name.
-        generation: what generation_config.json holds.
-        weight_type: None = the type `values` names.
-        may_be_packed: whether the weights may be quantised in a container that we read.
+        values: the contents of config.json, or the same values from another format.
+        path: the file for errors.
+        generation: the contents of generation_config.json.
+        weight_type: None = the type in `values`.
+        may_be_packed: the weights may be quantised in a supported container.
 
     Raises:
-        CheckpointError: a value is missing or absurd, or the network is not one we run.
+        CheckpointError: A value is missing or out of range, or the model is not supported.
     """
-    values = text_values(values)
-    family = family_of(values, path)
-    given = {name: alias for alias, name in family.aliases.items() if values.get(alias) is not None}
+    values = text_model_fields(values)
+    family = find_family(values, path)
+    given = {name: alias for alias, name in family.field_aliases.items() if values.get(alias) is not None}
     fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
     try:
         if not may_be_packed:
             _refuse_quantised(fields, family)
         return _config(fields, family, generation, weight_type)
-    except CheckpointError as error:  # which names a field as most families do
+    except CheckpointError as error:  # it contains the common name of an aliased field
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
         raise CheckpointError(named) from None
 
@@ -241,7 +240,7 @@ def config_from_values(
 def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
     path = fields.path
     _refuse_unknown(fields, family)
-    read = LayerReader(fields, family)
+    read = LayerBuilder(fields, family)
     layers = family.layers(read)
     generation = generation or {}
     of_generation = JsonFields(generation, path.with_name("generation_config.json"))
@@ -283,10 +282,10 @@ def _embedding_scale(fields: JsonFields, family: Family) -> float:
 
 
 def check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse parameters that are numbers but give no usable rotation.
+    """Refuse rotary parameters that give no finite frequencies.
 
     Raises:
-        CheckpointError: `path`, where they are from, has some.
+        CheckpointError: `path` has such parameters.
     """
     for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
@@ -298,20 +297,20 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
             except (ArithmeticError, ValueError):
                 is_usable = False
             if not is_usable:
-                raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} make frequencies that are no numbers")
+                raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} give frequencies that are not finite")
 
 
 def _refuse_unknown(fields: JsonFields, family: Family) -> None:
-    """Refuse what transformers computes otherwise for any family."""
+    """Refuse settings that change the computation in any family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
     if fields.values.get("per_layer_config") and not family.has_layer_sizes:
-        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: its layers are alike")
+        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
 
 
 def _refuse_quantised(fields: JsonFields, family: Family) -> None:
-    """Refuse weights of a head that are packed; those of models are read (`containers/table.py`)."""
-    container = container_of(fields.values, fields.path, family, looks_beside=False)
+    """Refuse quantised weights of a drafting head. Those of models are supported (`containers/table.py`)."""
+    container = find_container(fields.values, fields.path, family, reads_side_files=False)
     if container is not None:
         raise CheckpointError(f"{fields.path}: the weights are quantised ({container.name}), which only models may be: use another head")
 
@@ -337,5 +336,5 @@ def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> i
 
 
 def _eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
-    """Both files name end tokens and either may know one the other does not: the union, generation_config.json first."""
+    """Return the end tokens of both files, generation_config.json first: either may lack some."""
     return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

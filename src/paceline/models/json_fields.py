@@ -1,4 +1,4 @@
-"""Typed access to a checkpoint's metadata, with errors that name the file and the value."""
+"""Typed access to config.json, with errors that name the file, the field and the value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from typing import Any, TypeGuard
 
 from paceline.errors import CheckpointError, shortened
 
-LARGEST = 3.4028234e38  # of float32
+LARGEST = 3.4028234e38  # largest float32
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """Typed access to the values of one JSON file, with errors that name it."""
+    """Typed access to the fields of one JSON file."""
 
     values: Mapping[str, Any]
     path: Path
 
     def size(self, name: str, default: int | None = None, *, null: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
-        """A count from `least` to `most`; `default` where it is absent, `null` (or the default) where it is null."""
+        """Return an integer from `least` to `most`; `default` if absent, `null` (or the default) if null."""
         value = self.values.get(name, default)
         if value is None:
             value = default if null is None else null
         if value is None:
-            raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a decoder we can run")
+            raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a supported decoder")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from {least} to {most}")
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """A number that float32 reaches, or None where it is absent or null."""
+        """Return a number in the range of float32, or None if absent or null."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -40,12 +40,12 @@ class JsonFields:
         return float(value)
 
     def number(self, name: str, default: float) -> float:
-        """A number that float32 reaches."""
+        """Return a number in the range of float32."""
         value = self.optional_number(name)
         return default if value is None else value
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.optional_number(name)
         value = default if value is None else value
         if value is None:
@@ -55,7 +55,7 @@ class JsonFields:
         return value
 
     def positives(self, name: str, count: int) -> tuple[float, ...]:
-        """`count` finite numbers above 0."""
+        """Return `count` finite numbers above 0."""
         value = self.values.get(name)
         if not isinstance(value, list | tuple) or len(value) != count or not all(_is_positive(item) for item in value):
             shown = f"{len(value)} values" if isinstance(value, list | tuple) else shortened(value)
@@ -63,7 +63,7 @@ class JsonFields:
         return tuple(float(item) for item in value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false; null counts as absent."""
+        """Return a boolean; null counts as absent."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -71,7 +71,7 @@ class JsonFields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id, several or none."""
+        """Return token ids: one, several or none."""
         value = self.values.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < 2**31 for token_id in ids):
@@ -84,5 +84,5 @@ def _is_positive(value: object) -> TypeGuard[float]:
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number within float32's range; integers may have any size."""
+    """Return whether a value is a number in the range of float32. Integers may be of any size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -1,12 +1,12 @@
-"""How the numbers of keys and values are stored."""
+"""Data types of the KV cache."""
 
 from enum import Enum
 
-_VECTOR = 16  # columns of a stored row are filled up to whole vectors
+_VECTOR = 16  # a stored row is padded to whole vectors of 16
 
 
 class KVCacheDtype(Enum):
-    """The type of a cache's keys and values; of int8 every row of a head has a float32 scale."""
+    """Data type of cached keys and values. An int8 row of a head has a float32 scale."""
 
     F32 = "f32"
     BF16 = "bf16"
@@ -15,9 +15,9 @@ class KVCacheDtype(Enum):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number."""
+        """Return the bytes of one element."""
         return {KVCacheDtype.F32: 4, KVCacheDtype.INT8: 1}.get(self, 2)
 
     def row_bytes(self, head_size: int) -> int:
-        """Bytes of a head's keys, or its values, of one position."""
+        """Return the bytes of a head's keys, or values, of one position."""
         return -(-head_size // _VECTOR) * _VECTOR * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)

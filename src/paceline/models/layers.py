@@ -1,4 +1,4 @@
-"""What the layers of a network are made of: a mixer, an MLP, and norms that join them to the residual stream."""
+"""The parts of a network's layers: a mixer, an MLP, and the norms that join them to the residual stream."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -7,46 +7,46 @@ from paceline.models.rope_config import RopeConfig
 
 
 class Activation(Enum):
-    """What is applied to the gate of an MLP."""
+    """Activation of an MLP's gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     SIGMOID = "sigmoid"
     RELU = "relu"
-    NONE = "none"  # the gate itself
+    NONE = "none"  # identity
 
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gpt-oss' activation of an MLP: (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up between -limit and limit."""
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(slope * gate), with gate <= limit and -limit <= up <= limit."""
 
     slope: float
     limit: float
 
 
 class QKNorm(Enum):
-    """Over which values queries and keys are normed in front of the rotation."""
+    """How queries and keys are normalised before the rotation."""
 
     NONE = "none"
-    HEAD = "head"  # each head by itself
-    WIDTH = "width"  # all heads together
+    HEAD = "head"  # each head separately
+    WIDTH = "width"  # over all heads
 
 
 class NormOrder(Enum):
-    """Where a layer's norms stand around its mixer and around its MLP."""
+    """Position of a layer's norms relative to its mixer and its MLP."""
 
     PRE = "pre"  # x + part(norm(x))
     POST = "post"  # x + norm(part(x))
     SANDWICH = "sandwich"  # x + norm(part(norm(x)))
 
     @property
-    def in_front(self) -> bool:
-        """Whether a part's input is normed."""
+    def norms_input(self) -> bool:
+        """Return whether the input of a part is normalised."""
         return self is not NormOrder.POST
 
     @property
-    def behind(self) -> bool:
-        """Whether a part's output is normed before it is added."""
+    def norms_output(self) -> bool:
+        """Return whether the output of a part is normalised before it is added."""
         return self is not NormOrder.PRE
 
 
@@ -55,18 +55,18 @@ class AttentionConfig:
     """Softmax attention with H = `num_heads` query heads over K = `num_kv_heads` key and value heads of D = `head_size` values.
 
     Attributes:
-        rope: of queries.
-        rotates: whether queries and keys are turned by `rope`; without, a layer knows no positions.
-        scale: what scores are multiplied by.
-        window: positions a row sees, its own included; None = all before it.
-        soft_cap: scores become cap * tanh(score / cap); None = they stay.
-        bias: on q, k and v.
-        output_bias: on o.
-        has_sinks: every row also sees one key without a value for each query head, whose score is a weight.
-        norms_values: each head of the values is normed, without a weight.
-        keys_are_values: values are the keys as they are projected, neither normed nor turned; there is no projection for them.
-        is_gated: what goes to o is multiplied by the sigmoid of another projection of the same rows.
-        kv_layer: the layer whose keys and values are read; None = its own, which it writes.
+        rope: rotary settings of queries.
+        rotates: rotary embeddings are applied; False = no positional encoding (NoPE).
+        scale: factor of scores.
+        window: number of positions that a row attends to, its own included; None = all.
+        soft_cap: scores become cap * tanh(score / cap); None = unchanged.
+        bias: of q, k and v.
+        output_bias: of o.
+        has_sinks: each query head has a learned sink logit in the softmax.
+        norms_values: each head of the values is normalised, without a weight.
+        keys_are_values: values are the projected keys, before norm and rotation; there is no v projection.
+        is_gated: the output before o is multiplied by the sigmoid of another projection of the input.
+        kv_layer: the layer whose keys and values are read; None = its own.
     """
 
     num_heads: int
@@ -88,23 +88,23 @@ class AttentionConfig:
 
     @property
     def key_rope(self) -> RopeConfig:
-        """How keys are turned: like queries, without their temperature."""
+        """Return the rotary settings of keys: those of queries without temperature."""
         return self.rope if self.rope.temperature == 0.0 else replace(self.rope, temperature=0.0, temperature_length=0)
 
     @property
     def query_size(self) -> int:
-        """Values of all queries of a row."""
+        """Return the width of all query heads."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Values of all keys of a row, and of all values."""
+        """Return the width of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSizes:
-    """A recurrent state of `heads` matrices [rows, columns]; `key_heads` of them have keys and queries of their own, the others share."""
+    """A recurrent state of `heads` matrices [rows, columns], and `key_heads` heads of keys and queries, which heads share in groups."""
 
     heads: int
     rows: int
@@ -113,25 +113,25 @@ class StateSizes:
 
     @property
     def key_width(self) -> int:
-        """Values of all keys of a row of a pass, and of all queries."""
+        """Return the width of all keys of a row, and of all queries."""
         return self.key_heads * self.rows
 
     @property
     def value_width(self) -> int:
-        """Values of all values of a row."""
+        """Return the width of all values of a row."""
         return self.heads * self.columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaConfig:
-    """A gated delta rule behind a short convolution of queries, keys and values, which stand side by side in this order.
+    """A gated delta net after a short convolution of queries, keys and values, concatenated in this order.
 
-    Each value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). With q and k divided by
-    their norms, q by the root of `key_size` too, decay g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a row makes of it
-    S' = g S + k (beta (v - g S^T k))^T and gives S'^T q.
+    Value head j has a state S [key_size, value_size] and uses key head j // (value heads / key heads). q and k are L2-normalised, and q is
+    divided by sqrt(key_size). With g = exp(decay * softplus(a + bias)) and beta = sigmoid(b), a row computes
+    S' = g S + k (beta (v - g S^T k))^T and outputs S'^T q.
 
     Attributes:
-        kernel_size: rows that the convolution sees, its own included.
+        kernel_size: rows in the convolution, its own included.
 
     Source: Yang et al. 2024, "Gated Delta Networks", section 3.
     """
@@ -148,22 +148,22 @@ class GatedDeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Return the channels of the convolution."""
         return 2 * self.state.key_width + self.state.value_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """A Mamba-2 mixer behind a short convolution of x, B and C, which stand side by side in this order.
+    """A Mamba-2 mixer after a short convolution of x, B and C, concatenated in this order.
 
-    Each head has a state S [state_size, head_size] and uses the B and C of its group. With dt = softplus(dt + bias), at least and at
-    most `dt_limits`, a row makes of it S' = exp(decay * dt) S + B (dt x)^T and gives S'^T C + skip x.
+    Each head has a state S [state_size, head_size] and uses B and C of its group. With dt = softplus(dt + bias), clamped to `dt_limits`, a
+    row computes S' = exp(decay * dt) S + B (dt x)^T and outputs S'^T C + skip x.
 
     Attributes:
         kernel_size: as in `GatedDeltaConfig`.
-        conv_bias: on the convolution.
-        bias: on the projections.
-        norm_groups: parts of a row's output that are normed by themselves, behind the gate.
+        conv_bias: of the convolution.
+        bias: of the projections.
+        norm_groups: groups of the output that are normalised separately, after the gate.
 
     Source: Dao and Gu 2024, "Transformers are SSMs", section 7.
     """
@@ -184,18 +184,18 @@ class Mamba2Config:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Return the channels of the convolution."""
         return self.state.value_width + 2 * self.state.key_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvConfig:
-    """out(c * convolution(b * x)), with b, c and x projections of the same row; nothing is activated.
+    """A gated short convolution: out(c * convolution(b * x)), where b, c and x are projections of the same row.
 
     Attributes:
-        channels: of the convolution; as many as a row of the stream has values.
+        channels: of the convolution; equal to the hidden size.
         kernel_size: as in `GatedDeltaConfig`.
-        bias: on the convolution and on the projections.
+        bias: of the convolution and of the projections.
 
     Source: LFM2's model in transformers 5.23.
     """
@@ -206,12 +206,12 @@ class ShortConvConfig:
 
     @property
     def state(self) -> StateSizes | None:
-        """There is none but what the convolution sees."""
+        """Return None: the only state is the window of the convolution."""
         return None
 
 
 Recurrent = GatedDeltaConfig | Mamba2Config | ShortConvConfig
-"""Mixers that keep a state of a fixed size for a text, whatever its length: a layer's last inputs of its convolution, and its matrices."""
+"""Mixers with a state of fixed size: the last inputs of the convolution, and matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class DenseMLP:
     """down(activation(gate(x)) * up(x)).
 
     Attributes:
-        has_gate: without, up takes the gate's place too: of ReLU that is its square.
+        has_gate: False = down(activation(up(x)) * up(x)); with ReLU that is squared ReLU.
     """
 
     intermediate_size: int
@@ -229,7 +229,7 @@ class DenseMLP:
 
 
 class Scoring(Enum):
-    """What makes scores of a router's logits."""
+    """How router logits become scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -237,15 +237,15 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a row chooses its experts: those with the highest scores, of equal ones the first. Their outputs are added up with weights.
+    """How a token selects experts: those with the highest scores, the first of equal ones. Their weighted outputs are added.
 
     Attributes:
-        bias: on the router.
-        is_normalized: the weights are the scores divided by their sum and `least`; else the scores themselves.
-        factor: on all weights.
-        num_groups, chosen_groups: only the experts of the groups with the largest sums of their two best scores can be chosen.
-        is_corrected: a vector is added to scores where they are compared, and not to weights.
-        has_scales: the weights of each expert are multiplied by a number of its own.
+        bias: of the router.
+        is_normalized: weights are scores / (sum of scores + `epsilon`); otherwise the scores.
+        factor: of all weights.
+        num_groups, chosen_groups: only experts of the `chosen_groups` groups with the largest sum of their two best scores are candidates.
+        has_correction_bias: a correction bias is added to scores for selection, but not to weights.
+        has_scales: each expert has a factor of its own for its weights.
 
     Source: Shazeer et al. 2017, section 2.1; groups and correction: DeepSeek-V3 (2024), section 2.1.2.
     """
@@ -255,11 +255,11 @@ class Routing:
     scoring: Scoring = Scoring.SOFTMAX
     bias: bool = False
     is_normalized: bool = True
-    least: float = 0.0
+    epsilon: float = 0.0
     factor: float = 1.0
     num_groups: int = 1
     chosen_groups: int = 1
-    is_corrected: bool = False
+    has_correction_bias: bool = False
     has_scales: bool = False
 
 
@@ -268,12 +268,13 @@ class ExpertMLP:
     """A mixture of experts.
 
     Attributes:
-        expert: each of them.
-        shared: one that every row runs through as well; None = there is none.
-        gates_shared: its output is multiplied by the sigmoid of a product with the row.
-        has_own_norms: experts and shared one have a norm behind them each; router and experts take the stream, each behind a norm.
-        router_scale: what the router's rows are multiplied by then.
-        latent_size: experts compute in rows of so many values, with a projection in front of them and one behind them; 0 = in the stream's.
+        expert: the MLP of each expert.
+        shared: an MLP for every token in addition; None = there is none.
+        gates_shared: its output is multiplied by the sigmoid of a product with the input.
+        has_own_norms: router, experts and shared MLP read the residual stream through norms of their own, and outputs are normalised
+            (Gemma 4).
+        router_scale: factor of the router's input if `has_own_norms`.
+        latent_size: experts compute in this width, with a projection before and one after them; 0 = the hidden size.
     """
 
     routing: Routing
@@ -287,7 +288,7 @@ class ExpertMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInput:
-    """x + norm(project(activation(gate(x)) * input)), behind the MLP; every layer has an input of `size` values a row of its own."""
+    """x + norm(project(activation(gate(x)) * input)), after the MLP. Every layer has an input of `size` values for each token."""
 
     size: int
     activation: Activation | ClampedSwiGLU
@@ -295,13 +296,13 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer. Layers that are alike share one object.
+    """One layer. Equal layers share one object.
 
     Attributes:
-        mixer, mlp: one of them may be absent, with its norm.
-        residual_scale: what the mixer and the MLP add to the residual stream is multiplied by.
-        input: what it takes in besides the stream; None = nothing.
-        scales_output: the stream behind it is multiplied by a weight of one value.
+        mixer, mlp: one of them may be None, and has no norm then.
+        residual_scale: factor of what mixer and MLP add to the residual stream.
+        input: the per-layer input; None = there is none.
+        scales_output: the residual stream after the layer is multiplied by a learned scalar.
     """
 
     mixer: AttentionConfig | Recurrent | None
@@ -313,10 +314,10 @@ class LayerConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """The mixer of a layer that is known to have attention.
+        """Return the mixer of an attention layer.
 
         Raises:
-            TypeError: it has not.
+            TypeError: The mixer is another.
         """
         if not isinstance(self.mixer, AttentionConfig):
             raise TypeError(f"the layer's mixer is a {type(self.mixer).__name__}")

@@ -7,17 +7,17 @@ from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix, runs_of_pairs
 
 TWICE_THE_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Of the 16 codes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+"""Twice the values of the 16 codes of E2M1, which are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
 
 
 def half_scales(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Half of the scales 2^(e - 127), as float32; 255 stands for no number."""
+    """Return half of the scales 2^(e - 127), as float32; 255 is NaN."""
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
     return np.where(exponents == 255, np.float32(np.nan), scales)
 
 
 def from_pairs(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> GroupedMatrix:
-    """A matrix whose blocks hold neighbours in one byte, as Hugging Face checkpoints do.
+    """Return a matrix from bytes of two neighbouring codes, as in Hugging Face checkpoints.
 
     Args:
         blocks: [N, K / 32, 16], the first of two neighbours in the low half.
@@ -25,10 +25,10 @@ def from_pairs(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: s
         where: the tensor, for the error.
 
     Raises:
-        CheckpointError: a scale is no number.
+        CheckpointError: A scale is NaN.
     """
     scales = half_scales(exponents)
     if not np.isfinite(scales).all():
-        raise CheckpointError(f"{where} has a scale that is no number; the file is damaged, download it again")
+        raise CheckpointError(f"{where} has a scale that is not finite; the file is damaged, download it again")
     codes = runs_of_pairs(blocks.reshape(len(blocks), -1))
     return GroupedMatrix(codes, scales, None, 4, table=TWICE_THE_VALUES)

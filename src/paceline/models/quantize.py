@@ -1,7 +1,7 @@
-"""Float matrices become groups of 4- or 8-bit codes while they are loaded.
+"""Quantise float matrices to groups of 4- or 8-bit codes at load.
 
-Scales keep 12 significant bits: then `scale * code` and the sum with a minimum, itself a multiple of the scale, are exact in
-float32, so that a matrix has the same values whatever order a runtime computes them in.
+Scales keep 12 significant bits. Then `scale * code`, and the sum with a minimum that is a multiple of the scale, are exact in float32. So a
+matrix has the same values in whatever order a runtime computes them.
 """
 
 import math
@@ -17,42 +17,42 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
 Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
 
 GROUPS = (128, 64, 32)
-_CHUNK_VALUES = 1 << 17  # a chunk's temporaries stay in the processor's cache
+_CHUNK_VALUES = 1 << 17  # temporaries of a chunk fit in the processor's cache
 _SCALE_BITS_DROPPED = 12  # of float32's 24 significant bits
-_HUGE = np.float32(1e37)  # codes times scales must not overflow; no network has such weights
-_ROUTERS = ("router", "shared_gate")  # small, and what they decide is all or nothing
-_TINY = np.float32(1e-30)  # a group that nowhere exceeds it counts as zero: its scale would not be a normal number
+_HUGE = np.float32(1e37)  # keeps codes times scales finite; no network has such weights
+_ROUTERS = ("router", "shared_gate")  # small, and rounding could select other experts
+_TINY = np.float32(1e-30)  # groups below it become zero: their scale would be subnormal
 # Steps per largest magnitude to try: clipping the largest value a little often gains more than it costs. With -7 among them no group
-# is worse than plainly rounded; a finer search lowers the error of int4 by 0.3 % and takes a third longer.
+# is worse than by plain rounding; a finer search lowers the error of int4 by 0.3 % and takes a third longer.
 _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
 _AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
 
 def matrix_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
-    """Bits that a value of the matrices takes on average, scales included.
+    """Return the average bits of a weight, scales included.
 
     Args:
-        quantization: how they will be quantised.
+        quantization: how matrices will be quantised.
     """
     if quantization is not None:
         return quantization.bits
-    matrices = [facts for facts in map(weights.facts, weights) if len(facts.shape) > 1]
-    return 8 * sum(facts.nbytes for facts in matrices) / max(1, sum(math.prod(facts.shape) for facts in matrices))
+    matrices = [info for info in map(weights.info, weights) if len(info.shape) > 1]
+    return 8 * sum(info.nbytes for info in matrices) / max(1, sum(math.prod(info.shape) for info in matrices))
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one matrix is stored.
+    """How one matrix is quantised.
 
     Attributes:
         group: columns that share a scale.
-        symmetric: no minimums; 4-bit codes then go from -8 to 7 around zero point 8, 8-bit ones from -127 to 127.
+        symmetric: no minimums; 4-bit codes are -8 to 7 around zero point 8, 8-bit codes -127 to 127.
     """
 
     bits: int
@@ -68,24 +68,24 @@ class Scheme:
         return np.dtype(np.int8 if self.symmetric and self.bits == 8 else np.uint8)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a matrix stored so."""
+        """Return the bytes of a quantised matrix."""
         values = math.prod(shape)
         return values * self.bits // 8 + values // self.group * (4 if self.symmetric else 8)
 
 
 def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
-    """`values` [N, K] in groups of `group` columns, each with the scale that minimises its squared error among a few tried ones.
+    """Quantise `values` [N, K] to groups. Each gets the scale with the least squared error among a few candidates.
 
     A group of zeros gets scale 1.
 
     Args:
         group: 32, 64 or 128, and a divisor of K.
-        symmetric: codes around zero, else above a minimum that is a multiple of the scale.
+        symmetric: codes around zero; otherwise above a minimum that is a multiple of the scale.
         name: for the error.
 
     Raises:
-        CheckpointError: a value is NaN, infinite or beyond 1e37.
-        ConfigError: bits or group is not supported.
+        CheckpointError: A value is NaN, infinite or beyond 1e37.
+        ConfigError: The bits or the group size is not supported.
     """
     rows, columns = values.shape
     if bits not in (4, 8) or group not in GROUPS or columns % group:
@@ -101,38 +101,38 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
-    """How `options` want a tensor stored, None = as it is: not a matrix, kept by name, already as small, or no group divides its width.
+def scheme_for(name: str, info: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
+    """Return how a tensor is quantised. None = not at all: no matrix, excluded by name, already as small, or no group divides its width.
 
     Args:
-        is_head_too: the embedding is the output matrix as well.
+        is_head_too: the embedding is also the output matrix.
     """
-    if len(facts.shape) != 2:
+    if len(info.shape) != 2:
         return None
     bits = _wanted_bits(name, options, is_head_too=is_head_too)
-    group = fitting_group(facts.shape[1], options.group)
-    if bits is None or group is None or (facts.bits is not None and facts.bits <= bits):
+    group = largest_group(info.shape[1], options.group)
+    if bits is None or group is None or (info.bits is not None and info.bits <= bits):
         return None
     return Scheme(bits, group, options.symmetric)
 
 
 def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
-    """The tensors that are to be quantised, and how, in the order of `weights`."""
+    """Return the tensors to quantise and how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
-    found = {name: scheme_for(name, weights.facts(name), options, is_head_too=is_tied) for name in weights}
+    found = {name: scheme_for(name, weights.info(name), options, is_head_too=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def fitting_group(columns: int, wished: int) -> int | None:
-    """The largest group up to `wished` that divides `columns`, or None."""
-    return next((group for group in GROUPS if group <= wished and columns % group == 0), None)
+def largest_group(columns: int, most: int) -> int | None:
+    """Return the largest group size up to `most` that divides `columns`, or None."""
+    return next((group for group in GROUPS if group <= most and columns % group == 0), None)
 
 
 def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads: int = 1) -> GroupedTensor:
-    """The tensor in groups, computed in row chunks: besides the result only a few megabytes a thread are ever held.
+    """Quantise a tensor in chunks of rows, with a few megabytes of temporaries for each thread.
 
     Raises:
-        CheckpointError: a value is NaN, infinite or beyond 1e37.
+        CheckpointError: A value is NaN, infinite or beyond 1e37.
     """
     rows, columns = tensor.shape
     matrix = _empty(rows, columns, scheme)
@@ -180,7 +180,7 @@ def _rows_of(tensor: AnyTensor, part: slice) -> FloatArray:
 
 
 def _symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
-    """Codes relative to zero [N, G, group] and scales [N, G]; 4-bit scales have the sign that puts the largest value on -8."""
+    """Return signed codes [N, G, group] and scales [N, G]. The sign of a 4-bit scale maps the largest value to -8."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
@@ -190,10 +190,10 @@ def _symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, Fl
 
 
 def _affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Codes relative to the zero points [N, G, group], scales [N, G] and zero points [N, G], whole numbers."""
+    """Return codes minus zero points [N, G, group], scales [N, G] and integer zero points [N, G]."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
-    low, high = np.minimum(low, 0), np.maximum(high, 0)  # zero is a code, so that the zero point is one
+    low, high = np.minimum(low, 0), np.maximum(high, 0)  # the range includes 0, so that the zero point is an integer code
     levels = np.float32(2**bits - 1)
     half = (high - low) / 2
     is_zero = half < _TINY
@@ -206,7 +206,7 @@ def _affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, Float
 
 
 def _fit(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
-    """For each group the codes of the best step and the scale with the least squared error for these codes."""
+    """Return for each group the codes of the best step, and the scale with the least squared error for these codes."""
     is_zero = np.abs(extreme) < _TINY
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
     unit = groups * inverse[..., None]
@@ -217,7 +217,7 @@ def _fit(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds
         _round(unit, np.float32(step), bounds, tried)
         along = np.einsum("ngk,ngk->ng", unit, tried)
         squared = np.maximum(np.einsum("ngk,ngk->ng", tried, tried), np.float32(1))
-        gain = along * along / squared  # by how much these codes with their best scale lower the squared error
+        gain = along * along / squared  # reduction of the squared error by these codes with their best scale
         better = gain > best
         best = np.where(better, gain, best)
         best_step = np.where(better, np.float32(step), best_step)
@@ -237,7 +237,7 @@ def _round(unit: FloatArray, step: FloatArray | np.float32, bounds: Bounds, out:
 
 
 def _short(scales: FloatArray) -> FloatArray:
-    """Rounded to 12 significant bits, half up in magnitude."""
+    """Round to 12 significant bits, half away from zero."""
     half = np.uint32(1 << (_SCALE_BITS_DROPPED - 1))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) + half
     return (bits & np.uint32(0xFFFFFFFF ^ ((1 << _SCALE_BITS_DROPPED) - 1))).view(np.float32)

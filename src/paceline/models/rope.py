@@ -1,4 +1,4 @@
-"""Rotary frequencies: the one place that knows how each rope type scales them."""
+"""Rotary frequencies of every rope type."""
 
 import math
 
@@ -9,21 +9,21 @@ from paceline.models.rope_config import RopeConfig, RopeType
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.float32], float]:
-    """Radians per position of each of the R/2 rotated pairs (j, j + R/2), and the factor on cos and sin.
+    """Return radians per position of each of the R/2 rotated pairs (j, j + R/2), and the factor on cos and sin.
 
     Returns:
-        frequencies [R/2] float32, where R <= D values of a head rotate; attention factor (1.0 but for yarn and longrope).
+        frequencies [R/2] float32, where R <= D values of a head rotate; attention factor (1.0 except for yarn and longrope).
 
     Source: RoFormer (Su et al. 2021, section 3.2.2); linear: Chen et al. 2023; yarn, dynamic: Peng et al. 2023, section 3
         and appendix B.2; longrope: Ding et al. 2024, section 3; llama3: the rule published with Llama 3.1; proportional: that published
-        with Gemma 4. Deviation: the types that depend on the length take one, `rope.context_len`, for a whole run, where others change it
-        as a text grows.
+        with Gemma 4. Deviation: types that depend on the length use one length, `rope.context_len`, for a whole run. Other systems change
+        it while a text grows.
     """
     rotary_size = rope.rotary_size(head_size)
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
-    # numpy's float32 power is often a last bit off, and a position in the thousands makes that a visible angle.
+    # numpy's float32 power is often one bit off, which becomes a visible angle at positions in the thousands.
     powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
-    with np.errstate(over="ignore", divide="ignore"):  # of pairs that do not turn; what others have was checked with the config
+    with np.errstate(over="ignore", divide="ignore"):  # for pairs that do not rotate; the others were checked when the config was read
         plain = (np.float32(1.0) / powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return plain, 1.0
@@ -39,13 +39,13 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
 
 
 def _proportional(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Only the first pairs of a head turn; the others have frequency 0."""
+    """Return frequencies of which only the first pairs are not 0."""
     turned = int(rope.rotated_fraction * 2 * len(plain) // 2)
     return np.where(np.arange(len(plain)) < turned, plain / np.float32(rope.factor), np.float32(0)).astype(np.float32)
 
 
 def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np.float32]:
-    """What queries at these positions are multiplied by, one each.
+    """Return the factor of queries at each position.
 
     Source: the rule published with Ministral 3, after Llama 4's.
     """
@@ -57,7 +57,7 @@ def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np
 
 
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
-    """The base grows with the context, so that the longest wave keeps pace with it."""
+    """Return the base for a context length: it grows so that the longest wavelength keeps up."""
     if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
         return rope.theta
     growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
@@ -65,7 +65,7 @@ def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
 
 
 def _longrope(rope: RopeConfig, powers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Each pair has a divisor of its own, one for contexts up to the original length and one for longer ones."""
+    """Return frequencies with a divisor for each pair: one list up to the original length, one for longer contexts."""
     is_long = rope.context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
     return np.asarray(np.float32(1.0) / (divisors * powers), np.float32)
@@ -78,7 +78,7 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    """Return frequencies with long wavelengths stretched by the factor, short ones kept, and those between interpolated."""
     wavelengths = np.float32(2 * math.pi) / plain
     longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
     shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
@@ -92,7 +92,7 @@ def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]
 
 
 def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
-    """Pairs that turn often within the trained context are kept, those that turn rarely interpolated, a linear ramp between."""
+    """Return frequencies with fast pairs kept and slow pairs interpolated, with a linear ramp between."""
 
     def pair_turning(rotations: float) -> float:
         return head_size * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""Rotary settings, read from a checkpoint's metadata."""
+"""Rotary settings, read from config.json."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
 if TYPE_CHECKING:
-    from paceline.models.family import Family
+    from paceline.models.families.family import Family
 
 
 class RopeType(Enum):
@@ -22,20 +22,20 @@ class RopeType(Enum):
     YARN = "yarn"
     DYNAMIC = "dynamic"
     LONGROPE = "longrope"
-    PROPORTIONAL = "proportional"  # the whole head rotates, but of its pairs only the first `rotated_fraction`
+    PROPORTIONAL = "proportional"  # pairs span the whole head, but only the first `rotated_fraction` of them rotates
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether its frequencies depend on the context length."""
+        """Return whether frequencies depend on the context length."""
         return self in (RopeType.DYNAMIC, RopeType.LONGROPE)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: its base and how it is scaled (see `models/rope.py` for the rules).
+    """Rotary settings: the base and its scaling (formulas in `models/rope.py`).
 
-    `context_len` is the length that length-dependent frequencies are computed for; 0 = the original one. `temperature` makes queries larger
-    by 1 + temperature * ln(1 + floor(position / temperature_length)), so that attention stays sharp in long texts; keys are without.
+    `context_len` is the length for length-dependent frequencies; 0 = the original one. `temperature` multiplies queries, not keys, by
+    1 + temperature * ln(1 + floor(position / temperature_length)), which keeps attention sharp in long texts.
     """
 
     theta: float = 10000.0
@@ -50,7 +50,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    rotated_fraction: float = 1.0  # of each head's values, from the first on; of its pairs, if proportional
+    rotated_fraction: float = 1.0  # of each head's values, the first ones; for PROPORTIONAL of its pairs
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
@@ -59,32 +59,32 @@ class RopeConfig:
 
     @property
     def is_for_short_contexts(self) -> bool:
-        """Whether longer contexts would take other frequencies than those chosen."""
+        """Return whether longer contexts would use other frequencies."""
         return self.type.depends_on_length and self.context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:
-        """How many of a head's values rotate."""
+        """Return how many values of a head rotate."""
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_model_len: int | None) -> "RopeConfig":
-        """The same with the frequencies of a run of up to `max_model_len` positions, by default those of the original length."""
+        """Return the settings for a run of up to `max_model_len` positions; None = the original length."""
         if not self.type.depends_on_length:
             return self
         return replace(self, context_len=max(max_model_len or 0, self.original_max_positions))
 
 
 def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_type: str = "full_attention") -> RopeConfig:
-    """Both spellings: `rope_parameters`, or the older `rope_theta` with `rope_scaling`.
+    """Read rotary settings, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
     Args:
-        layer_type: whose parameters to read where layers differ.
+        layer_type: the type of layer to read them for.
 
     Raises:
-        CheckpointError: a value is missing or absurd, or the type is not one we compute.
+        CheckpointError: A value is missing or out of range, or the type is not supported.
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
     own = JsonFields(_parameters(fields, family, layer_type), fields.path)
-    temperature = own.number("llama_4_scaling_beta", 0.0) if family.tempers_queries else 0.0
+    temperature = own.number("llama_4_scaling_beta", 0.0) if family.has_temperature_tuning else 0.0
     if temperature == 0.0:
         return rope
     return replace(rope, temperature=temperature, temperature_length=own.size("original_max_position_embeddings"))
@@ -106,7 +106,7 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
             theta=theta, type=rope_type, factor=rope.positive("factor"), original_max_positions=max_positions, rotated_fraction=fraction
         )
     original = fields.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_positions))
-    # A checkpoint of these types may leave the factor out and mean the ratio of the two context lengths.
+    # A checkpoint of these types may leave the factor out: it is the ratio of the two context lengths.
     means_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
     config = RopeConfig(
         theta=theta,
@@ -138,25 +138,25 @@ def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mappin
     scaling = _given(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
-    elif family.name == "olmo3" and fields.values.get("rope_parameters"):
+    elif family.needs_local_rope and fields.values.get("rope_parameters"):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters = {shortened(scaling)} of an olmo3 are one set, which transformers leaves out: "
+            f"{fields.path}: rope_parameters = {shortened(scaling)} of {family.name} are one set, which transformers leaves out: "
             "give one for full_attention and one for sliding_attention"
         )
     elif family.has_local_rope and layer_type != "full_attention":
-        return {}  # in the older spelling scaling is for the layers that see everything
+        return {}  # older files scale only layers with full attention
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
         raise CheckpointError(f"{fields.path}: rope parameters {shortened(scaling)} are not supported, expected one set for all layers")
     return scaling
 
 
 def _given(fields: JsonFields) -> Any:
-    """`rope_parameters`, or `rope_scaling` as older files call it. Of both, transformers takes the latter and its own theta."""
+    """Return `rope_parameters`, or `rope_scaling` of older files. transformers prefers the latter if both are given."""
     newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
     if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} say different things: "
-            "put what is meant, rope_theta included, into rope_parameters and leave rope_scaling out"
+            f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} differ: "
+            "keep rope_parameters with the right values, rope_theta included, and remove rope_scaling"
         )
     return newer or older
 
@@ -170,7 +170,7 @@ def _with_defaults(scaling: Any, fields: JsonFields) -> Any:
 
 def _rope_type(fields: JsonFields, family: "Family", scaling: Mapping[str, Any]) -> RopeType:
     name = scaling.get("rope_type", scaling.get("type", "default"))
-    name = family.rope_types.get(name, name) if isinstance(name, str) else name
+    name = family.rope_type_aliases.get(name, name) if isinstance(name, str) else name
     supported = [rope_type.value for rope_type in RopeType]
     if name not in supported:
         raise CheckpointError(f"{fields.path}: rope type {shortened(name)} is not supported, only {', '.join(supported)} are")
@@ -185,7 +185,7 @@ def _default_theta(fields: JsonFields, family: "Family", layer_type: str) -> flo
 
 def _rotated_fraction(fields: JsonFields, family: "Family", rope: JsonFields, head_size: int) -> float:
     fraction = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if fraction != 1.0 and not family.rotates_partially:
+    if fraction != 1.0 and not family.has_partial_rope:
         raise CheckpointError(f"{fields.path}: partial_rotary_factor = {fraction} is not supported for {family.name}, only 1.0 is")
     rotary_size = int(head_size * fraction) if 0.0 < fraction <= 1.0 else 0
     if rotary_size % 2 or rotary_size < 2:

@@ -1,4 +1,4 @@
-"""Where the parts of recurrent states stand: one array of float32 for all layers of a text, and one for what a row leaves of itself."""
+"""Offsets of recurrent states: one float32 array with the states of all layers of a sequence, and one with the record of each row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from paceline.models.layers import Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """One layer, counted in floats.
+class LayerStateLayout:
+    """Offsets of one layer, in floats.
 
-    A state begins with the inputs of the convolution [kernel_size - 1, C], the oldest first; behind them stand the matrices as
-    [heads, columns / block, rows, block], columns rounded up to whole blocks. A record is the input [C], the keys [key_width], the
-    updates [value_width] that the keys' outer products are taken with, and the decays [heads].
+    A state has the last inputs of the convolution [kernel_size - 1, C], oldest first, then the matrices as
+    [heads, columns / block, rows, block], with columns padded to whole blocks. A record, from which a row's update can be replayed, has the
+    input [C], the keys [key_width], the updates [value_width] and the decays [heads].
 
     Attributes:
-        conv_at, matrices_at: in a state.
-        record_at: in a record.
-        block: columns that stand side by side; 0 = there are no matrices.
+        conv_at, matrices_at: offsets in a state.
+        record_at: offset in a record.
+        block: adjacent columns in the layout; 0 = there are no matrices.
     """
 
     mixer: Recurrent
@@ -28,7 +28,7 @@ class LayerPlace:
 
     @property
     def num_blocks(self) -> int:
-        """Of a head."""
+        """Return the blocks of columns of a head."""
         state = self.mixer.state
         return 0 if state is None else -(-state.columns // self.block)
 
@@ -49,9 +49,9 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Of all recurrent layers, by their number."""
+    """Offsets of all recurrent layers, by layer index."""
 
-    places: Mapping[int, LayerPlace]
+    places: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
@@ -62,9 +62,9 @@ class StateLayout:
             state = mixer.state
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_at = state_size
-            place = LayerPlace(mixer, conv_at, 0, record_size, block)
+            place = LayerStateLayout(mixer, conv_at, 0, record_size, block)
             matrices_at = conv_at + _whole_lanes(place.conv_size)
-            places[layer] = LayerPlace(mixer, conv_at, matrices_at, record_size, block)
+            places[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
             state_size = matrices_at + place.matrices_size
             record_size += _whole_lanes(place.record_size)
         return cls(places, state_size, record_size)

@@ -1,9 +1,9 @@
-"""The tensors of a network: our names for them, their shapes, and what checkpoints call them."""
+"""The tensors of a network: our names, their shapes, and their names in Hugging Face checkpoints."""
 
 from collections.abc import Mapping
 
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.layers import (
     AttentionConfig,
     DenseMLP,
@@ -18,7 +18,7 @@ from paceline.models.layers import (
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the network, by our name, with its shape; matrices are [out, in]."""
+    """Return the shape of every tensor of the network, by our name. Matrices are [out, in]."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
     if size := config.layer_input_size:
@@ -36,9 +36,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
-    if layer.norm_order.in_front:
+    if layer.norm_order.norms_input:
         shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
-    if layer.norm_order.behind:
+    if layer.norm_order.norms_output:
         shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
     if layer.mixer is not None:
         shapes |= _mixer_shapes(layer.mixer, hidden)
@@ -80,7 +80,7 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
 
 
 def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...]]:
-    """`decay.weight` is what softplus is multiplied by, below 0: checkpoints hold the logarithm of its negative."""
+    """Return the tensors of a recurrent mixer. `decay.weight` is the negative factor of softplus, -exp(A_log)."""
     channels = mixer.channels
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
     if isinstance(mixer, ShortConvConfig):
@@ -100,7 +100,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
 
 
 def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
-    """Of matrices by rows, columns and whether they have a bias."""
+    """Return the shapes of weights and biases from rows, columns and whether there is a bias."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
         shapes[f"{name}.weight"] = (rows, columns)
@@ -118,7 +118,7 @@ def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     routing = mlp.routing
     shapes = _matrices({"router": (routing.num_experts, hidden, routing.bias)})
-    if routing.is_corrected:
+    if routing.has_correction_bias:
         shapes["router.correction"] = (routing.num_experts,)
     if routing.has_scales:
         shapes["router.scales"] = (routing.num_experts,)
@@ -155,7 +155,7 @@ _CHECKPOINT_PARTS = {
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
-_SCALE = "layer_scalar"  # without .weight
+_SCALE = "layer_scalar"  # without the suffix .weight
 _BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -165,8 +165,8 @@ _NORMS = {
 
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
-    """How Hugging Face checkpoints call our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    names, own_parts = {}, FAMILIES[config.family].part_names
+    """Return the checkpoint names of our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    names, own_parts = {}, FAMILIES[config.family].module_names
     parts_of = {layer: _parts_of(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
@@ -179,7 +179,7 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        inside = first in ("experts", "shared_expert")  # whose own parts have their plain names
+        inside = first in ("experts", "shared_expert")  # modules in them have the same names as ours
         others = others if inside else [parts.get(part, part) for part in others]
         last = [_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
@@ -187,14 +187,14 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
-    """What checkpoints call the parts of a layer, and whole tensors of it."""
+    """Return the checkpoint names of the modules of a layer, and of single tensors."""
     family = FAMILIES[config.family]
-    recurrent = _recurrent_parts(layer.mixer, family.recurrent_part) if isinstance(layer.mixer, Recurrent) else {}
-    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.part_names, **recurrent}
+    recurrent = _recurrent_parts(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
+    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
 
 
 def _recurrent_parts(mixer: Recurrent, prefix: str) -> dict[str, str]:
-    """Those of its mixer; what several of ours are cut from has the name of all together."""
+    """Return the checkpoint names of a recurrent mixer. Rows of a fused matrix have the name of the whole matrix."""
     if isinstance(mixer, GatedDeltaConfig):
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}
     else:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights under our names, memory-mapped: nothing is read until it is used."""
+"""The weights of a checkpoint by our names, memory-mapped: nothing is read before it is used."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, listed
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.containers.module import Stored
-from paceline.models.expert_stacks import split_experts
-from paceline.models.families import FAMILIES
+from paceline.models.containers.module import StoredWeight
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP
-from paceline.models.mapped_files import drop_pages
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor, view_tensor
-from paceline.models.stored_model import StoredModel, open_stored
+from paceline.models.storage.mapped_files import drop_pages
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.stacked_experts import split_experts
+from paceline.models.storage.stored_model import StoredModel, open_stored
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 
 _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
@@ -31,13 +31,12 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
 _BF16_SHIFT = np.uint32(16)
-_NAMES_IN_AN_ERROR = 20
 _KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One weight: a view of the mapped file, not to be written to; bf16, which numpy lacks, as the uint16 of its bits."""
+    """One tensor, a read-only view of the mapped file. bf16, which numpy lacks, is the uint16 of its bits."""
 
     array: NDArray[Any]
     weight_type: WeightType
@@ -50,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """One weight matrix in groups; `weight_type` is the type to compute with it in."""
+    """One matrix in groups; `weight_type` is the type of computation."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32
@@ -68,11 +67,11 @@ AnyTensor = Tensor | GroupedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """What is known of a weight before it is made.
+class TensorInfo:
+    """What is known of a tensor before it is read or computed.
 
     Attributes:
-        bits: of a code; None where there are no groups.
+        bits: of a code; None = no groups.
         nbytes: in memory.
     """
 
@@ -83,14 +82,14 @@ class TensorFacts:
 
 
 class Weights(Mapping[str, AnyTensor]):
-    """Our tensor name → its values, for exactly the tensors the config calls for.
+    """The tensors of a network by our names.
 
     Attributes:
-        own_head: "medusa" or "mtp" where the files hold such a drafting head beside the model.
-        has_encoders: they also hold what reads images or sounds, which is left out.
-        container: how quantised matrices lie in the files; None = there are none.
-        notices: what users should know of how the weights are read.
-        packed: quantised matrices by our names, which `packed_weights.py` makes tensors of.
+        own_head: "medusa" or "mtp" if the files include such a drafting head.
+        has_encoders: the files include image or audio encoders, which are not read.
+        container: the format of quantised matrices in the files; None = there are none.
+        notices: messages for users.
+        packed: quantised matrices by our names, which `packed_weights.py` converts.
     """
 
     own_head: str | None = None
@@ -104,27 +103,27 @@ class Weights(Mapping[str, AnyTensor]):
 
     @classmethod
     def open(cls, directory: Path, config: ModelConfig) -> "Weights":
-        """Map the safetensors files of a checkpoint and check them against its config.
+        """Map the safetensors files of a checkpoint, and check them against the config.
 
         Raises:
-            CheckpointError: a file is missing or damaged, a tensor is missing, unknown, or of another shape or type than expected.
+            CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
         """
         stored = open_stored(directory, config)
-        weights = cls.of_stored(directory, stored.tensors, stored.files, config)
+        weights = cls.from_stored(directory, stored.tensors, stored.files, config)
         weights.describe(stored)
         return weights
 
     def describe(self, stored: StoredModel) -> None:
-        """Take over what is known of the files."""
+        """Take the notices and the container of the checkpoint directory."""
         self.own_head, self.has_encoders = stored.own_head, stored.has_encoders
         if stored.container is not None:
             self.container, self.notices = stored.container.name, stored.container.notices
 
     @classmethod
-    def of_stored(
+    def from_stored(
         cls,
         directory: Path,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredWeight],
         files: Mapping[Path, NDArray[np.uint8]],
         config: ModelConfig,
         elsewhere: Container[str] = (),
@@ -132,11 +131,11 @@ class Weights(Mapping[str, AnyTensor]):
         """Check the tensors of a checkpoint against its config.
 
         Args:
-            stored: by their plain names, as `open_stored` gives them.
-            elsewhere: our names of tensors that somebody else makes.
+            stored: by plain names, as `open_stored` returns them.
+            elsewhere: our names of tensors that the caller provides.
 
         Raises:
-            CheckpointError: as `open`.
+            CheckpointError: As in `open`.
         """
         shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in elsewhere}
         wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
@@ -144,16 +143,18 @@ class Weights(Mapping[str, AnyTensor]):
             stored = _unfused(stored, config)
         stored = split_experts(stored, config)
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
-            wanted["embedding.weight"] = "lm_head.weight"  # either name may be the one that was kept
+            wanted["embedding.weight"] = "lm_head.weight"  # a tied matrix may be stored under either name
         missing = [name for name in wanted.values() if name not in stored]
         if missing:
-            raise CheckpointError(f"{directory} lacks {_listed(missing)} that its config.json calls for; is config.json another model's?")
+            raise CheckpointError(
+                f"{directory} lacks {listed(missing)} that its config.json requires: config.json may belong to another model"
+            )
         known = set(wanted.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
             raise CheckpointError(
-                f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
+                f"{directory} holds {listed(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
         found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
@@ -165,8 +166,8 @@ class Weights(Mapping[str, AnyTensor]):
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
-        if FAMILIES[config.family].interleaves_rotation:
-            _put_in_halves(tensors, packed, config)
+        if FAMILIES[config.family].has_interleaved_rope:
+            _reorder_rope_rows(tensors, packed, config)
         weights = cls(tensors)
         weights.packed = packed
         return weights
@@ -181,49 +182,58 @@ class Weights(Mapping[str, AnyTensor]):
         return len(self._tensors)
 
     def names(self) -> list[str]:
-        """Our names, in the order the network uses them."""
+        """Return our names, in the order of use in the network."""
         return list(self._tensors)
 
     def has(self, name: str) -> bool:
-        """Whether the network has this tensor (a bias, say)."""
+        """Return whether the network has this tensor."""
         return name in self._tensors
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        """The exact values of some rows of a matrix, [len(numbers), columns]; the others are not looked at."""
+        """Return the exact values of some rows of a matrix, [len(numbers), columns]. Other rows are not read."""
         return as_float32(self[name], numbers)
 
     def forget(self, name: str) -> None:
-        """Free what a tensor takes in memory: asked for again, it is made again, and read again from its file."""
+        """Free the memory of a tensor. The next use reads or computes it again."""
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
-    def facts(self, name: str) -> TensorFacts:
-        """What is known of a tensor without making anything."""
+    def info(self, name: str) -> TensorInfo:
+        """Return what is known of a tensor without computing it."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
-        return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
+        return TensorInfo(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
-        """A matrix as the blocks that its file holds, for who reads these; None = it is something else."""
+        """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
         return None
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        """The arrays a tensor is stored as; other values have other bytes."""
+        """Return arrays that determine the values of a tensor, for a digest."""
         tensor = self[name]
         return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights in memory."""
-        return sum(self.facts(name).nbytes for name in self)
+        """Return the bytes of all weights in memory."""
+        return sum(self.info(name).nbytes for name in self)
 
 
-class MadeWeights(Weights):
-    """Like `Weights`, but a tensor is made when it is first asked for, and kept until it is forgotten.
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is computed on first use: what is known of it, the stored arrays that determine it, and the function."""
+
+    info: TensorInfo
+    arrays: tuple[NDArray[Any], ...]
+    make: Callable[[], AnyTensor]
+
+
+class LazyWeights(Weights):
+    """`Weights` whose tensors are computed on first use, and kept until `forget`.
 
     Args:
-        names: of all tensors, in the order the network uses them.
-        make: a tensor by its name.
+        names: of all tensors, in the order of use.
+        make: returns a tensor by its name.
     """
 
     def __init__(self, names: Iterable[str], make: Callable[[str], AnyTensor]) -> None:
@@ -255,7 +265,7 @@ class MadeWeights(Weights):
 
 
 def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
-    """The exact values, of all rows or of `rows`, as float32; a view where they are stored so."""
+    """Return the exact values of all rows, or of `rows`, as float32; a view if stored as such."""
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(slice(None) if rows is None else rows)
     stored = tensor.array if rows is None else tensor.array.take(rows, 0)
@@ -266,21 +276,21 @@ def as_float32(tensor: AnyTensor, rows: NDArray[np.int32] | None = None) -> NDAr
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """bf16 bits of float32 values, rounded to nearest even."""
+    """Round float32 values to bf16 bits, to nearest even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
-def some_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
-    """The matrix of some rows: of a slice a view, else a copy."""
+def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
+    """Return the matrix of some rows: a view for a slice, otherwise a copy."""
     if isinstance(tensor, GroupedTensor):
-        return replace(tensor, matrix=tensor.matrix.some_rows(rows))
+        return replace(tensor, matrix=tensor.matrix.take_rows(rows))
     array = tensor.array[rows]
     return Tensor(array, tensor.weight_type, array.shape)
 
 
-def _unfused(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
-    """The projections of stacked matrices as row ranges of them: the same bytes of the file."""
+def _unfused(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
+    """Return fused projections as row ranges: the same bytes of the file."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
         query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
@@ -295,12 +305,13 @@ def _unfused(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Sto
     return tensors
 
 
-def _row_ranges(name: str, tensor: Stored, sizes: Sequence[int]) -> list[Stored]:
-    """A matrix cut into matrices of so many rows."""
+def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[StoredWeight]:
+    """Split a matrix into row ranges of these sizes."""
     if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
         where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
         raise CheckpointError(
-            f"{where} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes)} rows; one of the two files is another model's"
+            f"{where} has shape {list(tensor.shape)}, but config.json requires {sum(sizes)} rows; "
+            "one of the two files belongs to another model"
         )
     ends = list(accumulate(sizes))
     if isinstance(tensor, PackedMatrix):
@@ -314,32 +325,32 @@ def _row_ranges(name: str, tensor: Stored, sizes: Sequence[int]) -> list[Stored]
 
 
 def _is_offset(name: str) -> bool:
-    """Whether it is one of the norm weights that are stored less 1: those behind recurrent layers are not."""
+    """Return whether a norm weight is stored minus 1. Those after recurrent mixers are not."""
     return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
 
 
 def _plus_one(tensor: AnyTensor) -> Tensor:
-    """A norm weight stored less 1, as float32, because the sum may need more bits than the file's type has."""
+    """Return a norm weight plus 1, in float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
-def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
-    """Which stored row each row of queries or keys is, where files hold the values of a head that rotate together side by side."""
+def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
+    """Return the stored row of each row of q or k, for files with interleaved (GPT-J style) rotary rows."""
     heads = np.arange(num_rows).reshape(-1, head_size)
     turned, passed = heads[:, :rotary_size], heads[:, rotary_size:]
     halves = turned.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
     return np.concatenate((halves, passed), axis=1).reshape(num_rows)
 
 
-def _put_in_halves(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
-    """Put queries and keys in the order that the network rotates: copies."""
+def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
+    """Copy q and k into the network's row order, with rotary pairs (j, j + R/2)."""
     for index, attention in config.attentions.items():
         head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
             found = tensors.get(name, packed.get(name))
             if found is None:
                 continue
-            order = order_of_halves(found.shape[0], head_size, attention.rope.rotary_size(head_size))
+            order = half_split_order(found.shape[0], head_size, attention.rope.rotary_size(head_size))
             if isinstance(found, PackedMatrix):
                 packed[name] = found.rows(order)
             else:
@@ -347,29 +358,29 @@ def _put_in_halves(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], 
 
 
 def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> PackedMatrix:
-    """The matrix, if it has this shape.
+    """Return the matrix if it has this shape.
 
     Raises:
-        CheckpointError: it has another.
+        CheckpointError: It has another.
     """
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
-            "one of the two files is another model's"
+            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
         )
     return stored
 
 
 def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: Mapping[Path, NDArray[np.uint8]]) -> Tensor:
-    """A view of a stored tensor.
+    """Return a view of a stored tensor.
 
     Raises:
-        CheckpointError: it is of another shape, or of a type that we do not read.
+        CheckpointError: It has another shape, or an unsupported type.
     """
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
-            "one of the two files is another model's"
+            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
         )
     if stored.dtype not in _STORED_TYPES:
         raise CheckpointError(
@@ -381,24 +392,24 @@ def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: 
 
 
 def _is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints store the rotary frequencies, which we compute, some the tied matrix twice, some what shares another layer's keys."""
+    """Return whether a tensor is not needed: rotary frequencies, a second copy of the tied matrix, and unused k and v projections."""
     if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
         return True
     unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_PARTS)})\.(weight|bias)", name)
-    return unused is not None and shares_keys(config, int(unused[1]))
+    return unused is not None and shares_kv(config, int(unused[1]))
 
 
-def shares_keys(config: ModelConfig, layer: int) -> bool:
-    """Whether a layer reads the keys and values of another: what it has of its own for them is never used."""
+def shares_kv(config: ModelConfig, layer: int) -> bool:
+    """Return whether a layer reads the keys and values of another layer, so that its own projections are unused."""
     return layer in config.attentions and config.attentions[layer].kv_layer is not None
 
 
-def _is_zero_bias(name: str, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
-    """Whether it adds nothing, as the biases that AutoGPTQ gives every matrix."""
+def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
+    """Return whether a tensor is a bias of zeros, which AutoGPTQ adds to every matrix."""
     return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
 
 
-def _check_tied(embedding: Tensor | PackedMatrix | None, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+def _check_tied(embedding: Tensor | PackedMatrix | None, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> None:
     if isinstance(stored, PackedMatrix):
         arrays = embedding.arrays if isinstance(embedding, PackedMatrix) else ()
         is_same = len(arrays) == len(stored.arrays) and all(map(np.array_equal, arrays, stored.arrays))
@@ -413,10 +424,3 @@ def _check_tied(embedding: Tensor | PackedMatrix | None, stored: Stored, files: 
         raise CheckpointError(
             f"{where} differs from the embedding although tie_word_embeddings is true; set tie_word_embeddings to false in config.json"
         )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"{count}: {shown}{f' and {rest} more' if rest > 0 else ''}"

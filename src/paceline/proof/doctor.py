@@ -15,7 +15,7 @@ from paceline.models.adapters.read import read_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import matrix_bits
-from paceline.models.quantized_cache import FOLDER, cached_bytes
+from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory

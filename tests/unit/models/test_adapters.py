@@ -15,11 +15,11 @@ from paceline.config import QuantOptions
 from paceline.errors import CapacityError, CheckpointError, ConfigError
 from paceline.models.adapters import patterns
 from paceline.models.adapters.merge import MergedWeights
-from paceline.models.adapters.patterns import MatchedModules, endings_of
+from paceline.models.adapters.patterns import ModuleSelector, first_patterns
 from paceline.models.adapters.read import read_adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantize import quantize_matrix
-from paceline.models.quantized_cache import quantized_weights
+from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
@@ -165,7 +165,7 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
 def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
-    with pytest.raises(CheckpointError, match="holds 3 bytes behind its last tensor, which no safetensors file does"):
+    with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
         read(tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path
     plain = random_weights(CONFIG)
     base = quantized_weights(plain, QuantOptions(bits=8, group=64), None)
     ours = MergedWeights(base, CONFIG, read(write_adapter(tmp_path, of_queries())), weight_type=WeightType.BF16)
-    assert ours.facts("layers.0.q_proj.weight").bits is None
+    assert ours.info("layers.0.q_proj.weight").bits is None
     assert isinstance(ours["layers.0.k_proj.weight"], GroupedTensor)
     assert any("2 quantised matrices become bf16 with the adapter merged" in notice for notice in ours.notices)
 
@@ -285,13 +285,13 @@ MODULES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("s
 )  # fmt: skip
 def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expected: Any) -> None:
     nothing: dict[str, Any] = {"excluded": (), "saved": (), "layers": (), "layers_pattern": ()}
-    found = MatchedModules(path=Path("adapter_config.json"), **{**nothing, **settings}).of(MODULES)
+    found = ModuleSelector(path=Path("adapter_config.json"), **{**nothing, **settings}).select(MODULES)
     assert sorted(found) == sorted(filter(expected, MODULES))
 
 
 def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
     endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
-    found = endings_of(endings, MODULES, Path("x"))
+    found = first_patterns(endings, MODULES, Path("x"))
     assert found["model.layers.1.self_attn.q_proj"] == endings[0]
     assert found["model.layers.2.self_attn.q_proj"] == endings[1]
     assert found["model.layers.3.self_attn.q_proj"] == endings[2]

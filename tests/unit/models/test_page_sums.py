@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.native_network import BUILT, open_kernels
-from paceline.models.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, plain_page_sums
+from paceline.models.storage.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, plain_page_sums
 from paceline.runtimes.native.checksum import fastest_page_sums, native_page_sums
 
 SECTOR = 512

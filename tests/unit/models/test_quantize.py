@@ -10,7 +10,7 @@ from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, draft
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
-from paceline.models.quantize import Scheme, fitting_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
+from paceline.models.quantize import Scheme, largest_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
 from paceline.models.weights import GroupedTensor, Tensor, Weights
 
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -152,7 +152,7 @@ def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_ty
     ("columns", "wished", "group"), [(384, 128, 128), (192, 128, 64), (96, 128, 32), (384, 32, 32), (100, 128, None), (16, 128, None)]
 )
 def test_the_group_is_the_largest_that_fits(columns: int, wished: int, group: int | None) -> None:
-    assert fitting_group(columns, wished) == group
+    assert largest_group(columns, wished) == group
 
 
 def tiny_weights(*, is_tied: bool = True) -> Weights:
@@ -214,7 +214,7 @@ def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group=32)) for bits in (8, 4))
 
     def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
-        facts = Weights({"a": tensor}).facts("a")
+        facts = Weights({"a": tensor}).info("a")
         return scheme_for("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None

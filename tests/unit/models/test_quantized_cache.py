@@ -17,9 +17,9 @@ import pytest
 
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
-from paceline.models import quantized_cache
 from paceline.models.config import WeightType
-from paceline.models.quantized_cache import FOLDER, cached_bytes, quantized_weights
+from paceline.models.storage import quantized_cache
+from paceline.models.storage.quantized_cache import FOLDER, cached_bytes, quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32
 
 INT4 = QuantOptions(bits=4)
@@ -178,7 +178,7 @@ KILLED = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}]
     from test_quantized_cache import INT4, make_weights
-    from paceline.models import quantized_cache
+    from paceline.models.storage import quantized_cache
     quantize, calls = quantized_cache.quantize_tensor, []
 
     def quantize_some(*arguments, **options):
@@ -311,8 +311,8 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
 @pytest.mark.parametrize("cached", [True, False])
 def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: Path, cached: bool) -> None:
     found = quantized_weights(make_weights(), INT4, tmp_path if cached else None)
-    expected = [found.facts(name) for name in found]
-    assert expected == [Weights(found).facts(name) for name in found]
+    expected = [found.info(name) for name in found]
+    assert expected == [Weights(found).info(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
 
 

@@ -11,10 +11,10 @@ from harness.checkpoints import write_checkpoint
 from harness.gguf_checkpoints import write_gguf
 from paceline.config import QuantOptions
 from paceline.models.checkpoint import open_weights, read_model_config
-from paceline.models.gguf import places as gguf_places
+from paceline.models.gguf import stored_tensor
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.quantized_cache import FOLDER, quantized_weights
-from paceline.models.weights import GroupedTensor, Weights, as_float32, order_of_halves
+from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
+from paceline.models.weights import GroupedTensor, Weights, as_float32, half_split_order
 
 pytest.importorskip("gguf")
 
@@ -48,10 +48,10 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(gguf_places, "group_blocks", fail)
+    monkeypatch.setattr(stored_tensor, "group_blocks", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
-    assert {found.facts(name).bits for name in found} == {None, 4}
-    assert all(found[name].shape == found.facts(name).shape for name in found)
+    assert {found.info(name).bits for name in found} == {None, 4}
+    assert all(found[name].shape == found.info(name).shape for name in found)
 
 
 @pytest.mark.parametrize("block_type", ["BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0"])
@@ -59,22 +59,22 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
 def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, block_type: str, regroup: bool) -> None:
     path = write_gguf(write_checkpoint(tmp_path / "hf", "phi3"), tmp_path / "model.gguf", block_type)
     weights = opened(path, regroup=regroup)
-    expected = {name: weights.facts(name) for name in weights}
+    expected = {name: weights.info(name) for name in weights}
     assert not weights._tensors
-    assert expected == {name: Weights(weights).facts(name) for name in weights}
+    assert expected == {name: Weights(weights).info(name) for name in weights}
 
 
 def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     """Blocks of Q4_0 and IQ4_NL have the same size, and heads of other widths another order of rows."""
     weights = opened(path)
     name = "layers.0.q_proj.weight"
-    place = weights._places[name]
+    source = weights._sources[name]
     before = [array.tobytes() for array in weights.stored(name)]
     for changed in (
-        replace(place, rows=partial(order_of_halves, 64, 8, 8)),
-        replace(place, rows=partial(order_of_halves, 64, 16, 8)),
-        replace(place, columns=partial(order_of_halves, 64, 16, 8)),
-        replace(place, tensor=replace(place.tensor, block_type=BLOCK_TYPES[20])),
+        replace(source, rows=partial(half_split_order, 64, 8, 8)),
+        replace(source, rows=partial(half_split_order, 64, 16, 8)),
+        replace(source, columns=partial(half_split_order, 64, 16, 8)),
+        replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
-        weights._places[name] = changed
+        weights._sources[name] = changed
         assert [array.tobytes() for array in weights.stored(name)] != before

@@ -7,7 +7,7 @@ import pytest
 
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
 from paceline.models.adapters.adapter import LowRank
-from paceline.models.adapters.placed import PlacedAdapter
+from paceline.models.adapters.network_adapter import NetworkAdapter
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor
 from paceline.runtimes.base import FloatArray, RowRange
@@ -26,16 +26,16 @@ def normal(random: np.random.Generator, *shape: int) -> FloatArray:
     return random.standard_normal(shape).astype(np.float32)
 
 
-def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], *, biases: Sequence[str] = ()) -> PlacedAdapter:
+def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], *, biases: Sequence[str] = ()) -> NetworkAdapter:
     products = {name: LowRank(normal(random, rank, COLUMNS), normal(random, OUTPUTS[name], rank)) for name, rank in ranks.items()}
-    return PlacedAdapter(products, {name: normal(random, OUTPUTS[name]) for name in biases}, {})
+    return NetworkAdapter(products, {name: normal(random, OUTPUTS[name]) for name in biases}, {})
 
 
 def build(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
     return blocks.linear(inputs[0], *OUTPUTS)
 
 
-def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, PlacedAdapter], **options: object) -> Network:
+def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, NetworkAdapter], **options: object) -> Network:
     native = {number: NativeAdapter(one) for number, one in adapters.items()}
     return Network([COLUMNS], build, tensors=tensors, adapters=native, **options)  # type: ignore[arg-type]
 
@@ -51,7 +51,7 @@ def run(network: Network, x: FloatArray, numbers: Sequence[int]) -> list[FloatAr
     return network(x, batch=make_batch(ranges))
 
 
-def expected(base: list[FloatArray], x: FloatArray, adapters: Mapping[int, PlacedAdapter], numbers: Sequence[int]) -> list[FloatArray]:
+def expected(base: list[FloatArray], x: FloatArray, adapters: Mapping[int, NetworkAdapter], numbers: Sequence[int]) -> list[FloatArray]:
     found = [part.astype(np.float64) for part in base]
     for row, number in enumerate(numbers):
         for part, name in zip(found, OUTPUTS, strict=True):
@@ -67,7 +67,7 @@ def floats(random: np.random.Generator) -> dict[str, AnyTensor]:
     return {f"{name}.weight": plain_tensor(normal(random, outputs, COLUMNS)) for name, outputs in OUTPUTS.items()}
 
 
-def some_adapters(random: np.random.Generator) -> dict[int, PlacedAdapter]:
+def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"q_proj": 16, "v_proj": 1})
     for low in exact.products.values():  # bfloat16 holds them
         low.down.view(np.uint32)[...] &= 0xFFFF0000
@@ -125,7 +125,7 @@ def test_every_instruction_set_gives_the_same_bits(level: str, seed: int) -> Non
 def test_a_whole_matrix_takes_the_place_of_the_vocabulary_for_rows_of_its_adapter(seed: int) -> None:
     random = np.random.default_rng(seed)
     head, saved = normal(random, 70, COLUMNS), normal(random, 70, COLUMNS)
-    adapters = {1: NativeAdapter(PlacedAdapter({}, {}, {"lm_head": saved})), 2: NativeAdapter(PlacedAdapter({}, {}, {}))}
+    adapters = {1: NativeAdapter(NetworkAdapter({}, {}, {"lm_head": saved})), 2: NativeAdapter(NetworkAdapter({}, {}, {}))}
 
     def logits(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
         return [blocks.lm_head(blocks.logits_rows(inputs[0]), "embedding")]

@@ -10,7 +10,7 @@ from harness.model_configs import make_config
 from harness.native_network import BUILT, Network, make_batch, open_kernels, plain_tensor
 from paceline.kv_cache.paged import CachedSequence
 from paceline.models.adapters.adapter import LowRank
-from paceline.models.adapters.placed import LM_HEAD, PlacedAdapter
+from paceline.models.adapters.network_adapter import LM_HEAD, NetworkAdapter
 from paceline.models.quantize import quantize_matrix
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, WeightType
@@ -71,7 +71,7 @@ def test_a_product_keeps_the_largest_of_each_block_of_its_logits(form: str, outp
 def test_they_are_those_of_logits_with_what_adapters_add(seed: int) -> None:
     random = np.random.default_rng(seed)
     low = LowRank(*(random.standard_normal(shape).astype(np.float32) for shape in ((4, COLUMNS), (1000, 4))))
-    adapters = {1: NativeAdapter(PlacedAdapter({LM_HEAD: low}, {}, {}))}
+    adapters = {1: NativeAdapter(NetworkAdapter({LM_HEAD: low}, {}, {}))}
     network, x = head("f32", 1000, adapters=adapters), random.standard_normal((2, COLUMNS)).astype(np.float32)
     table = np.arange(4, dtype=np.int32)
     logits, block_max = network(x, batch=make_batch([RowRange(0, 1, 0, table), RowRange(1, 1, 0, table, adapter=1)]))

@@ -8,7 +8,7 @@ import pytest
 
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
 from paceline.models.adapters.adapter import LowRank
-from paceline.models.adapters.placed import PlacedAdapter
+from paceline.models.adapters.network_adapter import NetworkAdapter
 from paceline.models.layers import DenseMLP, ExpertMLP, Routing
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
@@ -43,7 +43,7 @@ def make_weights(random: np.random.Generator, stored: str = "floats") -> dict[st
     return tensors
 
 
-def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: Sequence[int], biases: Sequence[str] = ()) -> PlacedAdapter:
+def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: Sequence[int], biases: Sequence[str] = ()) -> NetworkAdapter:
     products, offsets = dict[str, LowRank](), dict[str, FloatArray]()
     for expert in experts:
         for part, rank in ranks.items():
@@ -52,10 +52,10 @@ def adapter_of(random: np.random.Generator, ranks: Mapping[str, int], experts: S
             products[f"experts.{expert}.{part}"] = low
         for part in biases:
             offsets[f"experts.{expert}.{part}"] = normal(random, SHAPES[part][0])
-    return PlacedAdapter(products, offsets, {})
+    return NetworkAdapter(products, offsets, {})
 
 
-def some_adapters(random: np.random.Generator) -> dict[int, PlacedAdapter]:
+def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     exact = adapter_of(random, {"gate_proj": 9}, range(5))
     for low in exact.products.values():  # bfloat16 holds them
         low.down.view(np.uint32)[...] &= 0xFFFF0000
@@ -64,7 +64,7 @@ def some_adapters(random: np.random.Generator) -> dict[int, PlacedAdapter]:
         1: adapter_of(random, {"gate_proj": 5, "up_proj": 3, "down_proj": 4}, range(COUNT)),
         2: exact,
         3: adapter_of(random, {"down_proj": 20}, range(1, COUNT, 2), biases=["up_proj"]),
-        4: PlacedAdapter({}, {}, {}),
+        4: NetworkAdapter({}, {}, {}),
     }
 
 
@@ -72,7 +72,7 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> Sequence[Value]:
     return [blocks.experts(*inputs, MLP, "")]
 
 
-def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, PlacedAdapter] | None, **options: Any) -> Network:
+def network_of(tensors: Mapping[str, AnyTensor], adapters: Mapping[int, NetworkAdapter] | None, **options: Any) -> Network:
     native = None if adapters is None else {number: NativeAdapter(one) for number, one in adapters.items()}
     return Network([WIDTH, COUNT], build, tensors=tensors, adapters=native, **options)
 
@@ -87,7 +87,7 @@ def run(network: Network, given: Given, numbers: Sequence[int]) -> FloatArray:
     return network(*given, batch=make_batch(ranges))[0]
 
 
-def merged(tensors: Mapping[str, AnyTensor], adapter: PlacedAdapter) -> dict[str, AnyTensor]:
+def merged(tensors: Mapping[str, AnyTensor], adapter: NetworkAdapter) -> dict[str, AnyTensor]:
     """The weights with what an adapter adds in them."""
     found = dict(tensors)
     for name, low in adapter.products.items():

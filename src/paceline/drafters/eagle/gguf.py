@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.models.gguf.blocks import group_blocks
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.tensor_file import FileTensor
+from paceline.models.storage.tensor_file import FileTensor
 
 ARCHITECTURE = "eagle3"
 _PLAIN = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}

@@ -7,9 +7,9 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType, check_frequencies
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
-from paceline.models.layer_reader import ACTIVATIONS
+from paceline.models.layer_builder import ACTIVATIONS
 from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
@@ -105,7 +105,7 @@ def written_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeCo
     Raises:
         CheckpointError: it is not one we compute.
     """
-    family = replace(FAMILIES["llama"], rotates_partially=files.is_speculators)
+    family = replace(FAMILIES["llama"], has_partial_rope=files.is_speculators)
     return read_rope(fields, family, head_size=head_size).for_context(None)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
 from paceline.models.json_fields import JsonFields
-from paceline.models.tensor_file import FileTensor
+from paceline.models.storage.tensor_file import FileTensor
 
 DEFAULT_POSITIONS = 2048  # what a config without a length means
 _ALIASES = {

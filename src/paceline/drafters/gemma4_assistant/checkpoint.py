@@ -12,7 +12,8 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig
-from paceline.models.gguf.terms import in_its_terms
+from paceline.models.families.gemma4 import METADATA_KEYS
+from paceline.models.gguf.config import with_metadata_keys
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import Weights
 
@@ -50,7 +51,7 @@ def load_assistant(files: HeadFiles, target: ModelConfig, *, num_threads: int = 
     try:
         config = read_assistant(files, target)
     except CheckpointError as error:
-        raise in_its_terms(error, files.config["general.architecture"]) from None
+        raise with_metadata_keys(error, files.config["general.architecture"], METADATA_KEYS) from None
     weights, ordering = open_gguf_weights(files, config, num_threads=num_threads)
     return Assistant(config, weights, None if config.clusters is None else _ordering(files, ordering, config.layers.vocab_size))
 

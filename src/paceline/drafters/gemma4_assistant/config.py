@@ -9,10 +9,10 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType, check_frequencies
-from paceline.models.families import FAMILIES
-from paceline.models.gemma4 import layers_of, sliding_layers
+from paceline.models.families.gemma4 import build_layers, sliding_layers
+from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
-from paceline.models.layer_reader import LayerReader
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig
 
 _FAMILIES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
@@ -66,7 +66,7 @@ def read_assistant(files: HeadFiles, target: ModelConfig) -> AssistantConfig:
     whole = JsonFields(values, path)
     vocab_size, feature_size = fields.size("vocab_size"), whole.size("backbone_hidden_size", _FEATURE_SIZE)
     check_pairing(files, target, hidden_size=feature_size, vocab_rows=vocab_size)
-    layers = _layers(files, LayerReader(fields, family), target)
+    layers = _layers(files, LayerBuilder(fields, family), target)
     config = ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -87,7 +87,7 @@ def _config_path(files: HeadFiles) -> Path:
     return (files.path if files.path.is_dir() else files.path.parent) / "config.json"
 
 
-def _layers(files: HeadFiles, read: LayerReader, target: ModelConfig) -> tuple[LayerConfig, ...]:
+def _layers(files: HeadFiles, read: LayerBuilder, target: ModelConfig) -> tuple[LayerConfig, ...]:
     fields = read.fields
     for name, none in (("hidden_size_per_layer_input", 0), ("use_double_wide_mlp", False)):
         if fields.values.get(name) not in (None, none):
@@ -99,7 +99,7 @@ def _layers(files: HeadFiles, read: LayerReader, target: ModelConfig) -> tuple[L
     for is_local in slides:
         if is_local not in owners:
             raise IncompatibleDrafterError(f"the assistant {files.path} has {_KINDS[is_local]} layers, the target has none that keep keys")
-    layers = layers_of(read, slides, [owners[is_local] for is_local in slides])
+    layers = build_layers(read, slides, [owners[is_local] for is_local in slides])
     made = {layer: _reading(files, read, layer, target) for layer in dict.fromkeys(layers)}
     return tuple(made[layer] for layer in layers)
 
@@ -110,7 +110,7 @@ def _owners(target: ModelConfig) -> dict[bool, int]:
     return {plain[index] != plain[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}
 
 
-def _reading(files: HeadFiles, read: LayerReader, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
+def _reading(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
     """A layer with the key heads and the window of the target's layer it reads.
 
     A row stands at the position behind the cached ones and has no key of its own there: it sees one cached row less than the window.

@@ -17,12 +17,12 @@ from paceline.drafters.head_containers import listed
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, shortened
+from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES, assistant_config
 from paceline.models.gguf.config import ROPE_TENSORS
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
-from paceline.models.gguf.gemma4 import ASSISTANTS, assistant_values
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.weights import GgufWeights, Others
-from paceline.models.tensor_file import ITEM_TYPES, FileTensor
+from paceline.models.gguf.weights import ExtraTensors, GgufWeights
+from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor
 
 _PRE, _POST, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
 _USUAL = {
@@ -46,9 +46,9 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
     """
     file = open_gguf(path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in ASSISTANTS:
+    if architecture not in ASSISTANT_ARCHITECTURES:
         return None
-    text = assistant_values(file)
+    text = assistant_config(file)
     features = _features(file)
     names = _names(file, text["vocab_size"], text["hidden_size"], features)
     is_clustered = file.metadata.get(f"{architecture}.use_ordered_embeddings")
@@ -87,7 +87,7 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
         tensors["centroids.weight"] = names[_CENTROIDS], (config.clusters.count, layers.hidden_size)
     if _OWN_HEAD in file.tensors:  # the other one is not used then
         tensors["embedding.weight"] = _OWN_HEAD, (layers.vocab_size, layers.hidden_size)
-    others = Others(tensors, {*names.values(), _EMBEDDING}, "assistant")
+    others = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
     return GgufWeights(file, layers, others=others, num_threads=num_threads), names.get(_ORDERING, "")
 
 

@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to a model, under the target's own names and in float32; of X-LoRA, what several of them add together.
+"""A LoRA adapter in float32, by the target's own names; for X-LoRA, the sum of several adapters with their weights.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1; Buehler and Buehler 2024, "X-LoRA: Mixture of
 Low-Rank Adapter Experts", section 2 (arXiv:2402.07148).
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one product with a matrix: up @ (down @ x).
+    """The low-rank update of one matrix: up @ (down @ x) is added to its product.
 
     Attributes:
-        down: [rank, in_features] float32; of the embedding [rank, vocab], whose columns are looked up.
-        up: [out_features, rank] float32, the adapter's scale already multiplied in.
+        down: lora_A, [rank, in_features] float32. For the embedding [rank, vocab], whose columns are looked up.
+        up: lora_B times the adapter's scale, [out_features, rank] float32.
     """
 
     down: NDArray[np.float32]
@@ -26,20 +26,20 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How X-LoRA weighs its adapters, K of them, for each row by itself.
+    """How X-LoRA weights its K adapters, for each row separately.
 
-    The ranks of its products are those of all adapters, one adapter's behind another's. A scaling pass in front of the real one gives the
-    row's hidden state, the classifier makes L * K scalings of it, and what `down` gives for a rank is multiplied by the rank's own.
+    The ranks of a product are those of all adapters, one adapter after the other. A scaling pass before the real pass computes the hidden
+    state of a row. The classifier turns it into L * K scalings. What `down` gives for a rank is multiplied by the scaling of that rank.
 
     Attributes:
         num_adapters: K.
-        num_layers: L, the matrices that have scalings of their own; 1 = all have the same.
-        classifier: weight [out, in] and bias [out] float32 of each layer, ReLU between them; the last one has L * K outputs.
-        temperature: of the softmax over the K outputs of a matrix; None = outputs are scalings.
-        top_k: the largest scalings that stay, of equal ones the first; the others are 0. None = all stay.
-        has_softmax_of_top_k: those that stay go through a softmax of their own, without those that are 0.
-        pass_scaling: every scaling of the scaling pass.
-        columns: by the name of a product, [rank] int32: which of the L * K scalings each rank is multiplied by.
+        num_layers: L, the matrices with scalings of their own; 1 = all matrices have the same.
+        classifier: weight [out, in] and bias [out] float32 of each linear layer, with ReLU between layers. The last has L * K outputs.
+        temperature: of the softmax over the K outputs of a matrix; None = no softmax.
+        top_k: only the largest `top_k` scalings are kept, the first of equal ones; the others become 0. None = all are kept.
+        has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
+        pass_scaling: the value of every scaling in the scaling pass.
+        columns: [rank] int32 by the name of a product: the index among the L * K scalings for each rank.
     """
 
     num_adapters: int
@@ -57,12 +57,12 @@ class Adapter:
     """One adapter. Names are those of the target's checkpoint without `model.` and `.weight`: `layers.0.self_attn.q_proj`.
 
     Attributes:
-        name: as requests call it.
-        key: digest of every value that changes a token; part of the key of the prefix index.
-        products: what is added to products, by the name of their matrix.
-        biases: [out_features] float32, added to (not in the place of) what a product has as its bias, by the same names.
-        saved: whole matrices in the place of the target's: `embed_tokens`, `lm_head`.
-        mixture: of X-LoRA, how its products are weighed; None = a plain one.
+        name: as requests select it.
+        key: digest of every value that can change a token; part of the prefix cache key.
+        products: low-rank updates, by the name of their matrix.
+        biases: [out_features] float32, added to the bias of a matrix, by the same names.
+        saved: whole matrices that replace the target's: `embed_tokens`, `lm_head`.
+        mixture: how X-LoRA weights the products; None = a plain LoRA adapter.
     """
 
     name: str

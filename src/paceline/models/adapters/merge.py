@@ -1,4 +1,4 @@
-"""A model and one adapter as one model: each matrix with what the adapter adds, in float32, before it is rounded or quantised."""
+"""The weights of a model with one adapter merged: W + up @ down in float32, before rounding or quantisation."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, places_of
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
-from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, to_bf16
 
 _CHUNK_VALUES = 1 << 20
 _ITEM_TYPES = {WeightType.F32: np.float32, WeightType.F16: np.float16, WeightType.BF16: np.uint16}
@@ -20,21 +20,21 @@ Floats = NDArray[np.float32]
 
 
 def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
-    """The network with an adapter merged: embedding and head are two matrices once one of them has changed."""
+    """Return the network with an adapter merged. If it changes the embedding or the head, the two are no longer tied."""
     changed = {*adapter.products, *adapter.biases, *adapter.saved} & {EMBEDDING, LM_HEAD}
     return replace(config, tied_embeddings=False) if changed else config
 
 
-class MergedWeights(MadeWeights):
-    """The weights of a model with an adapter merged; what the adapter changes is made when it is first asked for.
+class MergedWeights(LazyWeights):
+    """The weights of a model with an adapter merged. Changed tensors are computed on first use.
 
     Args:
-        base: of the model.
-        config: of the model, tied embeddings as they were.
-        adapter: made for it.
-        weight_type: what changed matrices are rounded to, to nearest even.
-        quantised_type: likewise, of those that are quantised in `base`; None = `weight_type`.
-        quantised_next: each matrix is quantised as soon as it is made.
+        base: the weights of the model.
+        config: of the model, before merging.
+        adapter: made for this model.
+        weight_type: to which changed matrices are rounded, to nearest even.
+        quantised_type: the same for matrices that are quantised in `base`; None = `weight_type`.
+        quantised_next: the caller quantises each matrix as soon as it is computed.
     """
 
     def __init__(
@@ -51,9 +51,11 @@ class MergedWeights(MadeWeights):
         self._quantised_type, self._quantised_next = quantised_type or weight_type, quantised_next
         is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
-        places = [(name, place) for name, of_name in places_of(config).items() for place in of_name]
-        self._changed = {f"{place.name}.weight": (name, place) for name, place in places if name in {**adapter.products, **adapter.saved}}
-        self._biases = {f"{place.name}.bias": (name, place) for name, place in places if name in adapter.biases}
+        matrices = [(name, matrix) for name, of_name in network_matrices(config).items() for matrix in of_name]
+        self._changed = {
+            f"{matrix.name}.weight": (name, matrix) for name, matrix in matrices if name in {**adapter.products, **adapter.saved}
+        }
+        self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in matrices if name in adapter.biases}
         names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
         super().__init__(names, self._tensor)
         self.own_head, self.has_encoders, self.container = base.own_head, base.has_encoders, base.container
@@ -63,24 +65,24 @@ class MergedWeights(MadeWeights):
     def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
         return super().rows(name, numbers) if self.changes(name) else self._base.rows(self._sources.get(name, name), numbers)
 
-    def facts(self, name: str) -> TensorFacts:
+    def info(self, name: str) -> TensorInfo:
         if name in self._biases:
             size = len(self._added_bias(name))
-            return TensorFacts((size,), WeightType.F32, None, 4 * size)
-        facts = self._base.facts(self._sources.get(name, name))
+            return TensorInfo((size,), WeightType.F32, None, 4 * size)
+        info = self._base.info(self._sources.get(name, name))
         if name not in self._changed:
-            return facts
-        weight_type = self._type if facts.bits is None else self._quantised_type
-        nbytes = int(np.prod(facts.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
-        return replace(facts, weight_type=weight_type, bits=None, nbytes=nbytes)
+            return info
+        weight_type = self._type if info.bits is None else self._quantised_type
+        nbytes = int(np.prod(info.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
+        return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
         return None if self.changes(name) else self._base.blocks(self._sources.get(name, name))
 
     @property
-    def made_bytes(self) -> int:
-        """What the matrices that the adapter changes take in memory, all at once."""
-        return 0 if self._quantised_next else sum(self.facts(name).nbytes for name in self._changed)
+    def changed_bytes(self) -> int:
+        """Return the bytes in memory of all matrices that the adapter changes."""
+        return 0 if self._quantised_next else sum(self.info(name).nbytes for name in self._changed)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
@@ -90,20 +92,20 @@ class MergedWeights(MadeWeights):
     def forget(self, name: str) -> None:
         super().forget(name)
         source = self._sources.get(name, name)
-        if self._base.has(source):  # not a bias that the adapter brings
+        if self._base.has(source):  # false for a bias that only the adapter has
             self._base.forget(source)
 
     def changes(self, name: str) -> bool:
-        """Whether a tensor is another one than the model's."""
+        """Return whether the adapter changes a tensor."""
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:
-        """That this is another target, and what it costs that quantised matrices become floats."""
-        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
-        quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
+        """Yield that the merged model is another target, and the memory that dequantised matrices take."""
+        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
+        quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
         if quantised and not self._quantised_next:
-            size = sum(self.facts(name).nbytes for name in quantised)
-            stored = sum(self._base.facts(self._sources.get(name, name)).nbytes for name in quantised)
+            size = sum(self.info(name).nbytes for name in quantised)
+            stored = sum(self._base.info(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
                 f"{len(quantised)} quantised matrices become {self._quantised_type.value} with the adapter merged: {size / 1e9:.2g} GB in "
                 f"memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
@@ -124,14 +126,14 @@ class MergedWeights(MadeWeights):
         return merged
 
     def _merged(self, name: str, source: str) -> Tensor:
-        changed, place = self._changed[name]
+        changed, matrix = self._changed[name]
         product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
         tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
         if product is not None and changed == EMBEDDING:
             product = LowRank(product.up.T, product.down.T)
-        elif product is not None and place.rows is not None:
-            product = LowRank(product.down, product.up[place.rows])
-        weight_type = self.facts(name).weight_type
+        elif product is not None and matrix.rows is not None:
+            product = LowRank(product.down, product.up[matrix.rows])
+        weight_type = self.info(name).weight_type
         found = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):
@@ -141,9 +143,9 @@ class MergedWeights(MadeWeights):
         return Tensor(found, weight_type, tensor.shape)
 
     def _added_bias(self, name: str) -> Floats:
-        changed, place = self._biases[name]
+        changed, matrix = self._biases[name]
         own = self._adapter.biases[changed]
-        return own if place.rows is None else own[place.rows]
+        return own if matrix.rows is None else own[matrix.rows]
 
     def _rounded(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
         if weight_type is WeightType.BF16:

@@ -1,4 +1,4 @@
-"""The matrices of a target that adapters name, and which products of the network each of them holds."""
+"""The matrices of a target that an adapter can change, by their checkpoint names, and where they are in the network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
-from paceline.models.joined_products import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
+from paceline.models.families.table import FAMILIES
 from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
+from paceline.models.storage.fused_matrices import Parts, Rows, consecutive_rows, fused_by_key_head, fused_in_layer, num_rows
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import order_of_halves
+from paceline.models.weights import half_split_order
 
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 _OF_CONVOLUTIONS = "conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
-    """A matrix [N, K] as adapters name it.
+class TargetModule:
+    """A matrix [N, K] by its checkpoint name.
 
     Attributes:
-        parts: the products of `Adapter` in it, with their rows; None = all of one.
+        parts: names of the products of `Adapter` in it, with their rows; None = all rows.
     """
 
     shape: tuple[int, int]
@@ -30,11 +30,11 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrices [N, K] of the experts of a layer, which models hold as one parameter.
+class ExpertParameter:
+    """A parameter with the matrices [N, K] of all experts of a layer.
 
     Attributes:
-        experts: of each expert, as the parts of a `Module`.
+        experts: for each expert the names of its products, with their rows in its matrix.
     """
 
     shape: tuple[int, int]
@@ -42,81 +42,81 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a product of `Adapter` is in the network.
+class NetworkMatrix:
+    """A matrix of the network that a product of `Adapter` is added to.
 
     Attributes:
-        name: of the weight in `Weights`, without `.weight`.
-        rows: of the product, in the order in which the network has them; None = as they are.
+        name: the tensor in `Weights`, without `.weight`.
+        rows: the rows of the product that belong to it, in the network's order; None = all, in order.
     """
 
     name: str
     rows: Rows | None = None
 
 
-def places_of(config: ModelConfig) -> dict[str, tuple[Place, ...]]:
-    """Every product that an adapter may add to, by its name in `Adapter`: several where a checkpoint's matrix holds several of ours."""
-    shapes, found = tensor_shapes(config), dict[str, tuple[Place, ...]]()
+def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
+    """Return the network's matrices for every product of `Adapter`: several if the checkpoint fuses several of ours in one matrix."""
+    shapes, found = tensor_shapes(config), dict[str, tuple[NetworkMatrix, ...]]()
     joined = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
         for index, layer in enumerate(config.layers)
-        for source, parts in joined_in_layer(layer, FAMILIES[config.family]).items()
+        for source, parts in fused_in_layer(layer, FAMILIES[config.family]).items()
     }
-    for module, stems in _by_module(config).items():
+    for module, stems in _matrices_by_module(config).items():
         if module in joined:
-            places = tuple(Place(stem, rows) for stem, rows in joined[module].items())
+            matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in joined[module].items())
         else:
-            places = tuple(Place(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
-        found[_product_name(module, stems)] = places
-    return {**found, LM_HEAD: (Place("lm_head"),)}
+            matrices = tuple(NetworkMatrix(stem, _checkpoint_rows(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+        found[_product_name(module, stems)] = matrices
+    return {**found, LM_HEAD: (NetworkMatrix("lm_head"),)}
 
 
-def modules_of(config: ModelConfig) -> dict[str, Module]:
-    """The matrices that an adapter may name, by the names of Hugging Face checkpoints without `.weight`."""
+def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
+    """Return the matrices that an adapter may name, by their checkpoint names without `.weight`."""
     shapes = tensor_shapes(config)
-    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # a head of its own, once an adapter changes one of the two
-    by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
+    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can untie the head
+    by_module = {**_matrices_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
-        module: Module((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
+        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
         for module, stems in by_module.items()
     }
     products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
     for index, layer in enumerate(config.layers):
-        for source, parts in _stacked(layer, config).items():
+        for source, parts in _fused_in_layer(layer, config).items():
             named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
             columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
-            found[f"model.layers.{index}.{source}"] = Module((num_rows(parts), columns), named)
+            found[f"model.layers.{index}.{source}"] = TargetModule((num_rows(parts), columns), named)
     return found
 
 
-def stacks_of(config: ModelConfig) -> dict[str, Stack]:
-    """The parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
-    family, found = FAMILIES[config.family], dict[str, Stack]()
+def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
+    """Return the parameters that hold all experts of a layer, by their names in checkpoints of transformers 5."""
+    family, found = FAMILIES[config.family], dict[str, ExpertParameter]()
     for index, layer in enumerate(config.layers):
         if not isinstance(layer.mlp, ExpertMLP):
             continue
         inner, outer = layer.mlp.expert.intermediate_size, layer.mlp.latent_size or config.hidden_size
         front = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
-        rows = one_after_another(dict.fromkeys(front, inner))
-        if family.packs_experts:
+        rows = consecutive_rows(dict.fromkeys(front, inner))
+        if family.has_mxfp4_experts:
             rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(front)}
         stacks: dict[str, tuple[tuple[int, int], Parts]] = {
             "gate_up_proj" if len(front) == 2 else "up_proj": ((len(front) * inner, outer), rows),
             "down_proj": ((outer, inner), {"down_proj": slice(0, outer)}),
         }
-        prefix = f"model.layers.{index}.{family.part_names.get('experts', 'mlp.experts')}"
+        prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}"
         for stack, (shape, parts) in stacks.items():
             experts = tuple(
                 {f"{prefix.removeprefix('model.')}.{expert}.{part}": own for part, own in parts.items()}
                 for expert in range(layer.mlp.routing.num_experts)
             )
-            found[f"{prefix}.{stack}"] = Stack(shape, experts)
+            found[f"{prefix}.{stack}"] = ExpertParameter(shape, experts)
     return found
 
 
-def _by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Matrices in checkpoints, and ours in each."""
+def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
+    """Return our matrices in each matrix of the checkpoint."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for ours, theirs in checkpoint_names(config).items():
         stem, _, kind = ours.rpartition(".")
@@ -129,24 +129,24 @@ def _product_name(module: str, stems: list[str]) -> str:
     return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
 
 
-def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
-    """Matrices that some checkpoints stack others in: ours with their rows."""
+def _fused_in_layer(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
+    """Return the fused matrices that some checkpoints of the family have: our names in each, with their rows."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
-        found |= {f"{family.recurrent_part}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
+        found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
     if family.fuses_projections:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
-        found["self_attn.qkv_proj"] = one_after_another(sizes)
+        found["self_attn.qkv_proj"] = consecutive_rows(sizes)
         if isinstance(layer.mlp, DenseMLP):
-            found["mlp.gate_up_proj"] = one_after_another(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
+            found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
     return found
 
 
-def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
-    """Which row of the checkpoint each of ours is; None = the same."""
+def _checkpoint_rows(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
+    """Return the checkpoint's row for each row of the network, where rotary rows are reordered at load; None = the same order."""
     part = stem.rpartition(".")[2]
-    if not FAMILIES[config.family].interleaves_rotation or part not in ("q_proj", "k_proj"):
+    if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None
     attention = config.layers[int(stem.split(".")[1])].attention
-    return order_of_halves(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))
+    return half_split_order(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))

@@ -1,6 +1,6 @@
-"""Which modules of a model the settings of an adapter mean. Their regular expressions come from strangers.
+"""Which modules the settings of an adapter select. Their regular expressions are untrusted.
 
-A short expression can take for ever. Those that could are matched in a process of their own, which can be ended.
+A short expression can take exponential time. Expressions are matched in a separate process with limits on time and memory.
 """
 
 import json
@@ -23,16 +23,16 @@ _MATCH = "paceline.models.adapters.patterns:match_all"
 
 
 @dataclass(frozen=True, slots=True)
-class MatchedModules:
-    """Which modules are adapted, as PEFT decides it.
+class ModuleSelector:
+    """The modules that an adapter changes, selected as PEFT does.
 
     Attributes:
-        path: the file that says so, for errors.
-        names: endings of their names, or a regular expression that fits whole names, or "all-linear".
-        excluded: likewise, of those that are not.
-        saved: endings of names of modules that are replaced as a whole.
-        layers: only in these; none = in all.
-        layers_pattern: what stands in front of a layer's number; none = anything.
+        path: the settings file, for errors.
+        names: suffixes of module names, or one regular expression for full names, or "all-linear".
+        excluded: the same for modules that are not changed.
+        saved: suffixes of modules that are replaced as a whole (modules_to_save).
+        layers: layers_to_transform; empty = all layers.
+        layers_pattern: names of the list of layers; empty = any.
     """
 
     path: Path
@@ -42,11 +42,11 @@ class MatchedModules:
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
 
-    def of(self, modules: Sequence[str]) -> list[str]:
-        """Those of `modules` that are adapted.
+    def select(self, modules: Sequence[str]) -> list[str]:
+        """Return those of `modules` that are adapted.
 
         Raises:
-            CheckpointError: an expression is none, or takes too long.
+            CheckpointError: An expression is malformed or takes too long.
         """
         found = self._chosen(modules)
         if self.excluded:
@@ -71,20 +71,20 @@ class MatchedModules:
         return [name for name in modules if name in wanted or _ends_with(name, wanted)]
 
     def _layer_of(self, name: str) -> int | None:
-        """The number behind the first of the patterns that is in a name."""
+        """Return the layer index in a module's name; None if there is none."""
         expressions = [re.compile(rf"(?:.*?\.)?{re.escape(one)}\.(\d{{1,9}})\.") for one in self.layers_pattern] or [_LAYER]
         found = next((match for expression in expressions if (match := expression.match(name))), None)
         return None if found is None else int(found[1])
 
 
-def endings_of(patterns: Sequence[str], modules: Sequence[str], path: Path) -> dict[str, str]:
-    """For each module the first of `patterns` that its name ends with; those of which none does are left out.
+def first_patterns(patterns: Sequence[str], modules: Sequence[str], path: Path) -> dict[str, str]:
+    """Return for each module the first of `patterns` that matches the end of its name. Modules without a match are left out.
 
     Args:
         path: the file with the patterns, for errors.
 
     Raises:
-        CheckpointError: one is no regular expression, or takes too long.
+        CheckpointError: A pattern is malformed or takes too long.
     """
     others = [pattern for pattern in patterns if _PLAIN.fullmatch(pattern) is None]
     rows = _match_matrix([rf"(.*\.)?({pattern})" for pattern in others], modules, path) if others and modules else []
@@ -106,16 +106,16 @@ def _ends_with(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def _endings(name: str) -> list[str]:
-    """`a.b.c`, `b.c` and `c`."""
+    """Return `a.b.c`, `b.c` and `c` for `a.b.c`."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _match_matrix(patterns: Sequence[str], names: Sequence[str], path: Path) -> list[list[bool]]:
-    """Return a row for each pattern: whether it matches each of the names. A process of its own limits time and memory.
+    """Return a row for each pattern: whether it matches each name. A separate process limits time and memory.
 
     Raises:
-        CheckpointError: the patterns are too long, malformed or take too long.
+        CheckpointError: The patterns are too long, malformed or take too long.
     """
     shown = ", ".join(map(shortened, patterns[:5]))
     if sum(map(len, patterns)) > _MAX_CHARS:
@@ -133,6 +133,6 @@ def _match_matrix(patterns: Sequence[str], names: Sequence[str], path: Path) -> 
 
 
 def match_all(patterns_and_names: tuple[Sequence[str], Sequence[str]]) -> list[list[bool]]:
-    """Whether each pattern matches each name. Runs in a process of its own."""
+    """Return whether each pattern matches each name. Runs in a separate process."""
     patterns, names = patterns_and_names
     return [[expression.fullmatch(name) is not None for name in names] for expression in map(re.compile, patterns)]

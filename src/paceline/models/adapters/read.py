@@ -1,4 +1,4 @@
-"""Reads LoRA adapters as PEFT writes them.
+"""Read LoRA adapters in PEFT's format.
 
 Source: PEFT 0.21, `LoraLayer` and `ParamWrapper`.
 """
@@ -13,47 +13,47 @@ from numpy.typing import NDArray
 
 from paceline.errors import CapacityError, CheckpointError, ConfigError, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank
-from paceline.models.adapters.coverage import check_low_rank_biases, check_saved, check_targets
-from paceline.models.adapters.entries import Entry, Kind, as_float32, read_entries
-from paceline.models.adapters.fit import Fit
-from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, Module, Stack
+from paceline.models.adapters.adapter_file import ModuleTensors, TensorRole, as_float32, read_adapter_file
+from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, ExpertParameter, TargetModule
 from paceline.models.adapters.settings import read_settings
+from paceline.models.adapters.target import AdapterTargets, check_low_rank_biases, check_saved, check_targets
 from paceline.models.config import ModelConfig
-from paceline.models.joined_products import Rows
+from paceline.models.families.table import FAMILIES
+from paceline.models.storage.fused_matrices import Rows
 from paceline.models.weights import Weights
 
 MAX_NAME_LEN = 200
 _CHUNK_ROWS = 4096
-_COPIES = 2  # in float32: as it is read, and as a runtime lays it out
+_COPIES = 2  # in float32: as read, and as laid out by a runtime
 Floats = NDArray[np.float32]
 
 
 def read_adapter(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The adapter in a directory, as PEFT writes them, for the target that `config` describes.
+    """Return the LoRA adapter in a directory, for the target of `config`.
 
     Args:
-        name: what requests call it.
-        weights: the target's, whose biases those of an adapter are compared with; None = an adapter with such biases is refused.
-        memory_bytes: that can be had; what does not fit is refused before it is read. None = no limit.
+        name: by which requests select it.
+        weights: the target's, to compute differences of biases; None = an adapter with biases is refused.
+        memory_bytes: free memory. A larger adapter is refused before it is read. None = no limit.
 
     Raises:
-        CapacityError: there is no memory for it.
-        CheckpointError: it cannot be read, asks for something that is not computed here, or was made for another model.
-        ConfigError: the name is none, or it has biases and there are no weights.
-        BackendUnavailableError: it is in PyTorch's format, and torch is not installed.
+        CapacityError: There is not enough memory.
+        CheckpointError: It cannot be read, needs an unsupported computation, or was made for another model.
+        ConfigError: The name is invalid, or the adapter has biases and `weights` is None.
+        BackendUnavailableError: It is a PyTorch file, and torch is not installed.
     """
     check_name(name)
     settings = read_settings(directory)
-    path, entries = read_entries(directory)
-    fit = Fit(path, entries, settings, config)
+    path, entries = read_adapter_file(directory, FAMILIES[config.family])
+    targets = AdapterTargets(path, entries, settings, config)
     check_low_rank_biases(path, entries, settings)
-    check_targets(path, entries, fit, settings, config)
+    check_targets(path, entries, targets, settings, config)
     check_saved(path, entries, settings, config)
     if memory_bytes is not None:
         _check_memory(path, entries, memory_bytes)
-    reader = _Reader(path, fit, config, weights)
+    reader = _Reader(path, targets, config, weights)
     for entry in entries:
         reader.take(entry)
     if settings.ties and config.tied_embeddings:
@@ -61,8 +61,8 @@ def read_adapter(
     return reader.adapter(name)
 
 
-def _check_memory(path: Path, entries: Sequence[Entry], memory_bytes: int) -> None:
-    """Refuse an adapter that does not fit: the system would end the process."""
+def _check_memory(path: Path, entries: Sequence[ModuleTensors], memory_bytes: int) -> None:
+    """Refuse an adapter that does not fit into memory: the system would kill the process."""
     size = _COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
     if size > memory_bytes:
         raise CapacityError(
@@ -72,48 +72,48 @@ def _check_memory(path: Path, entries: Sequence[Entry], memory_bytes: int) -> No
 
 
 def check_name(name: object) -> None:
-    """That requests can name an adapter so.
+    """Check that a name can select an adapter in requests.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: The name is no printable text, or too long.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN:
         raise ConfigError(f"the adapter's name is {shortened(name)}: use 1 to {MAX_NAME_LEN} printable characters")
 
 
 class _Reader:
-    """Makes products of what a file holds for modules."""
+    """Builds an `Adapter` from the tensors of each module."""
 
-    def __init__(self, path: Path, fit: Fit, config: ModelConfig, weights: Weights | None) -> None:
-        self._path, self._fit, self._config, self._weights = path, fit, config, weights
+    def __init__(self, path: Path, targets: AdapterTargets, config: ModelConfig, weights: Weights | None) -> None:
+        self._path, self._targets, self._config, self._weights = path, targets, config, weights
         self._products: dict[str, LowRank] = {}
         self._biases: dict[str, Floats] = {}
         self._saved: dict[str, Floats] = {}
 
-    def take(self, entry: Entry) -> None:
-        """Read what there is for a module.
+    def take(self, entry: ModuleTensors) -> None:
+        """Read the tensors of one module.
 
         Raises:
-            CheckpointError: a value is no finite number, or a product is adapted twice.
+            CheckpointError: A value is not finite, or a product is adapted twice.
         """
-        target = self._fit.target(entry)
-        if Kind.DOWN in entry.tensors:
-            rank, scale = self._fit.rank(entry)
-            down, up = self._values(entry, Kind.DOWN), self._scaled(entry, Kind.UP, scale)
-            if isinstance(target, Stack):
+        target = self._targets.target(entry)
+        if TensorRole.DOWN in entry.tensors:
+            rank, scale = self._targets.rank(entry)
+            down, up = self._values(entry, TensorRole.DOWN), self._scaled(entry, TensorRole.UP, scale)
+            if isinstance(target, ExpertParameter):
                 self._take_stack(target, down, up, rank)
                 return
             for name, rows in target.parts.items():
                 self._add(name, down, _rows(up, rows))
-            if Kind.UP_BIAS in entry.tensors:
-                self._add_biases(target, self._scaled(entry, Kind.UP_BIAS, scale))
-        if isinstance(target, Module) and Kind.BIAS in entry.tensors:
-            self._replace_biases(target, self._values(entry, Kind.BIAS))
-        if isinstance(target, Module) and Kind.WHOLE in entry.tensors:
-            self._save(next(iter(target.parts)), self._values(entry, Kind.WHOLE))
+            if TensorRole.UP_BIAS in entry.tensors:
+                self._add_biases(target, self._scaled(entry, TensorRole.UP_BIAS, scale))
+        if isinstance(target, TargetModule) and TensorRole.BIAS in entry.tensors:
+            self._replace_biases(target, self._values(entry, TensorRole.BIAS))
+        if isinstance(target, TargetModule) and TensorRole.WHOLE in entry.tensors:
+            self._save(next(iter(target.parts)), self._values(entry, TensorRole.WHOLE))
 
     def tie(self) -> None:
-        """Give the head what the embedding has."""
+        """Apply the changes of the embedding to the tied head."""
         if EMBEDDING in self._saved:
             self._saved.setdefault(LM_HEAD, self._saved[EMBEDDING])
         if EMBEDDING in self._products and LM_HEAD not in self._products:
@@ -121,14 +121,14 @@ class _Reader:
             self._add(LM_HEAD, np.ascontiguousarray(own.up.T), own.down.T)
 
     def adapter(self, name: str) -> Adapter:
-        """What was read."""
+        """Return the adapter."""
         return Adapter(name, _digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
 
-    def _values(self, entry: Entry, kind: Kind) -> Floats:
+    def _values(self, entry: ModuleTensors, kind: TensorRole) -> Floats:
         name, tensor = entry.tensors[kind]
         return as_float32(self._path, name, tensor)
 
-    def _scaled(self, entry: Entry, kind: Kind, scale: float) -> Floats:
+    def _scaled(self, entry: ModuleTensors, kind: TensorRole, scale: float) -> Floats:
         values = self._values(entry, kind)
         with np.errstate(over="ignore", invalid="ignore"):
             values *= np.float32(scale)
@@ -143,38 +143,38 @@ class _Reader:
             raise CheckpointError(f"{self._path} adapts {name} twice, alone and in a matrix with others: export the adapter again")
         self._products[name] = LowRank(down, np.ascontiguousarray(up))
 
-    def _take_stack(self, stack: Stack, down: Floats, up: Floats, rank: int) -> None:
-        """Experts lie one after another in the rows of `down`, and take turns in the columns of `up`."""
+    def _take_stack(self, stack: ExpertParameter, down: Floats, up: Floats, rank: int) -> None:
+        """Add the products of all experts. Experts are consecutive in the rows of `down`, and interleaved in the columns of `up`."""
         for number, parts in enumerate(stack.experts):
             own_down, own_up = down[number * rank : (number + 1) * rank], up[:, number :: len(stack.experts)]
             for name, rows in parts.items():
                 self._add(name, own_down, _rows(own_up, rows))
 
-    def _add_biases(self, module: Module, values: Floats) -> None:
+    def _add_biases(self, module: TargetModule, values: Floats) -> None:
         for name, rows in module.parts.items():
             own = np.ascontiguousarray(_rows(values, rows))
             if own.any():
                 self._biases[name] = self._biases[name] + own if name in self._biases else own
 
-    def _replace_biases(self, module: Module, values: Floats) -> None:
-        """Biases in the place of the model's, as what they differ by."""
+    def _replace_biases(self, module: TargetModule, values: Floats) -> None:
+        """Add biases that replace the target's, as the difference from them."""
         if self._weights is None:
-            raise ConfigError(f"{self._path} holds biases in the place of the model's, which they are compared with: give its weights")
+            raise ConfigError(f"{self._path} holds biases instead of the model's, which they are compared with: give its weights")
         for name, rows in module.parts.items():
             own = np.array(_rows(values, rows))
-            for place in self._fit.places[name]:
-                chosen = slice(None) if place.rows is None else place.rows
+            for matrix in self._targets.matrices[name]:
+                chosen = slice(None) if matrix.rows is None else matrix.rows
                 part = own[chosen]
-                own[chosen] = part - self._weights.rows(f"{place.name}.bias", np.arange(len(part), dtype=np.int32))
-            self._add_biases(Module(module.shape, {name: None}), own)
+                own[chosen] = part - self._weights.rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
+            self._add_biases(TargetModule(module.shape, {name: None}), own)
 
     def _save(self, name: str, values: Floats) -> None:
-        """A whole matrix in the place of the model's; one that is the same is left out."""
+        """Keep a whole matrix that replaces the target's. An unchanged matrix is left out."""
         if self._weights is None or not self._is_own(name, values, self._weights):
             self._saved[name] = values
 
     def _is_own(self, name: str, values: Floats, weights: Weights) -> bool:
-        stem = "embedding" if self._config.tied_embeddings else self._fit.places[name][0].name
+        stem = "embedding" if self._config.tied_embeddings else self._targets.matrices[name][0].name
         starts = range(0, len(values), _CHUNK_ROWS)
         parts = (np.arange(start, min(start + _CHUNK_ROWS, len(values)), dtype=np.int32) for start in starts)
         return all(np.array_equal(weights.rows(f"{stem}.weight", part), values[part]) for part in parts)

@@ -1,4 +1,4 @@
-"""What adapter_config.json says, and refusing what it asks for and we do not compute.
+"""Read adapter_config.json of a LoRA adapter, and refuse settings that are not supported.
 
 Source: PEFT 0.21, `LoraConfig`.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.adapters.patterns import MatchedModules
+from paceline.models.adapters.patterns import ModuleSelector
 from paceline.models.json_fields import LARGEST, JsonFields
 from paceline.small_files import read_json
 
@@ -30,23 +30,23 @@ _READ = (
     "fan_in_fan_out",
 )  # fmt: skip
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """What an adapter_config.json says.
+    """The settings of a LoRA adapter.
 
     Attributes:
-        path: that file.
-        base: the model it says it was made for, for errors.
-        rank, alpha: of modules that no pattern names.
-        rank_pattern, alpha_pattern: of those that one names, in the file's order.
-        is_rank_stabilized: scales are alpha / sqrt(rank), else alpha / rank.
-        targets: which modules it adapts.
-        target_parameters: endings of names of parameters that it adapts besides.
-        has_low_rank_biases: every pair of low-rank matrices has a bias.
-        ties: an adapted embedding changes the head of a model with tied embeddings too.
+        path: the adapter_config.json.
+        base: base_model_name_or_path, for errors.
+        rank, alpha: of modules that no pattern matches.
+        rank_pattern, alpha_pattern: by pattern, in the order of the file.
+        is_rank_stabilized: the scale is alpha / sqrt(rank) instead of alpha / rank.
+        targets: the modules that it adapts.
+        target_parameters: suffixes of parameters that it adapts in addition.
+        has_low_rank_biases: every lora_B has a bias.
+        ties: with tied embeddings, an adapted embedding also changes the head.
     """
 
     path: Path
@@ -56,21 +56,21 @@ class AdapterSettings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     is_rank_stabilized: bool
-    targets: MatchedModules
+    targets: ModuleSelector
     target_parameters: tuple[str, ...]
     has_low_rank_biases: bool
     ties: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What a product of this rank is multiplied by."""
+        """Return the factor of a low-rank product."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
 def read_settings(directory: Path) -> AdapterSettings:
-    """The settings of the adapter in a directory.
+    """Read the settings of the adapter in a directory.
 
     Raises:
-        CheckpointError: there are none, a value is absurd, or one asks for something that is not computed here.
+        CheckpointError: The file is missing, a value is out of range, or a setting is not supported.
     """
     path = directory / CONFIG
     values = read_json(path)
@@ -83,13 +83,13 @@ def read_settings(directory: Path) -> AdapterSettings:
     _refuse_others(fields)
     return AdapterSettings(
         path=path,
-        base=_name(values.get("base_model_name_or_path")),
+        base=_text_or_none(values.get("base_model_name_or_path")),
         rank=fields.size("r", 8, most=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
         rank_pattern={name: _rank(fields, name, value) for name, value in _pattern(fields, "rank_pattern").items()},
         alpha_pattern={name: _alpha(fields, name, value) for name, value in _pattern(fields, "alpha_pattern").items()},
         is_rank_stabilized=fields.flag("use_rslora", default=False),
-        targets=MatchedModules(
+        targets=ModuleSelector(
             path=path,
             names=_one_or_several(fields, "target_modules"),
             excluded=_one_or_several(fields, "exclude_modules"),
@@ -108,7 +108,7 @@ def _refuse_others(fields: JsonFields) -> None:
     if kind == "XLORA":
         raise CheckpointError(
             f"{fields.path}: peft_type = 'XLORA': what X-LoRA adds depends on the text, so it can neither be merged nor be part of another "
-            "X-LoRA adapter; use it beside the model (adapters, --adapter)"
+            "X-LoRA adapter; load it next to the model (adapters, --adapter)"
         )
     if kind != "LORA":
         raise CheckpointError(
@@ -135,15 +135,15 @@ def _refuse_others(fields: JsonFields) -> None:
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("fan_in_fan_out", default=False)  # of matrices that GPT-2 stores transposed: PEFT ignores it for all that we run
+    fields.flag("fan_in_fan_out", default=False)  # for matrices that GPT-2 stores transposed; PEFT ignores it for all supported models
 
 
-def _name(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
 def _names(fields: JsonFields, name: str) -> list[str]:
-    """A list of names, one name or none."""
+    """Return a list of names from a list, one name or null."""
     value = fields.values.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
@@ -152,7 +152,7 @@ def _names(fields: JsonFields, name: str) -> list[str]:
 
 
 def _one_or_several(fields: JsonFields, name: str) -> str | tuple[str, ...]:
-    """A pattern, or names."""
+    """Return a pattern, or a tuple of names."""
     value = fields.values.get(name)
     return value if isinstance(value, str) and value else tuple(_names(fields, name) if value else ())
 

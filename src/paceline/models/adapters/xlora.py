@@ -1,43 +1,177 @@
-"""Reads X-LoRA adapters as PEFT writes them: a directory with settings, a classifier and the LoRA adapters that it weighs.
+"""Read X-LoRA adapters in PEFT's format: a directory with settings, a classifier and the LoRA adapters that it weights.
 
-Source: PEFT 0.21, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
+Source: PEFT 0.21, `XLoraConfig`, `XLoraModel`, `XLoraClassifier` and `XLoraLinearLayer`.
 """
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError, listed, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
-from paceline.models.adapters.entries import FILES, adapter_files, as_float32, listed
+from paceline.models.adapters.adapter_file import FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
 from paceline.models.adapters.read import check_name, read_adapter
 from paceline.models.adapters.settings import CONFIG, read_settings
-from paceline.models.adapters.xlora_settings import XLoraSettings, is_xlora, read_xlora_settings
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
-from paceline.models.tensor_file import FileTensor, read_tensors
+from paceline.models.families.table import FAMILIES
+from paceline.models.json_fields import JsonFields
+from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.models.weights import Weights
-from paceline.small_files import is_file
+from paceline.small_files import is_file, read_json
 
 _TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Matrices of a layer in the order in which models hold them, which is that of scalings layer by layer."""
+"""Matrices of a layer in module order, which is the order of layerwise scalings."""
 _OF_LAYER = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 _EXPERTS = ".experts."
-_COPIES = 2  # in float32: as it is read, and as a runtime lays it out
+_COPIES = 2  # in float32: as read, and as laid out by a runtime
 Floats = NDArray[np.float32]
+
+
+MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 256
+LEAST_TEMPERATURE = 2.0**-126
+"""Smaller temperatures are no normal float32 numbers, in which scalings are computed."""
+_READ = (
+    "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
+    "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
+)  # fmt: skip
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library", "revision", "task_type", "inference_mode",
+    "peft_version", "use_trainable_adapters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class XLoraSettings:
+    """The settings of an X-LoRA adapter.
+
+    Attributes:
+        path: the adapter_config.json.
+        hidden_size: of the hidden states that the classifier reads.
+        adapters: path of each adapter, in the order of the classifier's outputs.
+        depth, size: number of linear layers of the classifier, and the width between them.
+        has_dropout: layer numbers of the classifier count a dropout between linear layers.
+        has_layerwise_scalings: every adapted matrix has scalings of its own.
+        temperature: of the softmax; None = no softmax.
+        top_k: number of scalings that are kept; None = all.
+        has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
+        pass_scaling: every scaling of the scaling pass, after top-k and its softmax.
+        global_weight: factor of all products.
+    """
+
+    path: Path
+    hidden_size: int
+    adapters: tuple[str, ...]
+    depth: int
+    size: int
+    has_dropout: bool
+    has_layerwise_scalings: bool
+    temperature: float | None
+    top_k: int | None
+    has_softmax_of_top_k: bool
+    pass_scaling: float
+    global_weight: float
+
+
+def is_xlora(directory: Path) -> bool:
+    """Return whether a directory holds an X-LoRA adapter; False if it holds no adapter.
+
+    Raises:
+        CheckpointError: Its adapter_config.json cannot be read.
+    """
+    values = read_json(directory / CONFIG)
+    return values is not None and values.get("peft_type") == "XLORA"
+
+
+def read_xlora_settings(directory: Path) -> XLoraSettings:
+    """Read the settings of the X-LoRA adapter in a directory.
+
+    Raises:
+        CheckpointError: A value is out of range, or a setting is not supported.
+    """
+    path = directory / CONFIG
+    values = read_json(path) or {}
+    fields = JsonFields(values, path)
+    unknown = [name for name, value in values.items() if value and name not in (*_READ, *_WITHOUT_EFFECT)]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change what it "
+            "computes; remove what does not"
+        )
+    if not fields.flag("use_bias", default=True):
+        raise CheckpointError(f"{path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
+    adapters = _adapters(fields)
+    top_k = None if values.get("top_k_lora") is None else fields.size("top_k_lora", most=len(adapters))
+    has_softmax_of_top_k = fields.flag("enable_softmax_topk", default=False)
+    return XLoraSettings(
+        path=path,
+        hidden_size=fields.size("hidden_size", 4096),
+        adapters=adapters,
+        depth=fields.size("xlora_depth", 1, most=MAX_DEPTH),
+        size=fields.size("xlora_size", 2048, most=MAX_SIZE),
+        has_dropout=fields.number("xlora_dropout_p", 0.2) > 0.0,
+        has_layerwise_scalings=fields.flag("layerwise_scalings", default=False),
+        temperature=_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
+        top_k=top_k,
+        has_softmax_of_top_k=has_softmax_of_top_k,
+        pass_scaling=_pass_scaling(fields, len(adapters), top_k, has_softmax_of_top_k=has_softmax_of_top_k),
+        global_weight=fields.number("global_scaling_weight", 1.0),
+    )
+
+
+def _adapters(fields: JsonFields) -> tuple[str, ...]:
+    """Return the paths of the adapters. PEFT loads them under their numbers and looks them up by these names, so both must be equal."""
+    found = fields.values.get("adapters")
+    if not isinstance(found, Mapping) or not found or len(found) > MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
+        raise CheckpointError(
+            f"{fields.path}: adapters = {shortened(found)}, expected an object of 1 to {MAX_ADAPTERS} names with a directory each"
+        )
+    if list(found) != [str(number) for number in range(len(found))]:
+        raise CheckpointError(
+            f"{fields.path}: adapters are called {', '.join(map(shortened, list(found)[:20]))}, and PEFT finds those alone that are called "
+            f'by their numbers: call them "0" to "{len(found) - 1}", in the order of the classifier\'s outputs'
+        )
+    return tuple(found.values())
+
+
+def _temperature(fields: JsonFields) -> float:
+    temperature = fields.number("softmax_temperature", 1.0)
+    if temperature < LEAST_TEMPERATURE:
+        raise CheckpointError(
+            f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {LEAST_TEMPERATURE:.3g}"
+        )
+    return temperature
+
+
+def _pass_scaling(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
+    """Return the scaling of the scaling pass, after top-k and its softmax."""
+    if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
+        raise CheckpointError(
+            f"{fields.path}: scaling_pass_value is null, with which PEFT computes nothing: write the number, such as {1 / num_adapters:g} "
+            "(1 / number of adapters) or 0"
+        )
+    value = fields.number("scaling_pass_value", 0.0)
+    if value == 0.0:
+        return 0.0
+    if top_k is not None and top_k < num_adapters:
+        raise CheckpointError(
+            f"{fields.path}: scaling_pass_value = {value:g} with top_k_lora = {top_k} of {num_adapters}: all scalings of that pass are "
+            "equal, and which of them are the largest is not defined; set one of the two to what the other was trained with, 0 or null"
+        )
+    return 1.0 / num_adapters if has_softmax_of_top_k else value
 
 
 def read_any_adapter(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The adapter in a directory, LoRA or X-LoRA; arguments and errors as `read_adapter`."""
+    """Read the adapter in a directory, LoRA or X-LoRA. Arguments and errors as in `read_adapter`."""
     read = read_xlora if is_xlora(directory) else read_adapter
     return read(directory, name=name, config=config, weights=weights, memory_bytes=memory_bytes)
 
@@ -45,9 +179,9 @@ def read_any_adapter(
 def read_xlora(
     directory: Path, *, name: str, config: ModelConfig, weights: Weights | None = None, memory_bytes: int | None = None
 ) -> Adapter:
-    """The X-LoRA adapter in a directory; arguments and errors as `read_adapter`.
+    """Read the X-LoRA adapter in a directory. Arguments and errors as in `read_adapter`.
 
-    Its adapters lie where the settings say, or in folders of the directory called by their numbers.
+    Its LoRA adapters are at the paths of the settings, or in numbered folders of the directory.
     """
     check_name(name)
     settings = read_xlora_settings(directory)
@@ -78,16 +212,16 @@ def read_xlora(
         pass_scaling=settings.pass_scaling,
         columns=columns,
     )
-    joined = {module: _joined(adapters, module, settings) for module in products}
+    joined = {module: _concatenated(adapters, module, settings) for module in products}
     return Adapter(name, _digest(settings, adapters, mixture), joined, {}, {}, mixture)
 
 
 def _directory(directory: Path, number: int, given: str) -> Path:
-    """Where an adapter lies: where the settings say, from the directory on, or in its folder called by its number."""
-    places = [directory / given] if given else []
-    for place in (*places, directory / str(number)):
-        if is_file(place / CONFIG):
-            return place
+    """Return the directory of an adapter: the path in the settings, or the numbered folder."""
+    folders = [directory / given] if given else []
+    for folder in (*folders, directory / str(number)):
+        if is_file(folder / CONFIG):
+            return folder
     raise CheckpointError(
         f"{directory} is an X-LoRA adapter of several LoRA adapters, and number {number} ({shortened(given)}) is missing: put its "
         f"directory there as {directory / str(number)}"
@@ -95,7 +229,7 @@ def _directory(directory: Path, number: int, given: str) -> Path:
 
 
 def _check_weighed(directory: Path, adapter: Adapter) -> None:
-    """Refuse what no scaling is applied to, or what an adapter cannot change beside the weights."""
+    """Refuse an adapter with parts that have no scaling, or that only merging can apply."""
     whole = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.saved]
     if whole:
         raise CheckpointError(f"{directory} changes {listed(whole, 'part')}, which X-LoRA does not scale: use an adapter of products alone")
@@ -108,7 +242,7 @@ def _check_weighed(directory: Path, adapter: Adapter) -> None:
 
 
 def _layers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str]) -> dict[str, int]:
-    """The place of each product among the adapted matrices in the order in which the model holds them."""
+    """Return the index of each product among the adapted matrices, in module order."""
     places = {}
     for name in products:
         found = _OF_LAYER.fullmatch(name)
@@ -126,8 +260,8 @@ def _columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np
     return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(layer * len(adapters)), ranks)
 
 
-def _joined(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
-    """The products of all adapters with one matrix, side by side."""
+def _concatenated(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
+    """Return the products of all adapters with one matrix, concatenated along the rank."""
     own = [adapter.products[module] for adapter in adapters if module in adapter.products]
     with np.errstate(over="ignore", invalid="ignore"):
         up = np.concatenate([low.up for low in own], axis=1) * np.float32(settings.global_weight)
@@ -154,7 +288,7 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
         if (key := (int(found[1]), found[2])) in named:
             raise CheckpointError(f"{path} holds {name} and {named[key][0]}, which are the same: export the adapter again")
         named[key] = name, tensor
-    step = 3 if settings.has_dropout else 2  # ReLU and dropout are numbered too
+    step = 3 if settings.has_dropout else 2  # ReLU and dropout have numbers too
     sizes = [settings.hidden_size, *[settings.size] * (settings.depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
@@ -187,7 +321,7 @@ def _nbytes(adapter: Adapter) -> int:
 
 
 def _digest(settings: XLoraSettings, adapters: Sequence[Adapter], mixture: Mixture) -> bytes:
-    """Of every value that changes a token."""
+    """Return a digest of every value that can change a token."""
     computed = (mixture.num_layers, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.pass_scaling)
     digest = hashlib.sha256(repr(("x-lora", *computed, settings.global_weight)).encode())
     for adapter in adapters:

@@ -1,1 +1,1 @@
-"""Containers of quantised weights: what other tools write into safetensors files. `table.py` lists them, one file reads each."""
+"""Containers of quantised weights, the formats that other tools write into safetensors files: one file each, listed in `table.py`."""

@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits with a scale and a zero point, or a minimum, for some columns: what most containers hold."""
+"""Integer codes of 2 to 8 bits with a scale and a zero point, or a minimum, for each group of columns."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, runs_of_pairs
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _GROUPS = (128, 64, 32, 16)
-_MOST_BITS = np.uint32(0x1FF)  # lowest bits of a float32: without them a scale times a code, and sums of these, are exact
+_MOST_BITS = np.uint32(0x1FF)  # lowest bits of a float32 that must be 0 for exact products and sums of a scale with codes
 
 Bytes = NDArray[np.uint8]
 
@@ -23,10 +23,10 @@ class AffineRows:
     """Rows [n, K] of values `scale * (code - zero)` or `scale * code + minimum`.
 
     Attributes:
-        stream: [n, K * bits / 8] codes, the lowest bits first.
+        stream: [n, K * bits / 8] codes, lowest bits first.
         scales: [n, groups].
         zeros: [n, groups] integers, or one for all.
-        minimums: [n, groups], where there are no zeros.
+        minimums: [n, groups], if there are no zero points.
     """
 
     stream: Bytes
@@ -37,17 +37,17 @@ class AffineRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """What is known of an affine matrix before it is read.
+    """The format of an affine matrix, known before it is read.
 
     Attributes:
         where, shape, arrays: as in `PackedMatrix`.
         bits: of a stored code.
         group: columns that share a scale.
-        zero: of all groups; None = each has its own, or a minimum.
-        has_minimums: rows come with minimums.
-        has_short_scales: scales of at most 15 significant bits, as float16 and bfloat16 have.
-        column_groups: [K] whose group each column is in, where they are in no order.
-        read: some stored rows.
+        zero: of all groups; None = each group has its own, or a minimum.
+        has_minimums: groups have minimums.
+        has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
+        column_groups: [K] group of each column, if they are not in order (GPTQ's g_idx).
+        read: returns some stored rows.
     """
 
     where: str
@@ -62,7 +62,7 @@ class Affine:
     read: Callable[[Rows], AffineRows]
 
     def matrix(self) -> PackedMatrix:
-        """In groups at its own values; as floats where columns share scales in no order, or no group of 16 columns does."""
+        """Return the matrix in groups with the file's values; in floats if groups are not contiguous or no multiple of 16 columns."""
         columns, own = self.shape[1], self._group()
         arrays = (*self.arrays, np.array([[self.bits, self.group, -1 if self.zero is None else self.zero]]))
         width = 4 if self.bits <= 4 and columns % RUN == 0 else 8
@@ -79,7 +79,7 @@ class Affine:
         return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read)
 
     def _group(self) -> int | None:
-        """Columns of our groups: at most 128, since a row is rounded group by group."""
+        """Return the columns of our groups: at most 128, because activations are rounded group by group."""
         if self.column_groups is not None:
             return None
         shared = math.gcd(self.group, self.shape[1])
@@ -96,7 +96,7 @@ class Affine:
         if self.zero is None and minimums is None:
             assert not isinstance(rows.zeros, int)
             minimums = -(scales * _repeated(rows.zeros.astype(np.float32), count, own, self.group))
-        if width == 4 and self.bits == 4:  # packed already, in another order
+        if width == 4 and self.bits == 4:  # only the order of the codes differs
             return GroupedMatrix(runs_of_pairs(rows.stream), scales, minimums, width, self.zero or 0)
         codes = self._codes(rows)
         codes = pack_nibbles(codes) if width == 4 else codes
@@ -116,15 +116,15 @@ class Affine:
 
 
 def is_short(scales: NDArray[Any]) -> bool:
-    """Whether scales have so few significant bits that a minimum is exact."""
+    """Return whether scales have so few significant bits that minimums are exact."""
     return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _MOST_BITS).any()
 
 
 def unpack_stream(stream: Bytes, bits: int, count: int) -> Bytes:
-    """[n, bytes] with codes of `bits` side by side, the lowest first, as [n, count]; codes of 1 to 8 bits may lie across bytes."""
+    """Unpack codes of `bits` bits from bytes [n, bytes] to [n, count], lowest bits first. Codes may cross bytes."""
     if bits == 8:
         return np.ascontiguousarray(stream[:, :count])
-    in_cycle = 8 // math.gcd(8, bits)  # codes that fill whole bytes
+    in_cycle = 8 // math.gcd(8, bits)  # codes in the fewest whole bytes
     cycle_bytes = in_cycle * bits // 8
     cycles = -(-count // in_cycle)
     taken = stream[:, : cycles * cycle_bytes]
@@ -142,15 +142,15 @@ def unpack_stream(stream: Bytes, bits: int, count: int) -> Bytes:
 
 
 def as_stream(words: NDArray[np.uint32]) -> Bytes:
-    """[n, words] as the bytes of each row."""
+    """Return words [n, words] as bytes of each row."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
 def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, where: str) -> NDArray[np.int64] | None:
-    """The group of each column, where they are in no order; None where they are, as they are if all say 0.
+    """Return the group of each column (g_idx); None if the groups are contiguous and in order, or all 0.
 
     Raises:
-        CheckpointError: there is not one for every column, or a group is none of `count`.
+        CheckpointError: There is not one entry for each column, or one is not below `count`.
     """
     if groups.shape != (columns,) or not columns or not (groups.min() >= 0 and groups.max() < count):
         raise CheckpointError(
@@ -162,7 +162,7 @@ def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, wh
 
 
 def _repeated(values: Floats, count: int, own: int, group: int) -> Floats:
-    """Numbers of groups as those of `count` smaller ones."""
+    """Repeat numbers of groups for the `count` smaller groups in each."""
     if values.shape[1] == count:
         return values
     return values[:, np.arange(count) * own // group]

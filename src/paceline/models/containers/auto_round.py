@@ -1,4 +1,4 @@
-"""AutoRound: its own settings around tensors packed as GPTQ or AWQ pack them."""
+"""AutoRound: its own settings with tensors in the format of GPTQ or AWQ."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,12 +20,12 @@ _PACKINGS: Mapping[str, Callable[[JsonFields], Container]] = {
 
 
 def auto_round(fields: JsonFields) -> Container:
-    """AutoRound as `quantization_config` describes it.
+    """Return the container of an AutoRound `quantization_config`.
 
     Raises:
-        CheckpointError: bits, groups or a packing that cannot be read.
+        CheckpointError: The bits, the group size or the packing is not supported.
 
-    Source: auto_round/inference/backend.py of AutoRound 0.16 says which packings store zero points less 1.
+    Source: auto_round/inference/backend.py of AutoRound 0.16, for the packings that store zero points minus 1.
     """
     packing = fields.values.get("packing_format") or fields.values.get("backend") or "auto_round:auto_gptq"
     one_of(fields, "data_type", ("int",), default="int")

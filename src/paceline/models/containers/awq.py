@@ -1,4 +1,4 @@
-"""AWQ in the layout of its GEMM kernels: eight outputs in a word, in the order in which these take them apart (AutoAWQ)."""
+"""AWQ in the layout of AutoAWQ's GEMM kernels: eight outputs in a word, interleaved."""
 
 from functools import partial
 
@@ -7,38 +7,38 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, is_short
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _IN_WORD = 8
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Which four bits of a word hold each of eight outputs."""
+"""Which four bits of a word hold each of the eight outputs."""
 
 
 def awq(fields: JsonFields) -> Container:
-    """AWQ as `quantization_config` describes it; old files say `w_bit` and `q_group_size`.
+    """Return the container of an AWQ `quantization_config`. Old files have `w_bit` and `q_group_size`.
 
     Raises:
-        CheckpointError: bits, groups or a layout that cannot be read.
+        CheckpointError: The bits, the group size or the layout is not supported.
     """
     old = {"bits": fields.values.get("w_bit"), "group_size": fields.values.get("q_group_size")}
     fields = JsonFields({**{name: value for name, value in old.items() if value is not None}, **fields.values}, fields.path)
     key = "version" if "version" in fields.values else "format"
-    if isinstance(fields.values.get(key), str):  # some write it in capitals
+    if isinstance(fields.values.get(key), str):  # some files have capitals
         fields = JsonFields({**fields.values, key: fields.values[key].lower()}, fields.path)
     one_of(fields, key, ("gemm",), default="gemm")
     return container(fields, "AWQ")
 
 
 def container(fields: JsonFields, name: str) -> Container:
-    """A container of this packing, by the name of whoever wrote it."""
+    """Return the container of this packing, under the name of the tool that wrote it."""
     bits, group = one_of(fields, "bits", (4,), default=4), group_size(fields)
     return Container(f"{name}, {bits} bits", (".qweight",), partial(_read, group=group))
 
 
-def _read(module: Module, *, group: int) -> PackedMatrix:
+def _read(module: PackedModule, *, group: int) -> PackedMatrix:
     where = module.where("qweight")
     codes, zeros = module.take("qweight", "I32", "U32"), module.take("qzeros", "I32", "U32")
     scales = module.floats("scales")
@@ -49,7 +49,7 @@ def _read(module: Module, *, group: int) -> PackedMatrix:
         if array.shape != wanted:
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} in groups of {group}, "
-                f"but it is {list(array.shape)}; config.json is another model's, or download the model again"
+                f"but it is {list(array.shape)}; config.json may belong to another model; otherwise download the model again"
             )
     words = np.unique(zeros)
     zero = int(words[0] & 15) if len(words) == 1 and int(words[0]) == int(words[0] & 15) * 0x11111111 else None
@@ -69,7 +69,7 @@ def _read(module: Module, *, group: int) -> PackedMatrix:
 
 
 def _pairs(codes: NDArray[np.uint32], words_of: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """[columns, words] as bytes of two neighbouring columns each, [outputs, columns / 2], of outputs by their words and places there."""
+    """Repack words [columns, words] into bytes of two neighbouring columns, [outputs, columns / 2]."""
     columns, inverse = np.unique(words_of, return_inverse=True)
     is_range = len(columns) == columns[-1] - columns[0] + 1
     taken = codes[:, columns[0] : columns[-1] + 1] if is_range else codes[:, columns]

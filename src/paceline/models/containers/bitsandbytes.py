@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit codes of a table in blocks of the flattened matrix, and 8-bit integers with a scale a row."""
+"""bitsandbytes: nf4 and fp4 codes in blocks of the flattened matrix, and int8 with a scale for each row."""
 
 import json
 import math
@@ -10,37 +10,39 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 _MOST_STATE_BYTES = 1 << 16
-_ROWS_NOTICE = "columns of rows with large values are multiplied as all others, not in float16 as llm_int8_threshold says"
+_ROWS_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
 def bitsandbytes(fields: JsonFields) -> Container:
-    """bitsandbytes as `quantization_config` describes it.
+    """Return the container of a bitsandbytes `quantization_config`.
 
     Raises:
-        CheckpointError: it says neither 4 nor 8 bits.
+        CheckpointError: It is neither 4-bit nor 8-bit.
     """
     if fields.flag("load_in_4bit", default=False):
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
         return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _four_bits)
     if not fields.flag("load_in_8bit", default=False):
-        raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes says neither load_in_4bit nor load_in_8bit")
+        raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
     return Container("bitsandbytes, int8", (".SCB",), _eight_bits, notices=(_ROWS_NOTICE,))
 
 
-def _eight_bits(module: Module) -> PackedMatrix:
-    """Codes times a row's largest value over 127, which is rounded first: at most 2^-23 from what bitsandbytes computes."""
+def _eight_bits(module: PackedModule) -> PackedMatrix:
+    """Read codes * (row maximum / 127). The quotient is rounded first, at most 2^-23 relative from bitsandbytes' value."""
     where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
     if module.has("weight_format"):
         layout = module.take("weight_format", "U8", ndim=None)
         if layout.any():
-            raise CheckpointError(f"{where} lies in tiles of a GPU (weight_format {shortened(layout.tolist())}): save the model again")
+            raise CheckpointError(
+                f"{where} is stored in tiles for a GPU (weight_format {shortened(layout.tolist())}): save the model again"
+            )
     outputs, columns = codes.shape
     if largest.shape != (outputs,):
         raise CheckpointError(f"{where} has {outputs} rows, but SCB {largest.size} numbers; download the model again")
@@ -54,7 +56,7 @@ def _eight_bits(module: Module) -> PackedMatrix:
     ).matrix()
 
 
-def _four_bits(module: Module) -> PackedMatrix:
+def _four_bits(module: PackedModule) -> PackedMatrix:
     where = module.where("weight")
     kind = next((kind for kind in _KINDS if module.has(_STATE + kind)), None)
     if kind is None:
@@ -87,7 +89,7 @@ def _four_bits(module: Module) -> PackedMatrix:
 
 
 def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
-    """The JSON in a tensor."""
+    """Return the JSON stored in a tensor."""
     try:
         values = json.loads(content[:_MOST_STATE_BYTES].tobytes())
     except (ValueError, RecursionError):
@@ -97,8 +99,8 @@ def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
     return JsonFields(values, Path(where))
 
 
-def _scales(module: Module, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
-    """The arrays of a block's scales, and what makes scales of numbers of blocks; they may be quantised themselves."""
+def _scales(module: PackedModule, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
+    """Return the arrays of block scales, and a function from block numbers to scales, which may be quantised themselves."""
     nested = module.has("weight.nested_absmax")
     stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)
     if stored.shape != (count,):

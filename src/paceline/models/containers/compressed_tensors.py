@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor): integers of 2 to 8 bits, 8-bit floats, NVFP4 and MXFP4."""
+"""compressed-tensors (llm-compressor): integers of 2 to 8 bits, FP8, NVFP4 and MXFP4."""
 
 from functools import partial
 from typing import Any
@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
 from paceline.models.containers.fp8 import block_of
-from paceline.models.containers.module import Container, Module
-from paceline.models.containers.settings import nested, one_of, refuse_set
+from paceline.models.containers.module import Container, PackedModule
+from paceline.models.containers.settings import nested, one_of, refuse_settings
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
@@ -25,19 +25,19 @@ _UNUSED = (
     ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 _BITS = (2, 4, 8)
-_ROWS_NOTICE = "rows in front of its matrices are rounded as for any quantised matrix here, not as the file's input_activations say"
+_ROWS_NOTICE = "activations are rounded as for any quantised matrix here, not as the file's input_activations specify"
 _CACHE_NOTICE = "its kv_cache_scheme is left out: keys and values are kept as they are"
 
 
 def compressed_tensors(fields: JsonFields) -> Container:
-    """Any of the formats; each matrix shows by its tensors which one it has.
+    """Return the container. The format of each matrix is recognised by its tensors.
 
     Raises:
-        CheckpointError: a format that cannot be read, or sparse or transformed weights.
+        CheckpointError: A format is not supported, or weights are sparse or transformed.
     """
     one_of(fields, "format", _FORMATS, default="pack-quantized")
     one_of(nested(fields, "sparsity_config"), "format", ("dense",), default="dense")
-    refuse_set(fields, "transform_config")
+    refuse_settings(fields, "transform_config")
     groups = nested(fields, "config_groups")
     notices, block = [], None
     rounds_rows = False
@@ -47,7 +47,7 @@ def compressed_tensors(fields: JsonFields) -> Container:
         weights = nested(group, "weights")
         block = block_of(weights, "block_structure") or block
         rounds_rows = rounds_rows or bool(group.values.get("input_activations"))
-        refuse_set(group, "output_activations")
+        refuse_settings(group, "output_activations")
     if rounds_rows:
         notices.append(_ROWS_NOTICE)
     if fields.values.get("kv_cache_scheme"):
@@ -56,7 +56,7 @@ def compressed_tensors(fields: JsonFields) -> Container:
     return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _UNUSED, tuple(notices))
 
 
-def _read(module: Module, *, block: tuple[int, int] | None) -> PackedMatrix:
+def _read(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
     if module.has("weight_packed"):
         return _packed(module) if module.type_of("weight_packed") in ("I32", "U32") else _small_floats(module)
     if module.type_of("weight") != "F8_E4M3":
@@ -64,12 +64,12 @@ def _read(module: Module, *, block: tuple[int, int] | None) -> PackedMatrix:
     kind = module.type_of("weight_scale")
     has_bytes = kind in ("F8_E8M0", "U8")
     found = module.take("weight_scale", str(kind), ndim=None) if has_bytes else module.floats("weight_scale", ndim=None)
-    module.leave_out("weight_zero_point")  # of floats always 0
+    module.leave_out("weight_zero_point")  # always 0 for floats
     return scaled_e4m3(module, scales_of(found, kind), block)
 
 
-def _integers(module: Module) -> PackedMatrix:
-    """One integer a byte."""
+def _integers(module: PackedModule) -> PackedMatrix:
+    """Read one integer per byte."""
     where, codes = module.where("weight"), module.take("weight", "I8")
     scales = module.floats("weight_scale", ndim=None)
     zeros = module.take("weight_zero_point", "I8", ndim=None) if module.has("weight_zero_point") else None
@@ -87,8 +87,8 @@ def _integers(module: Module) -> PackedMatrix:
     ).matrix()  # fmt: skip
 
 
-def _packed(module: Module) -> PackedMatrix:
-    """Integers packed along the columns, 2^(bits - 1) above what they mean; zero points along the rows."""
+def _packed(module: PackedModule) -> PackedMatrix:
+    """Read integers packed along the columns with an offset of 2^(bits - 1), and zero points packed along the rows."""
     where, words = module.where("weight_packed"), module.take("weight_packed", "I32", "U32")
     shape = module.take("weight_shape", "I64", "I32", ndim=1)
     outputs, columns = (int(size) for size in shape) if len(shape) == 2 else (0, 0)
@@ -122,8 +122,8 @@ def _packed(module: Module) -> PackedMatrix:
     ).matrix()  # fmt: skip
 
 
-def _order(module: Module, columns: int, count: int, group: int) -> NDArray[np.int64] | None:
-    """The group of each column; None where they are in order."""
+def _order(module: PackedModule, columns: int, count: int, group: int) -> NDArray[np.int64] | None:
+    """Return the group of each column (g_idx); None if in order."""
     if not module.has("weight_g_idx"):
         return None
     where, groups = module.where("weight_g_idx"), module.take("weight_g_idx", "I32", ndim=1).view(np.int32)
@@ -131,7 +131,7 @@ def _order(module: Module, columns: int, count: int, group: int) -> NDArray[np.i
 
 
 def _by_rows(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
-    """Numbers of groups as [N, groups], and the columns of a group; one for all is repeated."""
+    """Return group numbers as [N, groups], and the columns of a group. A single number is repeated."""
     outputs, columns = shape
     if numbers.size == 1:
         return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1)), columns
@@ -144,14 +144,14 @@ def _by_rows(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: st
     return found, columns // found.shape[1]
 
 
-def _small_floats(module: Module) -> PackedMatrix:
-    """NVFP4, whose scales are divided by one number of the whole matrix, or MXFP4."""
+def _small_floats(module: PackedModule) -> PackedMatrix:
+    """Read NVFP4, whose scales are divided by one number for the whole matrix, or MXFP4."""
     where, pairs = module.where("weight_packed"), module.take("weight_packed", "U8")
     if not module.has("weight_global_scale"):
         return e2m1_groups(where, pairs, module.take("weight_scale", "U8", "F8_E8M0"), half_scales)
     scales = module.take("weight_scale", "F8_E4M3")
     divisor = module.floats("weight_global_scale", ndim=None).astype(np.float32).reshape(-1)
-    if divisor.size != 1 or not divisor[0] > 1:  # that of a matrix with values up to 2688 and beyond
+    if divisor.size != 1 or not divisor[0] > 1:  # 1 or less would mean values of 2688 or more
         raise CheckpointError(
             f"{where}: weight_global_scale = {shortened(divisor.tolist())}, expected one number above 1; download the model again"
         )

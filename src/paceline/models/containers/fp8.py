@@ -1,24 +1,24 @@
-"""FP8: weights in E4M3 with scales by blocks (DeepSeek, Qwen), by rows (FBGEMM) or one in all (Mistral, ModelOpt)."""
+"""FP8: E4M3 weights with scales for blocks (DeepSeek, Qwen), rows (FBGEMM) or the tensor (Mistral, ModelOpt)."""
 
 from functools import partial
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.containers.small_floats import scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix
+from paceline.models.storage.packed_matrix import PackedMatrix
 
-ROWS_NOTICE = "rows in front of its matrices are not rounded to 8-bit floats: that is part of how others multiply, not of the weights"
+ROWS_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _UNUSED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 def fp8(fields: JsonFields) -> Container:
-    """DeepSeek's layout; without blocks one scale a tensor.
+    """Return the container of DeepSeek's layout; without blocks there is one scale for the tensor.
 
     Raises:
-        CheckpointError: blocks or a format that cannot be read.
+        CheckpointError: The block size or the format is not supported.
     """
     one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     blocks = block_of(fields, "weight_block_size")
@@ -27,15 +27,15 @@ def fp8(fields: JsonFields) -> Container:
 
 
 def fbgemm_fp8(_fields: JsonFields) -> Container:
-    """FBGEMM's layout: one scale a row."""
+    """Return the container of FBGEMM's layout, with one scale for each row."""
     return Container("FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _UNUSED, (ROWS_NOTICE,))
 
 
 def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None where it is absent.
+    """Return the rows and columns of a block with one scale; None if the setting is absent.
 
     Raises:
-        CheckpointError: it is neither two counts nor text of the form 128x128.
+        CheckpointError: It is neither two counts nor text of the form 128x128.
     """
     value = fields.values.get(name)
     if value is None:
@@ -46,7 +46,7 @@ def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
     raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
 
 
-def _read(module: Module, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
+def _read(module: PackedModule, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
     kind = module.type_of(part)
     found = module.take(part, *_SCALE_TYPES, ndim=None) if kind in ("F8_E8M0", "U8") else module.floats(part, ndim=None)
     return scaled_e4m3(module, scales_of(found, kind), block)

@@ -1,4 +1,4 @@
-"""GPTQ: codes packed down the columns, zero points down the rows (AutoGPTQ, GPTQModel, AutoRound)."""
+"""GPTQ: codes packed along the input dimension, zero points along the output dimension (AutoGPTQ, GPTQModel, AutoRound)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,30 +8,30 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
-_BITS = (2, 4, 8)  # others lie across words
+_BITS = (2, 4, 8)  # other widths cross word boundaries
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What config.json says; modules may have bits and groups of their own where `differs` is set."""
+    """The settings in config.json. Modules may have other bits and group sizes if `differs` is set."""
 
     bits: int
     group: int
-    is_second: bool  # zero points are stored as they are; the first format stores them less 1
+    is_second: bool  # format gptq_v2, which stores zero points as they are; the first format stores them minus 1
     is_symmetric: bool
     differs: bool
 
 
 def gptq(fields: JsonFields) -> Container:
-    """GPTQ as `quantization_config` describes it.
+    """Return the container of a GPTQ `quantization_config`.
 
     Raises:
-        CheckpointError: bits, groups or a packing that cannot be read.
+        CheckpointError: The bits, the group size or the packing is not supported.
     """
     key = "checkpoint_format" if "checkpoint_format" in fields.values else "format"
     second = one_of(fields, key, ("gptq", "gptq_v2"), default="gptq") == "gptq_v2"
@@ -39,11 +39,11 @@ def gptq(fields: JsonFields) -> Container:
 
 
 def container(fields: JsonFields, name: str, *, is_second: bool) -> Container:
-    """A container of this packing.
+    """Return the container of this packing.
 
     Args:
-        name: of whoever wrote it.
-        is_second: the format of the zero points.
+        name: of the tool that wrote it.
+        is_second: zero points are in the format gptq_v2.
     """
     settings = _Settings(
         one_of(fields, "bits", _BITS, default=4),
@@ -55,7 +55,7 @@ def container(fields: JsonFields, name: str, *, is_second: bool) -> Container:
     return Container(f"{name}, {settings.bits} bits", (".qweight",), partial(_read, settings=settings))
 
 
-def _read(module: Module, *, settings: _Settings) -> PackedMatrix:
+def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
     where = module.where("qweight")
     codes, zeros = module.take("qweight", "I32", "U32"), module.take("qzeros", "I32", "U32")
     scales = module.floats("scales")
@@ -74,7 +74,7 @@ def _read(module: Module, *, settings: _Settings) -> PackedMatrix:
         if shape != wanted:
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} with {bits} bits in groups of {settings.group}, "
-                f"but it is {list(shape)}; config.json is another model's, or download the model again"
+                f"but it is {list(shape)}; config.json may belong to another model; otherwise download the model again"
             )
     offset = 0 if _is_second(zeros, bits, settings) else 1
     words = {int(word) for word in np.unique(zeros)} if zeros.size else set()
@@ -96,8 +96,8 @@ def _read(module: Module, *, settings: _Settings) -> PackedMatrix:
 
 
 def _is_second(zeros: NDArray[np.uint32], bits: int, settings: _Settings) -> bool:
-    """Whether zero points are stored as they are: some files say the other of a symmetric quantisation, whose zero point is known."""
-    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # half of the codes, in every place of a word
+    """Return whether zero points are stored as they are. Some symmetric files name the wrong format; their zero point is known."""
+    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # 2^(bits - 1) in every field of a word
     ones = sum(1 << shift for shift in range(0, 32, bits))
     if settings.is_symmetric and zeros.size:
         if settings.is_second and (zeros == middle - ones).all():
@@ -108,6 +108,6 @@ def _is_second(zeros: NDArray[np.uint32], bits: int, settings: _Settings) -> boo
 
 
 def _of_word(word: int, bits: int, offset: int) -> int | None:
-    """The zero point of a word in which all are the same."""
+    """Return the zero point of a word with equal fields."""
     own = {(word >> shift) + offset & 2**bits - 1 for shift in range(0, 32, bits)}
     return own.pop() if len(own) == 1 else None

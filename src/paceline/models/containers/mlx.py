@@ -1,4 +1,4 @@
-"""MLX: codes of 2 to 8 bits side by side, a scale and a minimum a group; its tensors say how many bits."""
+"""MLX: codes of 2 to 8 bits with a scale and a minimum for each group. The shapes of the tensors give the bits."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,19 +7,19 @@ import numpy as np
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, as_stream
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
 _BITS = (2, 3, 4, 5, 6, 8)
 
 
 def mlx(fields: JsonFields) -> Container:
-    """MLX's affine mode as `quantization` describes it; single modules may have settings of their own.
+    """Return the container of MLX's affine mode. Single modules may have other settings.
 
     Raises:
-        CheckpointError: a mode, bits or groups that cannot be read.
+        CheckpointError: The mode, the bits or the group size is not supported.
     """
     found = {"": _settings(fields)}
     for name, value in fields.values.items():
@@ -29,21 +29,21 @@ def mlx(fields: JsonFields) -> Container:
 
 
 def _settings(fields: JsonFields) -> tuple[int, int]:
-    """Bits and columns of a group."""
+    """Return the bits and the group size."""
     one_of(fields, "mode", ("affine",), default="affine")
     return one_of(fields, "bits", _BITS), fields.size("group_size")
 
 
-def _read(module: Module, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
+def _read(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
     where, words = module.where("weight"), module.take("weight", "U32")
     scales, minimums = module.floats("scales"), module.floats("biases")
-    own_name = "." + module.name.removeprefix("model.")  # config.json names what lies around a text model too
+    own_name = "." + module.name.removeprefix("model.")  # config.json includes the prefix of a multimodal model
     bits, group = next((own for name, own in settings.items() if name.endswith(own_name)), settings[""])
     outputs, count = scales.shape
     if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != count * group * bits:
         raise CheckpointError(
             f"{where} has shape {list(words.shape)}, scales {list(scales.shape)} and biases {list(minimums.shape)}, which are no matrix of "
-            f"{bits} bits in groups of {group}; config.json is another model's, or download the model again"
+            f"{bits} bits in groups of {group}; config.json may belong to another model; otherwise download the model again"
         )
 
     def rows(rows: Rows) -> AffineRows:

@@ -1,32 +1,32 @@
-"""ModelOpt (NVIDIA): FP8 with one scale a tensor, NVFP4 with two levels of scales that are multiplied."""
+"""ModelOpt (NVIDIA): FP8 with one scale for the tensor, NVFP4 with scales for groups and for the tensor."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.fp8 import ROWS_NOTICE
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import Floats, PackedMatrix
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix
 
 _UNUSED = (".input_scale", ".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
 _CACHE_NOTICE = "its scheme for the cache is left out: keys and values are kept as they are"
 
 
 def modelopt(fields: JsonFields) -> Container:
-    """ModelOpt as `quantization_config` describes it.
+    """Return the container of a ModelOpt `quantization_config`.
 
     Raises:
-        CheckpointError: an algorithm that cannot be read.
+        CheckpointError: The algorithm is not supported.
     """
     algorithm = one_of(fields, "quant_algo", ("FP8", "NVFP4"))
     has_cache = bool(fields.values.get("kv_cache_scheme") or fields.values.get("kv_cache_quant_algo"))
     return Container(f"ModelOpt, {algorithm}", (".weight_scale",), _read, _UNUSED, (ROWS_NOTICE, *([_CACHE_NOTICE] if has_cache else [])))
 
 
-def _read(module: Module) -> PackedMatrix:
+def _read(module: PackedModule) -> PackedMatrix:
     if module.type_of("weight") == "F8_E4M3":
         return scaled_e4m3(module, scales_of(module.floats("weight_scale", ndim=None), None), None)
     where, pairs = module.where("weight"), module.take("weight", "U8")

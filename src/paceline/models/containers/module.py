@@ -1,4 +1,4 @@
-"""The tensors of one packed matrix, and what a container is."""
+"""The tensors of one packed matrix, and the description of a container."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor, view_tensor
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 
-Stored = StoredTensor | PackedMatrix
+StoredWeight = StoredTensor | PackedMatrix
 _TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1", "F8_E4M3": "u1",
     "F8_E8M0": "u1",
@@ -20,8 +20,8 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
-    """The tensors whose names begin with that of a module; what is read leaves `stored`.
+class PackedModule:
+    """The tensors whose names begin with a module's name. Reading a tensor removes it from `stored`.
 
     Attributes:
         name: such as `model.layers.0.self_attn.q_proj`.
@@ -30,31 +30,31 @@ class Module:
     """
 
     name: str
-    stored: dict[str, Stored]
+    stored: dict[str, StoredWeight]
     files: Mapping[Path, NDArray[np.uint8]]
 
     def has(self, part: str) -> bool:
         return f"{self.name}.{part}" in self.stored
 
     def type_of(self, part: str) -> str | None:
-        """The format's name of its type; None = there is none."""
+        """Return the type name of a tensor in the file; None = there is no such tensor."""
         found = self.stored.get(f"{self.name}.{part}")
         return found.dtype if isinstance(found, StoredTensor) else None
 
     def where(self, part: str) -> str:
-        """The file and the tensor, for errors."""
+        """Return the file and the tensor, for errors."""
         found = self.stored.get(f"{self.name}.{part}")
         return f"{found.path}: tensor {self.name}.{part}" if isinstance(found, StoredTensor) else f"{self.name}.{part}"
 
     def take(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
-        """A view of the file: words of 32 bits unsigned, bfloat16 and 8-bit floats as their bits.
+        """Return a view of a tensor in the file: 32-bit words as unsigned, bfloat16 and FP8 as their bits.
 
         Args:
-            types: the format's names of those that are expected.
-            ndim: dimensions; None = any.
+            types: expected type names.
+            ndim: number of dimensions; None = any.
 
         Raises:
-            CheckpointError: it is missing, or of another type or number of dimensions.
+            CheckpointError: The tensor is missing, or has another type or number of dimensions.
         """
         found = self.stored.get(f"{self.name}.{part}")
         if not isinstance(found, StoredTensor):
@@ -70,31 +70,31 @@ class Module:
         return view_tensor(found, self.files[found.path], np.dtype(_TYPES[found.dtype]))
 
     def floats(self, part: str, *types: str, ndim: int | None = 2) -> NDArray[Any]:
-        """As `take`, of numbers: float32 or float16 as they are, bfloat16 as a copy in float32."""
+        """Return a float tensor: float32 and float16 as they are, bfloat16 as a float32 copy. Arguments as in `take`."""
         is_bf16 = self.type_of(part) == "BF16"
         array = self.take(part, *(types or ("F32", "F16", "BF16")), ndim=ndim)
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else array
 
     def leave_out(self, *parts: str) -> None:
-        """Drop tensors that say nothing of the weights."""
+        """Drop tensors that do not affect the weights."""
         for part in parts:
             self.stored.pop(f"{self.name}.{part}", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """How packed matrices lie in a checkpoint.
+    """How packed matrices are stored in a checkpoint.
 
     Attributes:
-        name: as `paceline doctor` says it.
-        marks: endings of tensors that only packed matrices have.
-        read: makes the matrix of a module.
-        left_out: endings of tensors that say nothing of the weights: scales of activations and caches.
-        notices: what users should know of it.
+        name: as `paceline doctor` prints it.
+        packed_suffixes: suffixes of tensors that only packed matrices have.
+        read: returns the matrix of a module.
+        ignored_suffixes: suffixes of tensors that do not affect the weights, such as scales of activations and caches.
+        notices: messages for users.
     """
 
     name: str
-    marks: tuple[str, ...]
-    read: Callable[[Module], PackedMatrix]
-    left_out: tuple[str, ...] = ()
+    packed_suffixes: tuple[str, ...]
+    read: Callable[[PackedModule], PackedMatrix]
+    ignored_suffixes: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its quantisation, and refusing what we do not compute."""
+"""Read the quantisation settings of a checkpoint, and refuse those that are not supported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
-_NEVER_NULL = "bits"  # how wide codes are: without it a file's words could be read, and be other values
+_NEVER_NULL = "bits"  # without it, a file's words could be read with a wrong width
 
 
 def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
-    """A setting that must be one of `known`.
+    """Return a setting that must be one of `known`.
 
     Raises:
-        CheckpointError: it is another.
+        CheckpointError: It is another.
     """
     value = fields.values.get(name)
     value = default if value is None and (name != _NEVER_NULL or name not in fields.values) else value
@@ -24,21 +24,21 @@ def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: An
 
 
 def group_size(fields: JsonFields, name: str = "group_size", *, default: int = 128) -> int:
-    """Columns that share a scale; -1 = all of a row.
+    """Return the columns that share a scale; -1 = a whole row.
 
     Raises:
-        CheckpointError: it is neither -1 nor a count.
+        CheckpointError: It is neither -1 nor a count.
     """
     if fields.values.get(name) == -1:
         return -1
     return fields.size(name, default)
 
 
-def refuse_set(fields: JsonFields, *names: str) -> None:
-    """Refuse what changes the computation where it is there.
+def refuse_settings(fields: JsonFields, *names: str) -> None:
+    """Refuse settings that change the computation.
 
     Raises:
-        CheckpointError: one of the settings is neither absent nor empty.
+        CheckpointError: One of them is neither absent nor empty.
     """
     for name in names:
         if fields.values.get(name):
@@ -49,10 +49,10 @@ def refuse_set(fields: JsonFields, *names: str) -> None:
 
 
 def nested(fields: JsonFields, name: str) -> JsonFields:
-    """The fields of an object within; empty where it is absent.
+    """Return the fields of a nested object; empty if it is absent.
 
     Raises:
-        CheckpointError: it is no object.
+        CheckpointError: It is no object.
     """
     value = fields.values.get(name)
     if value is None:

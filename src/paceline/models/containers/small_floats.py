@@ -1,4 +1,4 @@
-"""Weights in floats of 8 or 4 bits, with scales for rows, blocks or small groups."""
+"""Weights in floats of 8 or 4 bits, with scales for rows, blocks or groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import unpack_stream
-from paceline.models.containers.module import Module
+from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
-from paceline.models.packed import Floats, PackedMatrix, Rows
+from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
 
 def _e4m3_values() -> Floats:
-    """Of the 256 codes: a sign, four bits of exponent with a bias of 7, three of mantissa; the largest of each sign is no number."""
+    """Return the 256 values of E4M3: one sign bit, four exponent bits with bias 7, three mantissa bits. 0x7F and 0xFF are NaN."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
     sizes = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
@@ -27,15 +27,15 @@ E4M3 = _e4m3_values()
 """Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
 
 
-def scaled_e4m3(module: Module, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
-    """`module.weight` in E4M3, times scales: one, one a row, or one a block of `block` rows and columns.
+def scaled_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
+    """Return `module.weight` in E4M3 times its scales: one for all, one for each row, or one for each `block`.
 
     Args:
-        scales: of any shape with as many numbers as there are scales.
-        block: None = there are no blocks.
+        scales: of any shape with the right number of elements.
+        block: rows and columns; None = no blocks.
 
     Raises:
-        CheckpointError: the weight is missing or of another type, or there are not as many scales as it takes.
+        CheckpointError: The weight is missing or of another type, or the number of scales is wrong.
     """
     where, codes = module.where("weight"), module.take("weight", "F8_E4M3")
     outputs, columns = codes.shape
@@ -51,7 +51,7 @@ def scaled_e4m3(module: Module, scales: Floats, block: tuple[int, int] | None) -
 
 
 def scales_of(array: NDArray[Any], type_name: str | None) -> Floats:
-    """Scales as float32: E8M0 and bytes are powers of two."""
+    """Return scales as float32. E8M0 and bytes are powers of two."""
     found: Floats = half_scales(array) * np.float32(2) if type_name in ("F8_E8M0", "U8") else np.asarray(array, np.float32)
     return found
 
@@ -59,7 +59,7 @@ def scales_of(array: NDArray[Any], type_name: str | None) -> Floats:
 def _spread(
     scales: Floats, shape: tuple[int, ...], block: tuple[int, int] | None, where: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Which row and which column of the grid of scales each row and column of a matrix has."""
+    """Return the row and the column in the grid of scales, for each row and column of a matrix."""
     outputs, columns = shape
     if scales.size == 1:
         return np.zeros(outputs, np.int64), np.zeros(columns, np.int64)
@@ -69,7 +69,7 @@ def _spread(
         blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
         raise CheckpointError(
             f"{where} of shape {list(shape)} has scales of shape {list(scales.shape)}, expected one, one a row or one a block{blocks}; "
-            "config.json is another model's, or download the model again"
+            "config.json may belong to another model; otherwise download the model again"
         )
     return np.arange(outputs) // block[0], np.arange(columns) // block[1]
 
@@ -77,16 +77,16 @@ def _spread(
 def e2m1_groups(
     where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half: Callable[[NDArray[Any]], Floats], factor: float = 1.0
 ) -> PackedMatrix:
-    """Codes of E2M1, two in a byte with the first in its low half, in groups of 16 or 32 columns.
+    """Return E2M1 codes in groups of 16 or 32 columns, from two codes in a byte with the first in the low half.
 
     Args:
         pairs: [N, K / 2].
-        scales: [N, groups], as they are stored.
-        half: makes half of the scales of them, as float32.
-        factor: what it multiplies or divides by.
+        scales: [N, groups], as stored.
+        half: converts them to half of the scales, as float32.
+        factor: multiplies or divides the scales.
 
     Raises:
-        CheckpointError: there are not as many scales as it takes.
+        CheckpointError: The number of scales is wrong.
     """
     outputs, columns = pairs.shape[0], 2 * pairs.shape[1]
     count = scales.shape[1] if scales.ndim == 2 else 0

@@ -1,4 +1,4 @@
-"""The containers of quantised weights in one table, by what a checkpoint calls its method."""
+"""The table of containers of quantised weights, by `quant_method`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from paceline.models.containers.fp8 import fbgemm_fp8, fp8
 from paceline.models.containers.gptq import gptq
 from paceline.models.containers.mlx import mlx
 from paceline.models.containers.modelopt import modelopt
-from paceline.models.containers.module import Container, Module, Stored
-from paceline.models.family import Family
+from paceline.models.containers.module import Container, PackedModule, StoredWeight
+from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
-from paceline.models.packed import PackedMatrix
-from paceline.models.safetensors_file import StoredTensor
+from paceline.models.storage.packed_matrix import PackedMatrix
+from paceline.models.storage.safetensors_file import StoredTensor
 from paceline.small_files import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to quantise that checkpoints name.
+    """A quantisation method.
 
     Attributes:
         title: for the table in docs/models.md.
-        held: what its weights become.
-        container: makes of the settings how matrices lie in the files.
+        held: the form in memory, for the same table.
+        container: returns the container for the settings.
     """
 
     title: str
@@ -57,27 +57,27 @@ METHODS: Mapping[str, Method] = {
     "bitsandbytes": Method("bitsandbytes: int8; nf4, fp4", f"{_GROUPS}; nf4, fp4: {_FLOATS}", bitsandbytes),
     "mlx": Method("MLX, affine, 2 to 8 bits", _GROUPS, mlx),
 }
-"""By `quant_method`; MLX's has no name in its files."""
+"""By `quant_method`. MLX files have no such field."""
 
 _OTHER_NAMES = {"intel/auto-round": "auto-round", "autoround": "auto-round", "nvfp4": "modelopt", "modelopt_fp4": "modelopt"}
 _SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where config.json says nothing of it: files of AutoGPTQ and AutoAWQ."""
+"""Settings files of AutoGPTQ and AutoAWQ, read if config.json has no settings."""
 _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
 
-def container_of(values: Mapping[str, Any], path: Path, family: Family, *, looks_beside: bool = True) -> Container | None:
-    """How the matrices of a checkpoint are packed; None = they are not, or as only its family's are.
+def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_side_files: bool = True) -> Container | None:
+    """Return the container of a checkpoint; None = its matrices are not packed, or as only its family packs them.
 
     Args:
-        values: what its config.json holds, that of a text model inside included.
-        path: that file.
-        looks_beside: at files beside it too, which some write instead.
+        values: the contents of config.json, with those of a nested text model.
+        path: the config.json.
+        reads_side_files: also read the settings files of older tools.
 
     Raises:
-        CheckpointError: the method, or a setting of it, is none of ours.
+        CheckpointError: The method or a setting is not supported.
     """
-    found = _settings(values, path) or (_settings_beside(path) if looks_beside else None)
-    if found is None or (found[0] == "mxfp4" and family.packs_experts):
+    found = _settings(values, path) or (_side_file_settings(path) if reads_side_files else None)
+    if found is None or (found[0] == "mxfp4" and family.has_mxfp4_experts):
         return None
     name, settings = found
     method = METHODS.get(_OTHER_NAMES.get(name, name))
@@ -90,7 +90,7 @@ def container_of(values: Mapping[str, Any], path: Path, family: Family, *, looks
 
 
 def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
-    """The name of the method and its settings."""
+    """Return the name of the method and its settings."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = values.get(key)
         if found is None or found == {}:
@@ -106,8 +106,8 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] |
     return None
 
 
-def _settings_beside(path: Path) -> tuple[str, JsonFields] | None:
-    """Those in a file that older tools wrote."""
+def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
+    """Return the settings in a file of an older tool."""
     for file, name in _SIDE_FILES.items():
         beside = path.with_name(file)
         own = read_json(beside)
@@ -116,17 +116,17 @@ def _settings_beside(path: Path) -> tuple[str, JsonFields] | None:
     return None
 
 
-def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, Stored]:
-    """The tensors of a checkpoint with its packed matrices in place of what they are stored as; nothing is read but zero points.
+def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, StoredWeight]:
+    """Replace the tensors of packed matrices by `PackedMatrix`. Only zero points are read.
 
     Raises:
-        CheckpointError: tensors of a matrix are missing, or their sizes do not fit each other.
+        CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
-    found: dict[str, Stored] = {name: one for name, one in stored.items() if not name.endswith(container.left_out)}
+    found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.ignored_suffixes)}
     for name in stored:
-        mark = next((mark for mark in container.marks if name.endswith(mark)), None)
+        mark = next((mark for mark in container.packed_suffixes if name.endswith(mark)), None)
         if mark is not None and name in found:
-            module = Module(name.removesuffix(mark), found, files)
+            module = PackedModule(name.removesuffix(mark), found, files)
             packed = container.read(module)
             if f"{module.name}.weight" in found:
                 raise CheckpointError(

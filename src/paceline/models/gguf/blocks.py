@@ -1,7 +1,7 @@
 """GGUF's quantised blocks as groups of integer codes: the same values, bit for bit, without dequantising.
 
-Every block type computes `scale * (integer) [+ or - minimum]` in float32, which is what `GroupedMatrix` holds; only the order of the
-codes changes. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
+Every block type computes `scale * (integer) [+ or - minimum]` in float32, which is what `GroupedMatrix` holds. Only the order of the codes
+differs. The layouts are those of ggml (ggml-common.h, ggml-quants.c).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,27 +17,27 @@ from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
 
-_CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small beside the matrix
+_CHUNK_ITEMS = 1 << 17  # elements converted at a time, so that temporaries are small compared with the matrix
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
 Parts = tuple[Codes, Floats, Floats | None]
-"""Of n blocks: codes as GroupedMatrix stores them, scales [n, groups of a block], minimums likewise."""
+"""For n blocks: codes as `GroupedMatrix` stores them, scales [n, groups of a block], and minimums of the same shape."""
 Factors = tuple[NDArray[Any], ...]
-"""Of n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors by turns."""
+"""For n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors alternately."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A matrix as a file holds it, which a runtime may lay out itself; `groups` is what it means.
+    """A matrix in the file's blocks, which a runtime may lay out itself. `groups` returns its values.
 
     Attributes:
         raw: [stored rows, bytes of a row].
         block_type: of the blocks.
         where: the file and the tensor, for errors.
-        order: [N] which stored rows are the matrix; None = all, as they are.
-        runs: [K / 32] which stored run of 32 columns each is; None = they are in order.
+        order: [N] stored row of each row; None = the same.
+        runs: [K / 32] stored run of 32 columns for each run; None = the same.
     """
 
     raw: Bytes
@@ -48,29 +48,29 @@ class StoredBlocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N, K."""
+        """Return (N, K)."""
         num_rows = len(self.raw if self.order is None else self.order)
         return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
 
     def rows(self, numbers: NDArray[np.int32] | slice) -> "StoredBlocks":
-        """The matrix of some of its rows; nothing is read."""
+        """Return the matrix of some rows, without reading them."""
         if self.order is None and isinstance(numbers, slice):
             return replace(self, raw=self.raw[numbers])
         return replace(self, order=(np.arange(len(self.raw)) if self.order is None else self.order)[numbers])
 
     def groups(self, *, num_threads: int = 1) -> GroupedMatrix:
-        """The matrix in groups.
+        """Return the matrix in groups.
 
         Raises:
-            CheckpointError: as `group_blocks`.
+            CheckpointError: As in `group_blocks`.
         """
         matrix = group_blocks(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
-        return matrix if self.runs is None else matrix.with_runs(self.runs)
+        return matrix if self.runs is None else matrix.reorder_runs(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How blocks of one type become groups: `read` takes [n, bytes of a block], and so does `factors` where super-blocks are kept."""
+    """How blocks of one type become groups. `read` takes [n, bytes of a block], and so does `factors` for super-blocks."""
 
     read: Callable[[Bytes], Parts]
     bits: int
@@ -84,13 +84,13 @@ class _Layout:
 def group_blocks(
     raw: Bytes, block_type: BlockType, where: str, order: NDArray[np.int64] | None = None, *, num_threads: int = 1
 ) -> GroupedMatrix:
-    """The matrix whose rows are stored as `raw` [N, bytes of a row]; with an `order` of the stored rows, those it names.
+    """Return the matrix stored as `raw` [N, bytes of a row]; with `order`, the stored rows that it lists.
 
     Args:
         where: the file and the tensor, for errors.
 
     Raises:
-        CheckpointError: the type is none of `GROUPED_TYPES`, or a scale is not finite.
+        CheckpointError: The type is not in `GROUPED_TYPES`, or a scale is not finite.
     """
     layout = _layout_of(block_type, where)
     num_rows, columns = len(raw if order is None else order), raw.shape[1] // block_type.num_bytes * block_type.num_items
@@ -102,7 +102,7 @@ def group_blocks(
         rows = slice(start, start + step)
         taken = raw[rows] if order is None else raw[order[rows]]
         blocks = taken.reshape(-1, block_type.num_bytes)
-        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+        with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused later
             parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
             raise not_finite(where, start, start + len(taken) - 1)
@@ -120,10 +120,8 @@ def group_blocks(
 
 
 def not_finite(where: str, first: int, last: int) -> CheckpointError:
-    """The error of rows `first` to `last`."""
-    return CheckpointError(
-        f"{where} has a scale that is no finite number in rows {first} to {last}; the file is damaged, download it again"
-    )
+    """Return the error for rows `first` to `last`."""
+    return CheckpointError(f"{where} has a scale that is not finite in rows {first} to {last}; the file is damaged, download it again")
 
 
 def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
@@ -137,10 +135,10 @@ def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) 
 
 
 def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str, block: int | None = SUPER_BLOCK) -> tuple[int, int]:
-    """Bits of a code, and bytes the matrix takes as groups.
+    """Return the bits of a code, and the bytes of the matrix in groups.
 
     Args:
-        block: as `block_of` says; None = scales are stored one by one.
+        block: as `block_of` returns it; None = scales are stored one by one.
     """
     layout = _layout_of(block_type, where)
     has_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
@@ -160,7 +158,7 @@ def _layout_of(block_type: BlockType, where: str) -> _Layout:
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """The float16 at byte `start` of every block, as float32 [n, 1]."""
+    """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
     return _float16(blocks, start).astype(np.float32)
 
 
@@ -169,12 +167,12 @@ def _float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
 
 
 def _shifted(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
-    """[n, p, 1, w] shifted right by each of `shifts`: [n, p, len(shifts), w]."""
+    """Return [n, p, 1, w] shifted right by each of `shifts`: [n, p, len(shifts), w]."""
     return values >> np.array(shifts, np.uint8)[:, None]
 
 
 def _nibbles(values: Bytes) -> Bytes:
-    """[n, 16] bytes as [n, 32] codes: low halves, then high ones."""
+    """Return [n, 16] bytes as [n, 32] codes: low halves, then high halves."""
     return np.concatenate([values & np.uint8(15), values >> np.uint8(4)], axis=1)
 
 
@@ -183,7 +181,7 @@ def _signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:], _half(blocks, 0), None  # the packing is the same as ours
+    return blocks[:, 2:], _half(blocks, 0), None  # same packing as ours
 
 
 def _q4_1(blocks: Bytes) -> Parts:
@@ -191,7 +189,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 
 def _five_bits(high: Bytes, low: Bytes) -> Bytes:
-    """[n, 4] bytes with the fifth bits of 32 codes and [n, 16] with their nibbles."""
+    """Return 32 codes from [n, 4] bytes with their fifth bits and [n, 16] with their low four."""
     return _nibbles(low) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -208,7 +206,7 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 
 def _two_bits(values: Bytes) -> Bytes:
-    """[n, 64] bytes as [n, 256] codes: of each half of 32 bytes the lowest two bits of all, then the next two and so on."""
+    """Return [n, 64] bytes as [n, 256] codes: of each 32 bytes the lowest two bits of all, then the next two, and so on."""
     return (_shifted(values.reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & np.uint8(3)).reshape(-1, 256)
 
 
@@ -232,7 +230,7 @@ def _signed_factors(blocks: Bytes) -> Factors:
 
 
 def _six_bits(blocks: Bytes) -> Factors:
-    """Of Q4_K and Q5_K: eight 6-bit factors of scales and of minimums, in 12 bytes behind the two float16."""
+    """Return the eight 6-bit factors of scales and of minimums of Q4_K and Q5_K, from 12 bytes after the two float16."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     top = np.uint8(6)
     factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> top << np.uint8(4)], axis=1)
@@ -251,7 +249,7 @@ def _scales(factors: Factors) -> Floats:
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    # 32 bytes hold one run in their low halves and the next in their high ones; ours hold one run in 16 bytes.
+    # 32 bytes hold one run in their low halves and the next in their high halves; ours hold one run in 16 bytes.
     front, back = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
     packed = np.stack([front & np.uint8(15) | back << np.uint8(4), front >> np.uint8(4) | back & np.uint8(240)], axis=2)
     return packed.reshape(-1, 128), *_scales_and_minimums(_six_bits(blocks))
@@ -310,4 +308,4 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)
-"""Names of the block types that can be read."""
+"""Names of the supported block types."""

@@ -1,6 +1,7 @@
-"""A GGUF file's metadata in the terms of a Hugging Face config.json, from which `models/config.py` makes a network."""
+"""The config.json that the metadata of a GGUF file stands for, from which `models/config.py` reads the network."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -9,112 +10,136 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.config import ModelConfig, WeightType, config_from_values
-from paceline.models.families import FAMILIES
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.gemma4 import ASSISTANT_ARCHITECTURES
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
-from paceline.models.gguf.gemma4 import ASSISTANTS, gemma4_values
-from paceline.models.gguf.hybrids import HYBRIDS, NEMOTRONS, hybrid_values
-from paceline.models.gguf.terms import in_its_terms
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 
-_FAMILY_OF = {family.gguf: family.name for family in FAMILIES.values() if family.gguf is not None}
-_FAMILY_OF["nemotron_h_moe"] = "nemotron_h"
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of rotary frequencies, which are part of the configuration."""
 
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
-_SOFTMAX, _SIGMOID, _OF_CHOSEN = 1, 2, 3  # llama.cpp's numbers of what makes a router's logits weights
-_OTHER_EPSILON = dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "attention.layer_norm_epsilon")
-"""What llama.cpp reads of them; converters write both."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_UNTIED = ("gpt-oss", "qwen2moe", "olmoe", "olmo2")
-"""Architectures whose files have a vocabulary matrix: without one they are damaged, as for llama.cpp. In others it is the embedding."""
-
-_QUERY_SCALAR_IS_WIDTH = {"gemma2": 46, "gemma3": 62}  # the 27B models, known by their number of layers
+_METADATA_KEYS = {
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "partial_rotary_factor": "rope.dimension_count",
+    "rope_scaling": "rope.scaling.type",
+    "rope_theta": "rope.freq_base",
+}
+"""Metadata keys of config.json fields in all architectures, for errors."""
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The network a GGUF file holds. Quantised matrices are computed in float32, which has room for all their values.
+    """Return the network of a GGUF file. Quantised matrices are computed in float32, which holds all their values exactly.
 
     Raises:
-        CheckpointError: a value is missing or absurd, or the network is not one we run.
+        CheckpointError: A value is missing or out of range, or the network is not supported.
     """
+    fields = GgufFields(file)
+    family = _family_of(fields)
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
-    values = _Reader(file).values()
+    values = _ConfigReader(file, family).values()
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))
     except CheckpointError as error:
-        raise in_its_terms(error, file.metadata["general.architecture"]) from None
+        raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
+
+
+def gguf_format(family: Family) -> GgufFormat:
+    """Return how GGUF files of a family are read.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    found = FAMILIES[family.gguf_family].gguf if family.gguf_family is not None else family.gguf
+    if found is None:
+        raise CheckpointError(f"there are no GGUF files of {family.name}: use safetensors")
+    return found
+
+
+def with_metadata_keys(error: CheckpointError, architecture: str, keys: Mapping[str, str]) -> CheckpointError:
+    """Return the error with metadata keys in place of the config.json fields that it names.
+
+    Args:
+        keys: of fields that not every architecture has.
+    """
+    known = {**_METADATA_KEYS, **keys}
+    pattern = rf"\b({'|'.join(known)})\b"
+    return CheckpointError(re.sub(pattern, lambda found: f"{architecture}.{known[found[0]]}", str(error)))
+
+
+def _family_of(fields: GgufFields) -> Family:
+    """Return the family of a file. Of several with its architecture, one that matches the metadata is chosen first."""
+    if fields.architecture in ASSISTANT_ARCHITECTURES:
+        raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter of that model")
+    formats = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
+    formats.sort(key=lambda one: one[1].matches is None)
+    for family, own in formats:
+        if fields.architecture in own.architectures and (own.matches is None or own.matches(fields)):
+            return family
+    known = dict.fromkeys(architecture for _, own in formats for architecture in own.architectures)
+    raise CheckpointError(
+        f"{fields.file.path} holds architecture {shortened(fields.architecture)}, which is not supported; supported are {', '.join(known)}"
+    )
 
 
 def _weight_type(file: GgufFile) -> WeightType:
-    """The type most bytes are stored in."""
+    """Return the type that most bytes are stored in."""
     num_bytes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
     return _STORED_AS.get(num_bytes.most_common(1)[0][0] if num_bytes else "", WeightType.F32)
 
 
-class _Reader(GgufFields):
-    """The values of one file."""
+class _ConfigReader(GgufFields):
+    """Reads the config.json fields of one file."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, family: Family) -> None:
         super().__init__(file)
-        if self.architecture in ASSISTANTS:
-            raise CheckpointError(
-                f"{file.path} holds an assistant, which guesses for a model of its own: name it as the drafter beside that"
-            )
-        if not isinstance(self.architecture, str) or self.architecture not in _FAMILY_OF:
-            raise CheckpointError(
-                f"{file.path} holds architecture {shortened(self.architecture)}, which is not supported; "
-                f"supported are {', '.join(_FAMILY_OF)}"
-            )
+        self._family, self._format = family, gguf_format(family)
 
     def values(self) -> dict[str, Any]:
-        """What config.json would say."""
-        hidden_size, num_heads = self.count("embedding_length"), self.of_all_layers("attention.head_count")
+        """Return the config.json fields that all architectures have, and those of the family."""
+        sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
+        hidden_size, num_heads = self.count("embedding_length"), self.size_of_layers("attention.head_count", **sizes)
         head_size = self._head_size(hidden_size, num_heads)
-        max_positions = self.count("context_length")
+        max_positions, num_blocks = self.count("context_length"), self._num_blocks()
         values: dict[str, Any] = {
-            "model_type": _FAMILY_OF[self.architecture],
+            "model_type": self._family.name,
             "vocab_size": self._vocab_size(hidden_size),
             "hidden_size": hidden_size,
-            "intermediate_size": self.of_all_layers("feed_forward_length", self.of_model("expert_feed_forward_length")),
-            "num_hidden_layers": self._num_layers(),
+            "intermediate_size": self.size_of_layers("feed_forward_length", self.of_model("expert_feed_forward_length"), **sizes),
+            "num_hidden_layers": num_blocks,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.of_all_layers("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self.size_of_layers("attention.head_count_kv", num_heads, **sizes),
             "head_dim": head_size,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.of_model(_OTHER_EPSILON.get(self.architecture, ""))),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.of_model(self._format.norm_eps_key)),
             "max_position_embeddings": max_positions,
-            "tie_word_embeddings": not self.has("output.weight") and self.architecture not in _UNTIED,
-            "attention_bias": self.has("blk.0.attn_q.bias"),
-            "attention_out_bias": self.has("blk.0.attn_output.bias"),
-            "mlp_bias": self.has("blk.0.ffn_gate.bias"),
+            "tie_word_embeddings": not self.has("output.weight") and not self._format.has_untied_output,
+            "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
+            "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
+            "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
             "bos_token_id": self.plain("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }
-        if self.architecture == "gemma4":
-            return values | gemma4_values(self.file, values["num_hidden_layers"])
-        values |= {} if self.architecture in NEMOTRONS else self._rope(head_size, max_positions)  # these do not rotate
-        if self.architecture in HYBRIDS:
-            values |= hybrid_values(self, values)
-            return values | (self._multipliers(head_size) if self.architecture == "granitehybrid" else {})
-        if self.architecture.startswith("gemma"):
-            values |= self._gemma(hidden_size, num_heads, head_size)
-        elif self.of_model("expert_count"):
-            values |= self._experts(values)
-        elif self.architecture == "phi3":
-            values["sliding_window"] = self.of_model("attention.sliding_window") or None  # 0 = none
-        elif self.architecture in ("olmo2", "exaone4"):
-            values |= self._windows(values["rope_theta"])
-        elif self.architecture == "granite":
-            values |= self._granite(head_size)
-        elif self.architecture == "mistral3":
-            values["rope_parameters"] = self._tempered(values)
-        elif self.architecture == "glm4" and (sections := self.of_model("rope.dimension_sections")) is not None:
-            self.refuse("rope.dimension_sections", sections, "none: images are not read")
-        return values
+        values |= self._rope(head_size, max_positions) if self._format.has_rope else {}
+        return values | self._format.read_config(self, values)
 
     def _head_size(self, hidden_size: int, num_heads: int) -> int:
         size = self.count("attention.key_length", max(hidden_size // num_heads, 1))
@@ -123,8 +148,8 @@ class _Reader(GgufFields):
             self.refuse("attention.value_length", value_size, f"the size of keys, {size}")
         return size
 
-    def _num_layers(self) -> int:
-        """Checked against the tensors, because everything per layer is built from it."""
+    def _num_blocks(self) -> int:
+        """Return `block_count`, checked against the number of tensors before anything per layer is built."""
         num_layers = self.count("block_count")
         if num_layers > len(self.file.tensors):
             self.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
@@ -140,7 +165,7 @@ class _Reader(GgufFields):
         return table.shape[0]
 
     def _end_token_ids(self) -> list[Any]:
-        """The ids named as an end. The config reader checks them; one outside the vocabulary is never drawn."""
+        """Return the end tokens. The config reader checks them; ids outside the vocabulary are never sampled."""
         ids = [self.plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
@@ -200,12 +225,12 @@ class _Reader(GgufFields):
         ratio = max_positions / original
         implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         stated = self.number("rope.scaling.attn_factor", implied)
-        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied one rounded to float32
+        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied factor rounded to float32
             scaling["attention_factor"] = stated
         return scaling
 
     def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
-        """Llama 3's rule if the stored divisors are its values in float32; else the divisors themselves."""
+        """Return Llama 3's rule if the stored divisors are its values in float32; otherwise the divisors themselves."""
         divisors = self._divisors("rope_freqs.weight", rotated)
         factor = max(divisors)
         if factor > 1:
@@ -230,103 +255,3 @@ class _Reader(GgufFields):
         if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
             raise CheckpointError(f"{self.file.path}: {name} holds a number that is not above 0; download the file again")
         return divisors
-
-    def _tempered(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Rope parameters with the temperature of queries, whose length is that of the scaling."""
-        original, length = values.get("original_max_position_embeddings"), self.of_model("attention.temperature_length")
-        beta = self.of_model("attention.temperature_scale") or 0.0
-        if beta and length not in (None, original):
-            self.refuse("attention.temperature_length", length, f"the original context length, {original}")
-        return {"rope_theta": values["rope_theta"], **(values.pop("rope_scaling", None) or {}), "llama_4_scaling_beta": beta}
-
-    def _experts(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the format leaves out follows from the architecture, as in llama.cpp."""
-        is_normalized = self.of_model("expert_weights_norm")
-        found = {
-            "num_experts": self.count("expert_count"),
-            "num_experts_per_tok": self.count("expert_used_count"),
-            "moe_intermediate_size": self.count("expert_feed_forward_length", values["intermediate_size"]),
-            "norm_topk_prob": self.architecture == "qwen3moe" if is_normalized is None else is_normalized,
-        }
-        gating = _SOFTMAX if self.architecture != "glm4moe" else _SIGMOID
-        if self.of_model("expert_gating_func") not in (None, 0, gating, _OF_CHOSEN if self.architecture == "gpt-oss" else gating):
-            self.refuse("expert_gating_func", self.of_model("expert_gating_func"), str(gating))
-        if self.architecture == "llama":
-            return {**found, "model_type": "mixtral", "intermediate_size": found["moe_intermediate_size"]}
-        if self.architecture == "qwen2moe":
-            shared = self.count("expert_shared_feed_forward_length", self.rows_of("blk.0.ffn_gate_shexp.weight"))
-            return {**found, "shared_expert_intermediate_size": shared}
-        if self.architecture == "gpt-oss":
-            scaling = values.get("rope_scaling")
-            return {
-                **found,
-                "sliding_window": self.count("attention.sliding_window"),
-                **self._sliding_layers(),
-                "intermediate_size": found["moe_intermediate_size"],
-                **({} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}),
-            }
-        if self.architecture == "olmoe":
-            return {**found, "intermediate_size": found["moe_intermediate_size"]}
-        return found | (self._glm4_moe(values) if self.architecture == "glm4moe" else {})
-
-    def _glm4_moe(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "num_hidden_layers": self.without_modules(values["num_hidden_layers"]),
-            "first_k_dense_replace": self.of_model("leading_dense_block_count") or 0,
-            "n_shared_experts": self.of_model("expert_shared_count") or 0,
-            "n_group": self.count("expert_group_count", 1),
-            "topk_group": self.count("expert_group_used_count", 1),
-            "routed_scaling_factor": self.number("expert_weights_scale", 1.0),
-            "use_qk_norm": self.has("blk.0.attn_q_norm.weight"),
-        }
-
-    def _granite(self, head_size: int) -> dict[str, Any]:
-        rotates = self.of_model("rope.scaling.finetuned")
-        if rotates is not None and not rotates:  # llama.cpp's mark of layers that do not rotate
-            self.refuse("rope.scaling.finetuned", rotates, "true")
-        return self._multipliers(head_size)
-
-    def _multipliers(self, head_size: int) -> dict[str, Any]:
-        """Of Granite."""
-        return {
-            "embedding_multiplier": self.number("embedding_scale", 1.0),
-            "attention_multiplier": self.number("attention.scale", head_size**-0.5),
-            "residual_multiplier": self.number("residual_scale", 1.0),
-            "logits_scaling": self.number("logit_scale"),
-        }
-
-    def _sliding_layers(self) -> dict[str, Any]:
-        """Which layers slide: a list, or every how many-th does not; None = what the family assumes."""
-        pattern = self.of_model("attention.sliding_window_pattern")
-        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:  # 0 = all slide
-            pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(self._num_layers())]
-        if pattern is None:
-            return {}
-        if not isinstance(pattern, list):
-            self.refuse("attention.sliding_window_pattern", pattern, "whether each layer slides")
-        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
-
-    def _windows(self, theta: float) -> dict[str, Any]:
-        """Files of OLMo 3 say olmo2 and have a window."""
-        window = self.of_model("attention.sliding_window") or None  # 0 = none
-        given = self._sliding_layers()
-        if window is None:
-            if "sliding_attention" in given.get("layer_types", ()):
-                self.refuse("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
-            return {"sliding_window": None}
-        family = {"model_type": "olmo3", "rope_local_base_freq": theta} if self.architecture == "olmo2" else {}
-        return {"sliding_window": window, **given, **family}
-
-    def _gemma(self, hidden_size: int, num_heads: int, head_size: int) -> dict[str, Any]:
-        """The format leaves out what llama.cpp hard-codes: the scale of attention scores and which layers slide."""
-        is_wide = self.of_model("block_count") == _QUERY_SCALAR_IS_WIDTH[self.architecture]
-        values: dict[str, Any] = {"query_pre_attn_scalar": hidden_size // num_heads if is_wide else head_size}
-        given = {
-            **self._sliding_layers(),
-            "sliding_window": self.of_model("attention.sliding_window"),
-            "rope_local_base_freq": self.of_model("rope.freq_base_swa"),
-        }
-        if self.architecture == "gemma2":
-            given["attn_logit_softcapping"] = self.of_model("attn_logit_softcapping")
-            given["final_logit_softcapping"] = self.of_model("final_logit_softcapping")
-        return values | {name: value for name, value in given.items() if value is not None}

@@ -1,5 +1,7 @@
-"""Typed access to a GGUF file's metadata, with errors that name the file, the key and the value."""
+"""Typed access to the metadata of a GGUF file, as the config.json fields that it stands for."""
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NoReturn
 
 import numpy as np
@@ -7,16 +9,23 @@ import numpy as np
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.file import GgufFile
 
-LACK_PARTS = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-"""Architectures of which some layers have no attention or no MLP, and 0 where metadata gives its sizes layer by layer."""
-_DIFFER_BY_LAYER = ("gemma4",)  # what their sizes are is read elsewhere
+MTP_TENSOR = "nextn.eh_proj.weight"
+"""A tensor that only blocks with a module for multi-token prediction have."""
+
+
+class GatingFunction(IntEnum):
+    """llama.cpp's numbers for how router logits become expert weights."""
+
+    SOFTMAX = 1
+    SIGMOID = 2
+    SOFTMAX_OF_CHOSEN = 3
 
 
 class GgufFields:
     """The metadata of one file.
 
     Attributes:
-        architecture: what it names itself.
+        architecture: The value of `general.architecture`.
     """
 
     def __init__(self, file: GgufFile) -> None:
@@ -24,21 +33,21 @@ class GgufFields:
         self.architecture = self.plain("general.architecture")
 
     def plain(self, key: str) -> Any:
-        """A value by its whole key; None if absent."""
+        """Return the value of a full key; None if there is none."""
         value = self.file.metadata.get(key)
-        # Metadata has float32 only: the shortest number that rounds to it is the one that was meant (1e-05, not 9.99999975e-06).
-        with np.errstate(over="ignore"):  # one that float32 has no room for becomes infinite, and is refused as such
+        # Metadata is float32. The shortest decimal that rounds to it is what the converter was given: 1e-05, not 9.99999975e-06.
+        with np.errstate(over="ignore"):  # a number outside float32 becomes infinite, which is refused later
             return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def of_model(self, key: str) -> Any:
-        """A value of the architecture's own; None if absent."""
+        """Return the value of `{architecture}.{key}`; None if there is none."""
         return self.plain(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number above 0; 0 counts as absent.
+        """Return a number above 0; 0 counts as absent.
 
         Raises:
-            CheckpointError: it is absent and has no default, or is no such number.
+            CheckpointError: The key is absent and there is no default, or its value is not such a number.
         """
         value = self.of_model(key)
         value = default if value is None or (value == 0 and default is not None) else value
@@ -49,46 +58,100 @@ class GgufFields:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0, as `number`."""
+        """Return an integer above 0, as `number`."""
         value = self.number(key, default)
         if not isinstance(value, int):
             self.refuse(key, value, "a whole number")
         return value
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        """Raise a CheckpointError with the key, its value and what is allowed."""
         raise CheckpointError(
             f"{self.file.path}: {self.architecture}.{key} = {shortened(value)}, expected {expected}; download the file again"
         )
 
-    def of_all_layers(self, key: str, default: int | None = None) -> int:
-        """A size that may be given for every layer; ours are the same in all, or in all that have such a part where others have 0."""
+    def size_of_layers(self, key: str, default: int | None = None, *, allows_zero: bool = False, allows_mixed: bool = False) -> int:
+        """Return the size that all layers share, where metadata may give one for each layer.
+
+        Args:
+            allows_zero: Skip layers of size 0, which do not have the part.
+            allows_mixed: Return the size of the first layer if they differ.
+        """
         value = self.of_model(key)
         if not isinstance(value, list):
             return self.count(key, default)
-        sizes = [size for size in value if size != 0] if self.architecture in LACK_PARTS else value
+        sizes = [size for size in value if size != 0] if allows_zero else value
         first = sizes[0] if sizes else None
-        differs = self.architecture not in _DIFFER_BY_LAYER and any(other != first for other in sizes)
+        differs = not allows_mixed and any(other != first for other in sizes)
         if not isinstance(first, int) or isinstance(first, bool) or first < 1 or differs:
             self.refuse(key, value, "the same whole number above 0 for every layer")
         return first
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether the file has a tensor."""
         return name in self.file.tensors
 
+    def has_in_any_block(self, name: str, num_blocks: int) -> bool:
+        """Return whether any block has a tensor of this name, such as `attn_q.bias`."""
+        return any(self.has(f"blk.{block}.{name}") for block in range(num_blocks))
+
     def rows_of(self, name: str) -> int:
-        """Rows of a tensor, 0 where there is none."""
+        """Return the number of rows of a tensor; 0 if the file does not have it."""
         tensor = self.file.tensors.get(name)
         return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
-    def without_modules(self, num_blocks: int, least: int = 0) -> int:
-        """Layers, where blocks count the modules for multi-token prediction behind them.
+    def without_mtp(self, num_blocks: int, least: int = 0) -> int:
+        """Return the number of layers, without the modules for multi-token prediction that `block_count` includes.
 
         Args:
-            least: modules that there are, whatever the metadata says.
+            least: Modules that the tensors show, whatever the metadata says.
         """
         key = "nextn_predict_layers"
         num_modules = max(self.count(key) if self.of_model(key) else 0, least)
         if num_modules >= num_blocks:
             self.refuse(key, num_modules, f"fewer than block_count, {num_blocks}")
         return num_blocks - num_modules
+
+    def read_layer_types(self, num_layers: int) -> dict[str, Any]:
+        """Return `layer_types` from a list, or from every how many-th layer has full attention; empty if the file does not say."""
+        pattern = self.of_model("attention.sliding_window_pattern")
+        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:  # 0 = all layers have a window
+            pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(num_layers)]
+        if pattern is None:
+            return {}
+        if not isinstance(pattern, list):
+            self.refuse("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+
+    def read_windows(self, num_layers: int) -> dict[str, Any]:
+        """Return `sliding_window` and `layer_types` of an architecture that may have no window."""
+        window, types = self.of_model("attention.sliding_window") or None, self.read_layer_types(num_layers)  # 0 = none
+        if window is not None:
+            return {"sliding_window": window, **types}
+        if "sliding_attention" in types.get("layer_types", ()):
+            self.refuse("attention.sliding_window", window, "the window of the layers that attention.sliding_window_pattern names")
+        return {"sliding_window": None}
+
+    def read_experts(
+        self,
+        *,
+        width: int | None = None,
+        normalizes: bool = False,
+        gating: Sequence[GatingFunction] = (GatingFunction.SOFTMAX,),
+    ) -> dict[str, Any]:
+        """Return the config.json fields of experts.
+
+        Args:
+            width: `moe_intermediate_size` if the file has no `expert_feed_forward_length`.
+            normalizes: `norm_topk_prob` if the file does not say: llama.cpp's code has it for each architecture.
+            gating: The functions that the architecture may name; the first is the one it has.
+        """
+        if (found := self.of_model("expert_gating_func")) not in (None, 0, *gating):
+            self.refuse("expert_gating_func", found, str(int(gating[0])))
+        is_normalized = self.of_model("expert_weights_norm")
+        return {
+            "num_experts": self.count("expert_count"),
+            "num_experts_per_tok": self.count("expert_used_count"),
+            "moe_intermediate_size": self.count("expert_feed_forward_length", width),
+            "norm_topk_prob": normalizes if is_normalized is None else is_normalized,
+        }

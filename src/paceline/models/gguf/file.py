@@ -1,4 +1,4 @@
-"""The GGUF container: a header, then the tensors' bytes; memory-mapped, in one file or several."""
+"""The GGUF container, memory-mapped: a header, then the tensors' bytes, in one file or several."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.gguf.header import GgufTensor, Header, Metadata
-from paceline.models.safetensors_file import map_file
+from paceline.models.storage.safetensors_file import map_file
 from paceline.small_files import is_file, unreadable
 
 MAX_SPLITS = 1024
@@ -17,7 +17,7 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all, by their names in the file."""
+    """A GGUF file, or all parts of a split one: `metadata` of the first part, tensors of all parts by their names in the file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -25,10 +25,10 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Map a GGUF file and read its header; of a split file (`name-00001-of-00003.gguf`) all parts, whichever is named.
+    """Map a GGUF file and read its header. Any part of a split file (`name-00001-of-00003.gguf`) opens all parts.
 
     Raises:
-        CheckpointError: a part is missing or truncated, or a header is no valid one for its file's size.
+        CheckpointError: A part is missing or truncated, or a header is not valid for its file's size.
     """
     parts = split_parts(path)
     first = _open_part(parts[0])
@@ -42,7 +42,7 @@ def open_gguf(path: Path) -> GgufFile:
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and declared != len(tensors):
         raise CheckpointError(
-            f"{parts[0]} says its {len(parts)} parts hold {shortened(declared)} tensors, they hold {len(tensors)}; download them again"
+            f"{parts[0]} declares {shortened(declared)} tensors in {len(parts)} parts, they hold {len(tensors)}; download them again"
         )
     if len(parts) == 1 and first.metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
@@ -53,10 +53,10 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def split_parts(path: Path) -> tuple[Path, ...]:
-    """All parts of a split file, in order, or the file itself.
+    """Return all parts of a split file, in order, or the file itself.
 
     Raises:
-        CheckpointError: parts that the name implies are missing.
+        CheckpointError: A part is missing.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
@@ -82,7 +82,7 @@ def _open_part(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = Header(path, file_bytes)
     num_tensors, num_keys = header.begin()
-    metadata = Metadata(header, header.metadata_places(num_keys))
+    metadata = Metadata(header, header.metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
         header.fail(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")

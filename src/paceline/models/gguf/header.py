@@ -1,7 +1,6 @@
-"""The header of a GGUF file: metadata and a table of tensors, read from front to back of a mapped file.
+"""Parse the header of a GGUF file: metadata and a table of tensors.
 
-It is untrusted: every count and length is checked against the file's size before it is used, and values are decoded only
-when they are asked for.
+The header is untrusted. Every count and length is checked against the file's size before use. Values are decoded on first use.
 """
 
 import math
@@ -20,16 +19,16 @@ from paceline.errors import CheckpointError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
-"""Metadata keys, and tensors, a file may have."""
+"""Largest number of metadata keys, and of tensors."""
 MAX_ITEMS = 1 << 21
-"""Limit for strings and nested arrays in all metadata (walked one by one), and for the numbers of one array that is read."""
+"""Limit for strings and nested arrays in all metadata, and for the numbers of one array that is read."""
 MAX_NESTING = 4
 MAX_TEXT_BYTES = 64 << 20
-"""Of one text, or of all texts of one array."""
+"""Of one string, or of all strings of one array."""
 MAX_NAME_BYTES = 1024
-"""Of a metadata key or a tensor's name; real ones have some dozens."""
+"""Of a metadata key or a tensor name. Real ones have a few dozen."""
 MAX_DIMENSIONS = 4
-_MIN_ENTRY_BYTES = 13  # a key of no letters, a type and a value
+_MIN_ENTRY_BYTES = 13  # an empty key, a type and a value
 
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -39,7 +38,7 @@ _FIXED_BYTES = {kind: struct.calcsize(layout) for kind, layout in _NUMBERS.items
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a tensor is stored: `num_bytes` for every `num_items` consecutive elements of a row."""
+    """A storage type: `num_bytes` for every `num_items` consecutive elements of a row."""
 
     name: str
     num_items: int
@@ -64,7 +63,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: its shape as other formats write it (columns last) and its bytes in the mapped file."""
+    """One tensor: its shape with columns last, unlike in the file, and its bytes in the mapped file."""
 
     path: Path
     name: str
@@ -77,7 +76,7 @@ class GgufTensor:
 
 
 class Metadata(Mapping[str, Any]):
-    """Key → value: int, float, bool, str, or a list of them; decoded when asked for, because vocabularies are long."""
+    """Metadata by key: int, float, bool, str, or a list of them. Decoded on first use, because vocabularies are long."""
 
     def __init__(self, header: "Header", places: Mapping[str, tuple[int, int]]) -> None:
         self._header = header
@@ -98,7 +97,7 @@ class Metadata(Mapping[str, Any]):
 
 
 class Header:
-    """Reads one file from front to back; `position` never passes its end."""
+    """A cursor over the header; `position` never passes the end of the file."""
 
     def __init__(self, path: Path, file_bytes: NDArray[np.uint8]) -> None:
         self._path = path
@@ -111,7 +110,7 @@ class Header:
         raise CheckpointError(f"{self._path}: {problem}; the file is damaged, download it again")
 
     def begin(self) -> tuple[int, int]:
-        """Number of tensors and of metadata keys."""
+        """Read the number of tensors and of metadata keys."""
         magic = bytes(self._view[:4])
         if magic != MAGIC:
             raise CheckpointError(f"{self._path} begins with {magic!r}, a GGUF file with {MAGIC!r}: it is none, give another file")
@@ -129,8 +128,8 @@ class Header:
                 self.fail(f"{count} {what} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
         return counts
 
-    def metadata_places(self, count: int) -> dict[str, tuple[int, int]]:
-        """Key → type and position of its value."""
+    def metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
+        """Read each key, with the type and position of its value."""
         places: dict[str, tuple[int, int]] = {}
         for _ in range(count):
             key = self._text("a metadata key", MAX_NAME_BYTES)
@@ -142,7 +141,7 @@ class Header:
         return places
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        """The tensor table, with each tensor's bytes."""
+        """Read the tensor table, with each tensor's bytes."""
         table = [self._tensor_entry() for _ in range(count)]
         data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
@@ -166,7 +165,7 @@ class Header:
         return tensors
 
     def value_at(self, start: int, kind: int, key: str) -> Any:
-        """The value of a key whose place was checked; reading goes on where it was."""
+        """Return the value at a checked position, without moving the cursor."""
         begun, self._position = self._position, start
         try:
             return self._value(kind, key)
@@ -192,7 +191,7 @@ class Header:
         return name, shape, block_type, offset
 
     def _advance(self, num_bytes: int, what: str) -> int:
-        """Skip `num_bytes`; returns the position before."""
+        """Skip `num_bytes` and return the position before."""
         start = self._position
         if num_bytes > len(self._bytes) - start:
             self.fail(f"{what!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")
@@ -210,7 +209,7 @@ class Header:
         return self._decoded(start, self._position, what)
 
     def _spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
-        """Begin and end of each of `count` strings; a loop of its own, because vocabularies have hundreds of thousands."""
+        """Return begin and end of each of `count` strings. An inlined loop, because vocabularies have hundreds of thousands."""
         view, position = self._view, self._position
         last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
         for _ in range(count):
@@ -232,7 +231,7 @@ class Header:
             self.fail(f"{what!r} at byte {start} is not UTF-8 text ({error.reason})")
 
     def _array(self, what: str, depth: int) -> tuple[int, int]:
-        """Type and number of an array's elements."""
+        """Read the element type and the length of an array."""
         if depth >= MAX_NESTING:
             self.fail(f"{what!r} nests arrays more than {MAX_NESTING} deep")
         return self._number("<I", what), self._number("<Q", what)

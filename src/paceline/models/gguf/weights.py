@@ -9,20 +9,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, listed
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks, group_blocks
-from paceline.models.gguf.config import ROPE_TENSORS
+from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
+from paceline.models.gguf.fields import MTP_TENSOR
 from paceline.models.gguf.file import GgufFile
-from paceline.models.gguf.hybrids import MODULE_MARK, hybrid_sources
-from paceline.models.gguf.places import VIEWED, Order, Place, check, facts_of, how_read, read_tensor, stored_blocks, stored_rows
+from paceline.models.gguf.mixer_tensors import mixer_tensors
+from paceline.models.gguf.stored_tensor import (
+    VIEWED,
+    IndexMap,
+    TensorSource,
+    check_shape,
+    decoding_key,
+    read_tensor,
+    stored_blocks,
+    stored_rows,
+    tensor_info,
+)  # fmt: skip
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
-from paceline.models.mapped_files import drop_pages
+from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
+from paceline.models.weights import AnyTensor, LazyWeights, TensorInfo, half_split_order, shares_kv
 
-_PARTS = {
+_MODULES = {
     "embedding": "token_embd",
     "final_norm": "output_norm",
     "lm_head": "output",
@@ -54,46 +65,32 @@ _PARTS = {
     "input_norm": "post_norm",
     "output_scale": "layer_output_scale",
 }
-_FFN_NORM = {"mlp_norm": "post_attention_norm"}
-_CONVOLUTIONS = {"final_norm": "token_embd_norm"}
-_ONE_NORM = {"mlp_norm": "attn_norm"}
-_PARTS_OF = {
-    **dict.fromkeys(("seed_oss", "glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), _FFN_NORM),
-    "gemma4": {"shared_expert": ""},
-    "lfm2": _CONVOLUTIONS,
-    "lfm2moe": _CONVOLUTIONS,
-    "nemotron_h": _ONE_NORM,
-    "nemotron_h_moe": _ONE_NORM,
-}
-"""Where an architecture has another name."""
+"""Our modules and their names in most architectures."""
 _WHOLE = {
     "router.correction": "exp_probs_b.bias",
     "router.scales": "ffn_down_exps.scale",
     "router_norm.weight": "ffn_gate_inp.scale",
     "attention.sinks": "attn_sinks.weight",
 }
-_MODULE_PARTS = {
+_MTP_MODULES = {
     "fc.weight": "eh_proj",
     "embedding_norm.weight": "enorm",
     "feature_norm.weight": "hnorm",
     "final_norm.weight": "shared_head_norm",
 }
-"""Of a module for multi-token prediction, beside its layer."""
-_MODULE_COPIES = ("embed_tokens", "shared_head_head")
+"""Modules of a block for multi-token prediction, next to those of its layer."""
+_MTP_COPIES = ("embed_tokens", "shared_head_head")
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "glm4", "mistral3")
-"""Architectures whose files hold the values of a head that rotate together side by side."""
-_NAMES_IN_AN_ERROR = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
-    """What the file of a head holds beside the layers of its network.
+class ExtraTensors:
+    """What the GGUF file of a drafting head holds next to the layers of its network.
 
     Attributes:
-        tensors: our name → the file's and the shape; also those that are not where a model's would be.
-        known: names in the file of what is read elsewhere.
-        owner: what has such tensors, for errors.
+        tensors: for each of our names the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
+        known: names in the file that are read elsewhere.
+        owner: the kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -101,98 +98,98 @@ class Others:
     owner: str
 
 
-class GgufWeights(MadeWeights):
-    """The tensors of a file's model; a quantised matrix becomes groups when it is first asked for.
+class GgufWeights(LazyWeights):
+    """The tensors of a GGUF file. A quantised matrix becomes groups on first use.
 
     Args:
-        others: what the network has beside the model of `config`.
-        num_threads: to convert with.
-        regroup: quantise such matrices again, to groups of 128 columns with one scale each, which runs faster; values change.
+        others: tensors that the network has in addition to `config`.
+        num_threads: for the conversion.
+        regroup: requantise to groups of 128 columns with one scale each, which runs faster and changes values.
     """
 
     def __init__(
-        self, file: GgufFile, config: ModelConfig, *, others: Others | None = None, regroup: bool = False, num_threads: int = 1
+        self, file: GgufFile, config: ModelConfig, *, others: ExtraTensors | None = None, regroup: bool = False, num_threads: int = 1
     ) -> None:
-        """Find every tensor the config calls for.
+        """Find every tensor of the network.
 
         Raises:
-            CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+            CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
         """
-        self._places = places = _places(file, config, others)
+        self._sources = sources = _sources(file, config, others)
         self._regroup = regroup
-        super().__init__(places, lambda name: read_tensor(name, places[name], regroup=regroup, num_threads=num_threads))
+        super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
         self.own_head = "mtp" if num_modules(file, config) else None
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
-        place = self._places[name]
-        if place.tensor.block_type.name in VIEWED:
+        source = self._sources[name]
+        if source.tensor.block_type.name in VIEWED:
             return super().rows(name, numbers)
-        return group_blocks(stored_rows(place)[numbers], place.tensor.block_type, str(place.tensor)).values()
+        return group_blocks(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
 
-    def facts(self, name: str) -> TensorFacts:
-        return facts_of(self._places[name], regroup=self._regroup)
+    def info(self, name: str) -> TensorInfo:
+        return tensor_info(self._sources[name], regroup=self._regroup)
 
     def forget(self, name: str) -> None:
         super().forget(name)
-        drop_pages([stored_rows(self._places[name])])
+        drop_pages([stored_rows(self._sources[name])])
 
     def blocks(self, name: str) -> StoredBlocks | None:
-        return None if self._regroup else stored_blocks(self._places[name])
+        return None if self._regroup else stored_blocks(self._sources[name])
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         if self._regroup:
             return super().stored(name)
-        place = self._places[name]
-        return stored_rows(place), how_read(place)
+        source = self._sources[name]
+        return stored_rows(source), decoding_key(source)
 
 
 def num_modules(file: GgufFile, config: ModelConfig) -> int:
-    """How many modules for multi-token prediction stand behind the last block of the model."""
-    return sum(_is_of_module(name, file, config) and name.endswith(f".{MODULE_MARK}") for name in file.tensors)
+    """Return the number of modules for multi-token prediction after the last layer."""
+    return sum(_is_of_module(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
 
 
 def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
-    """What makes each tensor of the first module, by our names: those of its layer begin with `layers.0.`.
+    """Return functions that read each tensor of the first module, by our names; its layer is `layers.0`.
 
-    Its copies of the model's embedding and vocabulary matrix, rounded once more, are left out.
+    Its copies of the embedding and the output matrix are left out: they are rounded once more than the model's.
 
     Args:
-        layer: what its layer is.
-        num_threads: to convert with.
+        layer: the layer of the module.
+        num_threads: for the conversion.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
+        CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
     """
     number, size = config.num_layers, config.hidden_size
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
-    places, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
-    parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MODULE_PARTS.items()}
-    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen's may leave it out
+    sources, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
+    parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MTP_MODULES.items()}
+    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen models may lack it
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
     more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
-    places, missing = places | more, missing + lacking
+    sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path}: the module in block {number} lacks {_listed(missing)}; download the file again")
-    known = {place.tensor.name for place in places.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MODULE_COPIES}
+        raise CheckpointError(f"{file.path}: the module in block {number} lacks {listed(missing)}; download the file again")
+    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
-        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that no known mtp head has: it may compute something else with them")
+        raise CheckpointError(f"{file.path} holds {listed(unknown)} that no known mtp head has: it may compute something else with them")
 
-    def maker(name: str, place: Place) -> Callable[[], AnyTensor]:
-        return lambda: read_tensor(name, place, regroup=False, num_threads=num_threads)
+    def maker(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
+        return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
 
-    return {name.replace(own, "layers.0.", 1): maker(name, place) for name, place in places.items()}
+    return {name.replace(own, "layers.0.", 1): maker(name, source) for name, source in sources.items()}
 
 
-def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[str, Place]:
+def _sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -> dict[str, TensorSource]:
     named = {} if others is None else others.tensors
-    places, missing = _find(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
+    sources, missing = _find(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
     more, lacking = _find_named(file, named)
-    places, missing = places | more, missing + lacking
+    sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
-    known = {place.tensor.name for place in places.values()} | set(ROPE_TENSORS)
+        raise CheckpointError(f"{file.path} lacks {listed(missing)} that its metadata requires; download the file again")
+    known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
     unknown = [
         name for name in file.tensors if name not in known and not _is_unused(name, config) and not _is_of_module(name, file, config)
     ]
@@ -201,100 +198,100 @@ def _places(file: GgufFile, config: ModelConfig, others: Others | None) -> dict[
     if unknown:
         owner = f"a {config.family} model does not have; running without them would give other tokens"
         owner = owner if others is None else f"no {others.owner} has: it may compute something else with them; use another drafter"
-        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that {owner}")
-    return places
+        raise CheckpointError(f"{file.path} holds {listed(unknown)} that {owner}")
+    return sources
 
 
-def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, Place], list[str]]:
-    """As `_find`, for names in the file that are known."""
-    places = {name: Place(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
-    for place in places.values():
-        check(place, place.shape)
-    return places, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
+def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return the sources of tensors whose names in the file are given, as `_find`."""
+    sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
+    for source in sources.values():
+        check_shape(source, source.shape)
+    return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
-def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Place], list[str]]:
-    """Where tensors are, and the names in the file of those that are missing."""
+def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return the sources of tensors, and the names in the file of missing ones."""
     stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
-    architecture = file.metadata["general.architecture"]
-    is_interleaved, parts = architecture in _INTERLEAVED, {**_PARTS, **_PARTS_OF.get(architecture, {})}
-    places: dict[str, Place] = {}
+    own = gguf_format(FAMILIES[config.family])
+    modules = {**_MODULES, **own.module_names}
+    sources: dict[str, TensorSource] = {}
     missing: list[str] = []
-    sources = hybrid_sources(file, config)
+    mixers = mixer_tensors(file, config)
     for name, shape in shapes.items():
-        in_file, expert = (sources[name].name, None) if name in sources else _name_in_file(name, parts, file)
+        in_file, expert = (mixers[name].name, None) if name in mixers else _name_in_file(name, modules, file)
         if name in stacked:
-            places[name] = stacked[name]
-        elif name in sources and in_file in file.tensors:
-            places[name] = sources[name].place(file.tensors[in_file], shape)
+            sources[name] = stacked[name]
+        elif name in mixers and in_file in file.tensors:
+            sources[name] = mixers[name].source(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if is_interleaved and layer is not None else None
-            places[name] = Place(file.tensors[in_file], shape, expert, rows=rows)
+            rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if own.has_interleaved_rope and layer is not None else None
+            sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
-            check(places[name], (*count, *shape))
+            check_shape(sources[name], (*count, *shape))
         else:
             missing.append(in_file)
-    return places, list(dict.fromkeys(missing))
+    return sources, list(dict.fromkeys(missing))
 
 
-def _name_in_file(name: str, parts: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """The tensor that one of ours is in, and the expert whose it is there if it is a stack."""
+def _name_in_file(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
+    """Return the name in the file of one of our tensors, and the expert's index if it is a stack."""
     if not name.startswith("layers."):
         part, kind = name.rsplit(".", 1)
-        return f"{parts[part]}.{kind}", None
+        return f"{modules[part]}.{kind}", None
     _, layer, rest = name.split(".", 2)
     if rest in _WHOLE:
         return f"blk.{layer}.{_WHOLE[rest]}", None
     *path, part, kind = rest.split(".")
     if not path:
-        return f"blk.{layer}.{parts[part]}.{kind}", None
+        return f"blk.{layer}.{modules[part]}.{kind}", None
     if path == ["shared_expert"]:
-        return f"blk.{layer}.{parts[part]}{parts.get('shared_expert', '_shexp')}.{kind}", None
-    alone = f"blk.{layer}.{parts[part]}.{path[1]}.{kind}"  # as old files have it
-    return (alone, None) if alone in file.tensors else (f"blk.{layer}.{parts[part]}_exps.{kind}", int(path[1]))
+        return f"blk.{layer}.{modules[part]}{modules.get('shared_expert', '_shexp')}.{kind}", None
+    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files store experts one by one
+    return (alone, None) if alone in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor would make keys and values of a layer that reads another's."""
+    """Return whether a tensor computes keys or values of a layer that reads those of another."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
-    return found is not None and shares_keys(config, int(found[1]))
+    return found is not None and shares_kv(config, int(found[1]))
 
 
 def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
-    """Whether a tensor is of a module for multi-token prediction: a block behind the last one that has what only modules have."""
+    """Return whether a tensor belongs to a module for multi-token prediction: a block after the last layer with an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MODULE_MARK}" in file.tensors
+    return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
-def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> Order | None:
-    """Where rows of queries and keys are, if values that rotate together lie side by side."""
+def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
+    """Return the stored row of each row of q or k, if the file has interleaved rotary rows."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
-    return partial(order_of_halves, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
+    return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
-def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Projections that are row ranges of one stored matrix."""
-    places: dict[str, Place] = {}
+def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
+    """Return projections that are row ranges of one stored matrix."""
+    sources: dict[str, TensorSource] = {}
     for layer in range(config.num_layers):
         for stack, parts in _STACKS.items():
             tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
-            if tensor is None or f"blk.{layer}.{_PARTS[parts[0]]}.weight" in file.tensors:
-                continue  # missing, or stored one by one
+            if tensor is None or f"blk.{layer}.{_MODULES[parts[0]]}.weight" in file.tensors:
+                continue  # missing, or stored separately
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
             for name in names:
-                places[name] = Place(tensor, shapes[name], first_row=first_row)
+                sources[name] = TensorSource(tensor, shapes[name], first_row=first_row)
                 first_row += shapes[name][0]
-            check(places[names[0]], (num_rows, columns))
-    return places
+            check_shape(sources[names[0]], (num_rows, columns))
+    return sources
 
 
-def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, Place]:
-    """Experts whose gate and up lie in one matrix each, in a stack of the layer's."""
-    places: dict[str, Place] = {}
+def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
+    """Return experts whose gate and up are stored in one matrix, in a stack for the layer."""
+    sources: dict[str, TensorSource] = {}
     for layer, own in enumerate(config.layers):
         tensor = file.tensors.get(f"blk.{layer}.ffn_gate_up_exps.weight")
         if tensor is None or not isinstance(own.mlp, ExpertMLP):
@@ -303,12 +300,6 @@ def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, Place]:
         for expert in range(count):
             for number, part in enumerate(("gate_proj", "up_proj")):
                 shape = (inner, config.hidden_size)
-                places[f"layers.{layer}.experts.{expert}.{part}.weight"] = Place(tensor, shape, expert, first_row=number * inner)
-        check(places[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
-    return places
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {shown}{f' and {rest} more' if rest > 0 else ''}"
+                sources[f"layers.{layer}.experts.{expert}.{part}.weight"] = TensorSource(tensor, shape, expert, first_row=number * inner)
+        check_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
+    return sources

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.adapters.placed import PlacedAdapter
+from paceline.models.adapters.network_adapter import NetworkAdapter
 from paceline.models.config import WeightType
 from paceline.models.weights import to_bf16
 from paceline.runtimes.adapter_rows import rows_by_adapter
@@ -33,7 +33,7 @@ class NativeAdapter:
         placed: what it does.
     """
 
-    def __init__(self, placed: PlacedAdapter) -> None:
+    def __init__(self, placed: NetworkAdapter) -> None:
         self.placed = placed
         self._memory: list[NDArray[np.uint8]] = []  # of which the records hold addresses
         self._at = 0  # where the last piece of it is free

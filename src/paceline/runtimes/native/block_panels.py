@@ -6,7 +6,7 @@ from paceline.errors import CapacityError
 from paceline.models.gguf.blocks import StoredBlocks, not_finite
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix
-from paceline.models.mapped_files import drop_pages
+from paceline.models.storage.mapped_files import drop_pages
 from paceline.runtimes.native.aligned import Arena
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.panels import OUTPUTS, Panels, empty_panels, fill, flipped
@@ -21,7 +21,7 @@ def blocks_in_panels(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     """The panels that `in_panels` makes of their groups.
 
     Raises:
-        CheckpointError: a scale is no finite number.
+        CheckpointError: a scale is not finite.
         CapacityError: there is no memory.
     """
     (outputs, columns), example = blocks.shape, _example(blocks)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.models.page_sums import PAGE_FACTORS, PageSums, plain_page_sums
+from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, plain_page_sums
 from paceline.runtimes.native.library import kernels, kernels_path
 
 
@@ -13,5 +13,5 @@ def fastest_page_sums() -> PageSums:
 
 
 def native_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
-    """See `models/page_sums.py`."""
+    """See `models/storage/page_sums.py`."""
     kernels().paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, sums.ctypes.data)

@@ -18,12 +18,12 @@ from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLi
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.placed import placed
+from paceline.models.adapters.network_adapter import to_network
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.mapped_files import MappedFiles
 from paceline.models.state_layout import StateLayout
-from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
+from paceline.models.storage.mapped_files import MappedFiles
+from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
 from paceline.runtimes.adapter_rows import ScalingPart, rows_by_adapter
 from paceline.runtimes.base import (
     NO_MIXTURE_WITH_STATES,
@@ -133,7 +133,7 @@ class NativeNetwork(Network):
             cache_of._shared.add_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
+        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.info, weights)})
         computed = round_to.value if panels is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
         self._compose(compose)
@@ -271,7 +271,7 @@ class NativeNetwork(Network):
             return super().load_adapter(adapter)
         if adapter.mixture is not None and not self.takes_mixtures:
             raise ConfigError(no_room_for_mixture(adapter.name))
-        own = placed(adapter, self.config)
+        own = to_network(adapter, self.config)
         mixture = None if own.mixture is None else NativeMixture(own.mixture, self.config, self._shared.num_threads)
         loaded = NativeAdapter(own)
         for program in self._programs.values():
@@ -353,7 +353,7 @@ class _Program:
     sites: Sites
 
 
-def _bits(facts: TensorFacts) -> str:
+def _bits(facts: TensorInfo) -> str:
     return "" if facts.bits is None else f" in {facts.bits} bits"
 
 

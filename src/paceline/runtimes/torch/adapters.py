@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.models.adapters.adapter import Mixture
-from paceline.models.adapters.placed import EMBEDDING, LM_HEAD, PlacedAdapter
+from paceline.models.adapters.network_adapter import EMBEDDING, LM_HEAD, NetworkAdapter
 from paceline.runtimes.adapter_rows import rows_by_adapter
 from paceline.runtimes.base import ForwardBatch, Wanted
 
@@ -23,7 +23,7 @@ class TorchAdapter:
         mixture: of X-LoRA, what makes the scalings of its rows; None = a plain one.
     """
 
-    def __init__(self, placed: PlacedAdapter, device: torch.device) -> None:
+    def __init__(self, placed: NetworkAdapter, device: torch.device) -> None:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 

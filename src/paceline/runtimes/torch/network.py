@@ -19,7 +19,7 @@ from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLi
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.window import PassLimits
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.placed import placed
+from paceline.models.adapters.network_adapter import to_network
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
@@ -192,7 +192,7 @@ class TorchNetwork(Network):
     def load_adapter(self, adapter: Adapter) -> int:
         if adapter.mixture is not None and not self.takes_mixtures:
             raise ConfigError(no_room_for_mixture(adapter.name))
-        loaded = TorchAdapter(placed(adapter, self.config), self._shared.weights.device)
+        loaded = TorchAdapter(to_network(adapter, self.config), self._shared.weights.device)
         number = next(self._shared.adapter_numbers)
         self._shared.adapters[number] = loaded
         return number

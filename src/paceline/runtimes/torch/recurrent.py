@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from paceline.kv_cache.recurrent import NO_RECORD, RecurrentStates, StateWork
 from paceline.models.layers import GatedDeltaConfig, Mamba2Config, ShortConvConfig
-from paceline.models.state_layout import LayerPlace, StateLayout
+from paceline.models.state_layout import LayerStateLayout, StateLayout
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.torch.weights import TorchWeights
 
@@ -139,7 +139,7 @@ def _parents(rows: RowRange) -> Iterator[int]:
 class _Convolution:
     """The last inputs [kernel_size - 1, C], the oldest first."""
 
-    def __init__(self, place: LayerPlace, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, place: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._place, self._x, self._weight, self._bias = place, x, weight.T, bias
         self.out = torch.empty_like(x)
 
@@ -180,7 +180,7 @@ class _Matrices:
 
     def __init__(
         self,
-        place: LayerPlace,
+        place: LayerStateLayout,
         keys: torch.Tensor,
         queries: torch.Tensor,
         values: torch.Tensor,

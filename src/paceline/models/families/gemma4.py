@@ -1,0 +1,394 @@
+"""Gemma 4: two types of attention of different sizes, layers that share the keys and values of others, and per-layer inputs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.gguf.file import GgufFile
+from paceline.models.json_fields import JsonFields
+from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, LayerInput, NormOrder, QKNorm
+from paceline.models.rope_config import read_rope
+
+ASSISTANT_ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant")
+"""`general.architecture` of the drafters that Google trained for Gemma 4: llama.cpp's name, and that of older converters."""
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_ROPE = {
+    _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+    _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_SIZES = ("num_key_value_heads", "head_dim")
+_PATTERN = 6  # every how many-th layer has full attention, where a file does not say
+_NO_ROTATION = 1e20  # llama.cpp's divisors of pairs that do not rotate are at least this large
+
+
+def _gemma4(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+    """Return the layers of a text model.
+
+    Source: Gemma 4's model in transformers 5.23.
+    """
+    slides = sliding_layers(build)
+    return build_layers(build, slides, _kv_layers(build, slides))
+
+
+def sliding_layers(build: LayerBuilder) -> list[bool]:
+    """Return for each layer whether it has a sliding window. The last layer never has one.
+
+    Raises:
+        CheckpointError: `layer_types` does not have one type for each layer.
+    """
+    return [*build.sliding_layers(6)[:-1], False]
+
+
+def build_layers(build: LayerBuilder, slides: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
+    """Return the layers.
+
+    Args:
+        slides: for each layer whether it has a sliding window.
+        kv_layers: for each layer the one whose keys and values it reads; None = its own.
+
+    Raises:
+        CheckpointError: A value is out of range or not supported.
+    """
+    _refuse_bidirectional(build)
+    fields, mlp = build.fields, build.mlp()
+    wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if build.flag("use_double_wide_mlp") else mlp
+    mlps = _with_experts(build, (mlp, wide)) if build.flag("enable_moe_block") else (mlp, wide)
+    size = _count_or_zero(fields, "hidden_size_per_layer_input")
+    taken_in = LayerInput(size=size, activation=mlp.activation) if size else None
+    attentions = {
+        is_local: _attention(build, is_local=is_local, sizes=_sizes(build, slides, is_local=is_local)) for is_local in set(slides)
+    }
+    made = [
+        LayerConfig(
+            mixer=replace(attentions[is_local], kv_layer=kv_layer),
+            mlp=mlps[kv_layer is not None],
+            norm_order=NormOrder.SANDWICH,
+            input=taken_in,
+            scales_output=True,
+        )
+        for is_local, kv_layer in zip(slides, kv_layers, strict=True)
+    ]
+    shared: dict[LayerConfig, LayerConfig] = {}
+    return tuple(shared.setdefault(layer, layer) for layer in made)
+
+
+def _with_experts(build: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
+    """Return MLPs with experts next to each of these dense ones."""
+    routing = replace(build.routing(chosen=("top_k_experts",)), is_normalized=True, has_scales=True)
+    expert, scale = build.mlp(size="moe_intermediate_size"), float(build.fields.size("hidden_size") ** -0.5)
+    return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
+
+
+def _refuse_bidirectional(build: LayerBuilder) -> None:
+    fields = build.fields
+    sees = fields.values.get("use_bidirectional_attention")
+    if sees not in (None, False, "vision"):
+        raise CheckpointError(f"{fields.path}: use_bidirectional_attention = {shortened(sees)}: it embeds text, it does not generate")
+
+
+def _kv_layers(build: LayerBuilder, slides: Sequence[bool]) -> list[int | None]:
+    """Return the layer whose keys and values each of the last layers reads: the last one of its type before them."""
+    fields, count = build.fields, _count_or_zero(build.fields, "num_kv_shared_layers")
+    first = build.num_layers - count
+    if first < 1:
+        raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than num_hidden_layers = {build.num_layers}")
+    owners = {is_local: index for index, is_local in enumerate(slides[:first])}
+    for is_local in slides[first:]:
+        if is_local not in owners:
+            raise CheckpointError(
+                f"{fields.path}: num_kv_shared_layers = {count}: no {_LOCAL if is_local else _GLOBAL} layer before them "
+                "has keys and values to share"
+            )
+    return [None] * first + [owners[is_local] for is_local in slides[first:]]
+
+
+def _count_or_zero(fields: JsonFields, name: str) -> int:
+    """Return a count of 0 or more; null = 0."""
+    return 0 if fields.values.get(name) in (None, 0) else fields.size(name)
+
+
+def _attention(build: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -> AttentionConfig:
+    fields, (num_kv_heads, head_size) = build.fields, sizes
+    window = fields.size("sliding_window") if is_local else None
+    bias = build.flag("attention_bias")
+    return replace(
+        build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rope=read_rope(_with_ropes(fields), build.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
+        window=None if window is None or window >= build.max_positions else window,
+        norms_values=True,
+        keys_are_values=not is_local and build.flag("attention_k_eq_v"),
+    )
+
+
+def _with_ropes(fields: JsonFields) -> JsonFields:
+    ropes = fields.values.get("rope_parameters") or _ROPE
+    if not isinstance(ropes, Mapping) or any(not isinstance(ropes.get(kind), Mapping) for kind in _ROPE):
+        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_LOCAL} and of {_GLOBAL}")
+    return JsonFields({**fields.values, "rope_parameters": ropes}, fields.path)
+
+
+def _sizes(build: LayerBuilder, slides: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
+    """Return the number of key heads and the head size of the layers of one type."""
+    fields, listed = build.fields, build.fields.values.get("per_layer_config")
+    if listed is None:
+        own = {} if is_local else _global_sizes(build)
+        return _checked(build, JsonFields({**fields.values, **own}, fields.path))
+    if not isinstance(listed, Mapping):
+        raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(listed)}, expected what differs by layer")
+    if unknown := listed.keys() - {str(index) for index in range(build.num_layers)}:
+        raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {build.num_layers} layers")
+    found = set()
+    for index in [index for index, other in enumerate(slides) if other == is_local]:
+        own = listed.get(str(index)) or {}
+        if not isinstance(own, Mapping) or not own.keys() <= set(_SIZES):
+            raise CheckpointError(
+                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_SIZES)} may differ"
+            )
+        found.add(_checked(build, JsonFields({**fields.values, **own}, fields.path)))
+    if len(found) > 1:
+        kind = _LOCAL if is_local else _GLOBAL
+        raise CheckpointError(f"{fields.path}: per_layer_config gives {kind} layers different sizes, {sorted(found)}: they must be alike")
+    return found.pop()
+
+
+def _global_sizes(build: LayerBuilder) -> dict[str, Any]:
+    fields = build.fields
+    sizes: dict[str, Any] = {"head_dim": fields.size("global_head_dim", 512)}
+    if build.flag("attention_k_eq_v") and fields.values.get("num_global_key_value_heads") is not None:
+        sizes["num_key_value_heads"] = fields.size("num_global_key_value_heads")
+    return sizes
+
+
+def _checked(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
+    num_kv_heads, head_size = fields.size("num_key_value_heads"), fields.size("head_dim", most=MAX_HEAD_SIZE)
+    if build.num_heads % num_kv_heads or head_size % 2:
+        raise CheckpointError(
+            f"{fields.path}: {build.num_heads} query heads over {num_kv_heads} key heads of {head_size} values: expected a multiple, "
+            "and an even head size"
+        )
+    return num_kv_heads, head_size
+
+
+def _gemma4_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = config["num_hidden_layers"]
+    num_shared = fields.of_model("attention.shared_kv_layers") or 0
+    if not isinstance(num_shared, int) or isinstance(num_shared, bool) or not 0 <= num_shared < num_layers:
+        fields.refuse("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
+    return _GgufLayers(fields, num_layers, num_shared).config()
+
+
+def assistant_config(file: GgufFile) -> dict[str, Any]:
+    """Return the config.json fields of the layers of an assistant, all of which share the keys and values of the target.
+
+    Raises:
+        CheckpointError: A value is missing or out of range, or stands for something that is not supported.
+    """
+    fields = GgufFields(file)
+    count = fields.count("block_count")
+    if count > len(file.tensors):
+        fields.refuse("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
+    for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
+        if (found := fields.of_model(key)) not in (None, 0, count):
+            fields.refuse(key, found, f"all {count} layers")
+    layers = _GgufLayers(fields, count, count)
+    table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
+    if table is None or len(table.shape) != 2 or table.shape[1] != hidden_size:
+        found = "is missing" if table is None else f"has shape {list(table.shape)}"
+        raise CheckpointError(f"{file.path}: token_embd.weight {found}, expected [vocabulary, {hidden_size}]; download the file again")
+    return {
+        "vocab_size": table.shape[0],
+        "hidden_size": hidden_size,
+        "num_hidden_layers": count,
+        "num_attention_heads": fields.count("attention.head_count"),
+        "num_key_value_heads": layers.sizes("attention.head_count_kv")[0],
+        "max_position_embeddings": fields.count("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        **layers.config(),
+    }
+
+
+class _GgufLayers:
+    """The layers of a GGUF file. The last `num_shared` have no keys and values of their own."""
+
+    def __init__(self, fields: GgufFields, num_layers: int, num_shared: int) -> None:
+        self._fields, self._num_layers, self._num_shared = fields, num_layers, num_shared
+        self._num_owners = num_layers - num_shared
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json fields that are particular to Gemma 4."""
+        fields, slides = self._fields, self._slides()
+        global_size = fields.count("attention.key_length")
+        local_size = fields.count("attention.key_length_swa", global_size)
+        for key, expected in (("value_length", global_size), ("value_length_swa", local_size)):
+            if (size := fields.of_model(f"attention.{key}")) not in (None, expected):
+                fields.refuse(f"attention.{key}", size, f"the size of keys, {expected}")
+        table = fields.file.tensors.get("per_layer_token_embd.weight")
+        full_layers = [layer for layer in range(self._num_owners) if not slides[layer]]
+        soft_cap = fields.of_model("final_logit_softcapping")
+        values = {
+            "layer_types": [_LOCAL if is_local else _GLOBAL for is_local in slides],
+            "num_kv_shared_layers": self._num_shared,
+            "attention_k_eq_v": any(not fields.has(f"blk.{layer}.attn_v.weight") for layer in full_layers),
+            "hidden_size_per_layer_input": fields.of_model("embedding_length_per_layer_input") or 0,
+            "vocab_size_per_layer_input": None if table is None else table.shape[0],
+            "enable_moe_block": bool(fields.of_model("expert_count")),
+            "final_logit_softcapping": None if soft_cap is None else fields.number("final_logit_softcapping"),
+            "per_layer_config": self._kv_sizes(slides, global_size, local_size),
+            "head_dim": local_size,
+            "rope_parameters": self._ropes(global_size, local_size),
+            **self._widths(),
+            **self._experts(),
+        }
+        return {**values, "sliding_window": fields.count("attention.sliding_window")} if any(slides) else values
+
+    def sizes(self, key: str) -> Sequence[int]:
+        """Return the size of each layer, which the metadata may give once for all."""
+        value = self._fields.of_model(key)
+        sizes = value if isinstance(value, list) else [value] * self._num_layers
+        if len(sizes) != self._num_layers or not all(isinstance(one, int) and not isinstance(one, bool) for one in sizes):
+            self._fields.refuse(key, value, f"a whole number, or one for each of {self._num_layers} layers")
+        return sizes
+
+    def _slides(self) -> list[bool]:
+        key = "attention.sliding_window_pattern"
+        pattern = self._fields.of_model(key)
+        pattern = _PATTERN if pattern is None else pattern
+        if isinstance(pattern, list) and len(pattern) == self._num_layers and all(one in (0, 1) for one in pattern):
+            return [bool(one) for one in pattern]
+        if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+            return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
+        self._fields.refuse(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
+
+    def _kv_sizes(self, slides: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
+        """Return the sizes of keys and values of each layer. A layer without keys of its own has those of its type."""
+        counts, sizes = self.sizes("attention.head_count_kv"), dict[str, dict[str, int]]()
+        of_type = dict(zip(slides[: self._num_owners], counts, strict=False))
+        for layer, is_local in enumerate(slides):
+            count = counts[layer] if layer < self._num_owners else of_type.get(is_local, counts[layer])
+            sizes[str(layer)] = {"head_dim": local_size if is_local else global_size, "num_key_value_heads": count}
+        return sizes
+
+    def _widths(self) -> dict[str, Any]:
+        """Return the width of MLPs. Those of the layers without keys of their own may be twice as wide."""
+        widths = self.sizes("feed_forward_length")
+        is_double = self._num_shared > 0 and widths[-1] == 2 * widths[0]
+        expected = [widths[0]] * self._num_owners + [widths[0] * (1 + is_double)] * self._num_shared
+        if list(widths) != expected:
+            self._fields.refuse("feed_forward_length", list(widths), "the same for every layer, or twice as much for those that share keys")
+        return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
+
+    def _experts(self) -> dict[str, Any]:
+        if not self._fields.of_model("expert_count"):
+            return {}
+        keys = {"num_experts": "expert_count", "top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
+        return {name: self._fields.count(key) for name, key in keys.items()}
+
+    def _ropes(self, global_size: int, local_size: int) -> dict[str, Any]:
+        fields = self._fields
+        for key, size in (("dimension_count", global_size), ("dimension_count_swa", local_size)):
+            if (rotated := fields.of_model(f"rope.{key}")) not in (None, size):
+                fields.refuse(f"rope.{key}", rotated, f"the whole head, {size}")
+        if (kind := fields.of_model("rope.scaling.type") or "none") != "none":
+            fields.refuse("rope.scaling.type", kind, "none")
+        proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
+        return {
+            _LOCAL: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
+            _GLOBAL: {**proportional, **self._rotated_pairs(global_size)},
+        }
+
+    def _rotated_pairs(self, head_size: int) -> dict[str, float]:
+        """Return which fraction of the pairs of a global head rotates, and the divisor of their frequencies.
+
+        The other pairs have huge divisors.
+        """
+        tensor, num_pairs = self._fields.file.tensors.get("rope_freqs.weight"), head_size // 2
+        if tensor is None:
+            return {"partial_rotary_factor": 1.0}
+        divisors = tensor.data.view("<f4") if tensor.block_type.name == "F32" and tensor.shape == (num_pairs,) else np.zeros(1, np.float32)
+        count = int(np.count_nonzero(divisors < _NO_ROTATION))
+        if not count or not np.isfinite(divisors).all() or divisors[0] <= 0 or not (divisors[:count] == divisors[0]).all():
+            raise CheckpointError(
+                f"{self._fields.file.path}: rope_freqs.weight of type {tensor.block_type.name} and shape {list(tensor.shape)} is not "
+                f"one number above 0 for the first of {num_pairs} pairs and a huge one for the others; download the file again"
+            )
+        fraction = 2 * count / head_size
+        if int(fraction * head_size // 2) < count:  # transformers rounds down
+            fraction = math.nextafter(fraction, 1.0)
+        return {"partial_rotary_factor": fraction, "factor": float(divisors[0])}
+
+
+METADATA_KEYS = {
+    "top_k_experts": "expert_used_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "backbone_hidden_size": "embedding_length_out",
+    "centroid_intermediate_top_k": "centroid_top_k",
+}
+"""Metadata keys of config.json fields, in files of models and of assistants."""
+_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA4 = Family(
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    models="Gemma 4 (text)",
+    bundled_drafters=("gemma4_assistant",),
+    layers=_gemma4,
+    defaults={
+        **_DEFAULTS,
+        "sliding_window": 512,
+        "max_position_embeddings": 131072,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    activation_field="hidden_activation",
+    scales_embedding=True,
+    caps_logits=True,
+    has_layer_sizes=True,
+    has_local_rope=True,
+    module_names={
+        "shared_expert": "mlp",
+        "experts": "experts",
+        "router": "router.proj",
+        "router.scales": "router.per_expert_scale",
+        "router_norm.weight": "router.scale",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "experts_output_norm": "post_feedforward_layernorm_2",
+        "shared_output_norm": "post_feedforward_layernorm_1",
+    },
+    gguf=GgufFormat(
+        architectures=("gemma4",),
+        read_config=_gemma4_gguf,
+        metadata_keys=METADATA_KEYS,
+        module_names={"shared_expert": ""},
+        has_rope=False,
+        allows_mixed_sizes=True,
+    ),
+)
+FAMILIES = (
+    _GEMMA4,
+    replace(
+        _GEMMA4,
+        name="gemma4_unified_text",
+        architecture="Gemma4UnifiedForCausalLM",
+        models="Gemma 4 unified (text)",
+        defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262144, "hidden_size_per_layer_input": 0},
+        gguf=None,
+        gguf_family="gemma4_text",
+    ),
+)

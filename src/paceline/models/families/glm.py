@@ -1,0 +1,94 @@
+"""GLM-4 and GLM-4.5."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.models.families.experts import grouped_routing
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.gguf.fields import GatingFunction, GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
+
+Layers = tuple[LayerConfig, ...]
+
+
+def _glm4(build: LayerBuilder) -> Layers:
+    attention = build.attention(bias=build.fields.flag("attention_bias", default=True))
+    return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH)
+
+
+def _glm4_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if (sections := fields.of_model("rope.dimension_sections")) is not None:
+        fields.refuse("rope.dimension_sections", sections, "none: images are not read")
+    return {}
+
+
+def _glm4_moe(build: LayerBuilder) -> Layers:
+    fields, routing = build.fields, grouped_routing(build)
+    expert, num_shared = build.mlp(size="moe_intermediate_size"), fields.number("n_shared_experts", 1)
+    shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
+    num_dense = fields.size("first_k_dense_replace", 1, least=0, most=build.num_layers)
+    experts = ExpertMLP(routing=routing, expert=expert, shared=shared)
+    mlps = [build.mlp() if layer < num_dense else experts for layer in range(build.num_layers)]
+    attention = build.attention(bias=build.flag("attention_bias"), qk_norm=QKNorm.HEAD if build.flag("use_qk_norm") else QKNorm.NONE)
+    return build.layers(attention, mlps)
+
+
+def _glm4_moe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **fields.read_experts(width=config["intermediate_size"], gating=(GatingFunction.SIGMOID,)),
+        "num_hidden_layers": fields.without_mtp(config["num_hidden_layers"]),
+        "first_k_dense_replace": fields.of_model("leading_dense_block_count") or 0,
+        "n_shared_experts": fields.of_model("expert_shared_count") or 0,
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="glm4",
+        architecture="Glm4ForCausalLM",
+        models="GLM-4-0414",
+        layers=_glm4,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        has_partial_rope=True,
+        has_interleaved_rope=True,
+        module_names={
+            "attention_output_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
+        },
+        fuses_projections=True,
+        gguf=GgufFormat(architectures=("glm4",), read_config=_glm4_gguf, has_interleaved_rope=True),
+    ),
+    Family(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        models="GLM-4.5, GLM-4.6",
+        bundled_drafters=("mtp",),
+        layers=_glm4_moe,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+        },
+        has_partial_rope=True,
+        module_names={"shared_expert": "mlp.shared_experts"},
+        gguf=GgufFormat(architectures=("glm4moe",), read_config=_glm4_moe_gguf, module_names={"mlp_norm": "post_attention_norm"}),
+    ),
+)

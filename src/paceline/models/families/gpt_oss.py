@@ -1,0 +1,69 @@
+"""gpt-oss."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.gguf.fields import GatingFunction, GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConfig
+
+Layers = tuple[LayerConfig, ...]
+
+
+def _gpt_oss(build: LayerBuilder) -> Layers:
+    fields = build.fields
+    if not any(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+        raise CheckpointError(f"{fields.path} has no 'rope_scaling', which a gpt_oss needs")
+    bias = fields.flag("attention_bias", default=True)
+    activation = ClampedSwiGLU(fields.positive("swiglu_alpha"), fields.positive("swiglu_limit"))
+    expert = DenseMLP(intermediate_size=fields.size("intermediate_size"), activation=activation, bias=True)
+    experts = ExpertMLP(
+        routing=replace(build.routing(chosen=("num_experts_per_tok", "experts_per_token")), is_normalized=True, bias=True), expert=expert
+    )
+    attention = build.attention(bias=bias, output_bias=bias, has_sinks=True)
+    return build.layers(attention, experts, slides=build.sliding_layers(2))
+
+
+def _gpt_oss_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    gating = (GatingFunction.SOFTMAX, GatingFunction.SOFTMAX_OF_CHOSEN)
+    experts, scaling = fields.read_experts(width=config["intermediate_size"], gating=gating), config.get("rope_scaling")
+    return {
+        **experts,
+        "sliding_window": fields.count("attention.sliding_window"),
+        **fields.read_layer_types(config["num_hidden_layers"]),
+        "intermediate_size": experts["moe_intermediate_size"],
+        **({} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}),
+    }
+
+
+FAMILIES = (
+    Family(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        models="gpt-oss",
+        published_heads=("eagle3",),
+        layers=_gpt_oss,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        module_names={"router": "mlp.router"},
+        has_mxfp4_experts=True,
+        gguf=GgufFormat(
+            architectures=("gpt-oss",),
+            read_config=_gpt_oss_gguf,
+            module_names={"mlp_norm": "post_attention_norm"},
+            has_untied_output=True,
+        ),
+    ),
+)

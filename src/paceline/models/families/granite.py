@@ -1,0 +1,160 @@
+"""Granite 3, and Granite 4 with Mamba-2 layers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.hybrids import (
+    MAX_HEADS,
+    MLP,
+    Layers,
+    Mixer,
+    gguf_layer_count,
+    layers_with_attention,
+    mamba_gguf,
+    mamba_mixer,
+    mixed_layers,
+)
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layers import ExpertMLP, Mamba2Config
+
+
+def _granite(build: LayerBuilder) -> Layers:
+    bias, scale = build.flag("attention_bias"), build.fields.positive("attention_multiplier", 1.0)
+    layers = build.layers(build.attention(bias=bias, output_bias=bias, scale=scale), build.mlp(bias=build.flag("mlp_bias")))
+    return (replace(layers[0], residual_scale=build.fields.positive("residual_multiplier", 1.0)),) * build.num_layers
+
+
+def _granite_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_rope = fields.of_model("rope.scaling.finetuned")
+    if has_rope is not None and not has_rope:  # llama.cpp's mark of models without rotary embeddings
+        fields.refuse("rope.scaling.finetuned", has_rope, "true")
+    return _multipliers(fields, config)
+
+
+def _multipliers(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale"),
+    }
+
+
+def _granite_hybrid(build: LayerBuilder) -> Layers:
+    fields, bias = build.fields, build.flag("attention_bias")
+    embedding = fields.values.get("position_embedding_type")
+    if embedding not in (None, "nope", "rope"):
+        raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
+    attention = build.attention(bias=bias, output_bias=bias, scale=fields.positive("attention_multiplier", 1.0))
+    attention = replace(attention, rotates=embedding == "rope")
+    mamba, mlp = _granite_mamba(build), build.mlp(size="shared_intermediate_size")
+    mlps: list[MLP] = [mlp] * build.num_layers
+    if fields.values.get("num_local_experts") != 0:
+        mlps = [ExpertMLP(routing=replace(build.routing(), is_normalized=True), expert=build.mlp(), shared=mlp)] * build.num_layers
+    mixers: dict[str, Mixer] = {"mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention}
+    kinds = ["mamba"] * build.num_layers
+    return mixed_layers(build, mixers, mlps, kinds=kinds, residual_scale=fields.positive("residual_multiplier", 1.0))
+
+
+def _granite_mamba(build: LayerBuilder) -> Mamba2Config:
+    fields = build.fields
+    width, heads = fields.size("mamba_expand") * fields.size("hidden_size"), fields.size("mamba_n_heads", most=MAX_HEADS)
+    given = fields.values.get("mamba_d_head")
+    size = max(width // heads, 1) if given in (None, "auto") else fields.size("mamba_d_head", most=MAX_HEAD_SIZE)
+    if heads * size != width:
+        raise CheckpointError(
+            f"{fields.path}: mamba_n_heads = {heads} of mamba_d_head = {shortened(given)} values, but mamba_expand * hidden_size = {width}"
+        )
+    names = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    conv_bias = fields.flag("mamba_conv_bias", default=True)
+    return mamba_mixer(build, names, head_size=size, conv_bias=conv_bias, bias=build.flag("mamba_proj_bias"))
+
+
+def _hybrid_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_layers = count["num_hidden_layers"]
+    has_experts = bool(fields.of_model("expert_count"))
+    inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
+    if inner % hidden:
+        fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
+    has_rope = fields.of_model("rope.scaling.finetuned")
+    shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
+    values: dict[str, Any] = {
+        **count,
+        **_multipliers(fields, config),
+        "layer_types": ["attention" if has else "mamba" for has in layers_with_attention(fields, num_layers)],
+        "position_embedding_type": "rope" if has_rope is None or has_rope else "nope",
+        **mamba_gguf(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+        "mamba_expand": inner // hidden,
+        "shared_intermediate_size": shared,
+        "num_local_experts": 0,
+    }
+    if has_experts:
+        values |= {"num_local_experts": fields.count("expert_count"), "num_experts_per_tok": fields.count("expert_used_count")}
+    return values
+
+
+FAMILIES = (
+    Family(
+        name="granite",
+        architecture="GraniteForCausalLM",
+        models="Granite 3",
+        layers=_granite,
+        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+        has_multipliers=True,
+        gguf=GgufFormat(architectures=("granite",), read_config=_granite_gguf, has_interleaved_rope=True),
+    ),
+    Family(
+        name="granitemoehybrid",
+        architecture="GraniteMoeHybridForCausalLM",
+        models="Granite 4",
+        layers=_granite_hybrid,
+        defaults={
+            "max_position_embeddings": 2048,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        module_names={
+            "gate_proj": "shared_mlp.input_linear",
+            "up_proj": "shared_mlp.input_linear",
+            "down_proj": "shared_mlp.output_linear",
+            **{f"shared_expert.{part}_proj.weight": "shared_mlp.input_linear.weight" for part in ("gate", "up")},
+            "shared_expert.down_proj.weight": "shared_mlp.output_linear.weight",
+        },
+        mlp_module="block_sparse_moe",
+        mlp_tensors={
+            "router.layer.weight": "gate.weight",
+            "router.weight": "gate.weight",
+            "input_linear.weight": "experts.gate_up_proj",
+            "output_linear.weight": "experts.down_proj",
+        },
+        has_multipliers=True,
+        recurrent_module="mamba",
+        field_aliases={"layers_block_type": "layer_types"},
+        gguf=GgufFormat(
+            architectures=("granitehybrid",),
+            read_config=_hybrid_gguf,
+            metadata_keys={
+                "mamba_n_heads": "ssm.time_step_rank",
+                "mamba_n_groups": "ssm.group_count",
+                "mamba_d_state": "ssm.state_size",
+                "mamba_d_head": "ssm.inner_size",
+                "mamba_d_conv": "ssm.conv_kernel",
+            },
+            has_interleaved_rope=True,
+            allows_zero_sizes=True,
+        ),
+    ),
+)

@@ -1,0 +1,141 @@
+"""LFM2 and LFM2-MoE: most layers have a short convolution instead of attention."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, layers_with_attention, mixed_layers
+from paceline.models.gguf.fields import GatingFunction, GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, Scoring, ShortConvConfig
+
+
+def _lfm2(build: LayerBuilder) -> Layers:
+    return _lfm2_layers(build, [_adjusted_mlp(build)] * build.num_layers)
+
+
+def _adjusted_mlp(build: LayerBuilder) -> DenseMLP:
+    """Return an MLP of two thirds of the given width, times a factor, rounded up to a multiple.
+
+    Source: LFM2's model in transformers 5.23.
+    """
+    fields, mlp = build.fields, build.mlp()
+    if not fields.flag("block_auto_adjust_ff_dim", default=True):
+        return mlp
+    multiple, width = fields.size("block_multiple_of", 256), float(int(2 * mlp.intermediate_size / 3))
+    if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        multiple = 1
+    else:
+        width *= fields.positive("block_ffn_dim_multiplier", 1.0)
+    if not 1 <= width < 2**31:
+        raise CheckpointError(f"{fields.path}: block_ffn_dim_multiplier makes an MLP {width:g} wide, expected 1 to {2**31 - 1}")
+    return replace(mlp, intermediate_size=-(-int(width) // multiple) * multiple)
+
+
+def _lfm2_moe(build: LayerBuilder) -> Layers:
+    fields, routing = build.fields, build.routing()
+    routing = replace(
+        routing,
+        scoring=Scoring.SIGMOID,
+        epsilon=1e-6 if routing.is_normalized else 0.0,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        has_correction_bias=fields.flag("use_expert_bias", default=True),
+    )
+    experts = ExpertMLP(routing=routing, expert=build.mlp(size="moe_intermediate_size"))
+    num_dense = fields.size("num_dense_layers", min(2, build.num_layers), least=0, most=build.num_layers)
+    return _lfm2_layers(build, [build.mlp() if layer < num_dense else experts for layer in range(build.num_layers)])
+
+
+def _lfm2_layers(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+    fields = build.fields
+    convolution = ShortConvConfig(
+        channels=fields.size("hidden_size"), kernel_size=fields.size("conv_L_cache", 3, most=MAX_KERNEL_SIZE), bias=build.flag("conv_bias")
+    )
+    full = fields.values.get("full_attn_idxs")
+    full = list(range(build.num_layers)) if full is None else full
+    if not isinstance(full, list) or any(type(layer) is not int or not 0 <= layer < build.num_layers for layer in full):
+        raise CheckpointError(f"{fields.path}: full_attn_idxs = {shortened(full)}, expected numbers of layers below {build.num_layers}")
+    kinds = ["full_attention" if layer in full else "conv" for layer in range(build.num_layers)]
+    return mixed_layers(build, {"conv": convolution, "full_attention": build.attention(qk_norm=QKNorm.HEAD)}, mlps, kinds=kinds)
+
+
+def _lfm2_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_layers = count["num_hidden_layers"]
+    if window := fields.of_model("attention.sliding_window"):
+        fields.refuse("attention.sliding_window", window, "none")
+    values: dict[str, Any] = {
+        **count,
+        "layer_types": ["full_attention" if has else "conv" for has in layers_with_attention(fields, num_layers)],
+        "conv_L_cache": fields.count("shortconv.l_cache"),
+        "conv_bias": fields.has_in_any_block("shortconv.conv.bias", num_layers),
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if fields.architecture == "lfm2moe":
+        values |= {
+            **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
+            "num_dense_layers": fields.of_model("leading_dense_block_count") or 0,
+            "use_expert_bias": fields.has_in_any_block("exp_probs_b.bias", num_layers),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        }
+    return values
+
+
+_GGUF = GgufFormat(
+    architectures=("lfm2",),
+    read_config=_lfm2_gguf,
+    metadata_keys={"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
+    module_names={"final_norm": "token_embd_norm"},
+    allows_zero_sizes=True,
+)
+_LFM2 = Family(
+    name="lfm2",
+    architecture="Lfm2ForCausalLM",
+    models="LFM2, LFM2.5",
+    layers=_lfm2,
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    module_names={
+        "attention_norm": "operator_norm",
+        "mlp_norm": "ffn_norm",
+        "q_norm": "self_attn.q_layernorm",
+        "k_norm": "self_attn.k_layernorm",
+        "o_proj": "self_attn.out_proj",
+        "gate_proj": "feed_forward.w1",
+        "up_proj": "feed_forward.w3",
+        "down_proj": "feed_forward.w2",
+        "final_norm": "model.embedding_norm",
+    },
+    recurrent_module="conv",
+    field_aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+    gguf=_GGUF,
+)
+FAMILIES = (
+    _LFM2,
+    replace(
+        _LFM2,
+        name="lfm2_moe",
+        architecture="Lfm2MoeForCausalLM",
+        models="LFM2-MoE",
+        layers=_lfm2_moe,
+        defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
+        mlp_module="feed_forward",
+        mlp_tensors={
+            "gate.weight": "gate.weight",
+            "router.weight": "gate.weight",
+            "expert_bias": "gate.e_score_correction_bias",
+        },
+        gguf=replace(_GGUF, architectures=("lfm2moe",)),
+    ),
+)

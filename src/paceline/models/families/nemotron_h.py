@@ -1,0 +1,170 @@
+"""Nemotron-H: a layer is a mixer or an MLP, with one norm before it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.experts import grouped_routing
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf, mamba_mixer
+from paceline.models.gguf.fields import GatingFunction, GgufFields
+from paceline.models.json_fields import JsonFields
+from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
+from paceline.models.layers import ExpertMLP, LayerConfig, Mamba2Config
+
+_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+    """Return the layers that config.json lists.
+
+    Source: Nemotron-H's model in transformers 5.23. Deviation: no lower limit of dt in prefill, which its own decoding does not have.
+    """
+    fields, kinds = build.fields, _layer_types(build.fields)
+    if "full_attention" not in kinds:
+        raise CheckpointError(f"{fields.path}: no layer has attention: at least one of the layers needs it")
+    known: dict[str, LayerConfig] = {}
+    for kind in dict.fromkeys(kinds):
+        if kind in ("mlp", "moe"):
+            known[kind] = LayerConfig(mixer=None, mlp=_experts(build) if kind == "moe" else build.mlp(has_gate=False))
+        else:
+            attention = replace(build.attention(), rotates=False)
+            known[kind] = LayerConfig(mixer=_mamba(build) if kind == "linear_attention" else attention, mlp=None)
+    return tuple(known[kind] for kind in kinds)
+
+
+def _layer_types(fields: JsonFields) -> list[str]:
+    """Return the types of layers, from a list or a pattern of letters."""
+    listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
+    pattern = fields.values.get("hybrid_override_pattern")
+    if listed is None and isinstance(pattern, str):
+        listed = [_TYPES.get(letter, letter) for letter in pattern]
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_LAYERS:
+        raise CheckpointError(f"{fields.path}: layers_block_type = {shortened(listed)}, expected a list of 1 to {MAX_LAYERS} layers")
+    kinds = [_OLDER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in _TYPES.values():
+            raise CheckpointError(
+                f"{fields.path} names a layer {shortened(kind)}, which is not supported; supported are {', '.join(_TYPES.values())}"
+            )
+    return kinds
+
+
+def _mamba(build: LayerBuilder) -> Mamba2Config:
+    fields = build.fields
+    if fields.values.get("mamba_hidden_act") not in (None, "silu", "swish"):
+        raise CheckpointError(
+            f"{fields.path}: mamba_hidden_act = {shortened(fields.values['mamba_hidden_act'])} is not supported, only 'silu' is"
+        )
+    names = {"heads": "mamba_num_heads", "groups": "n_groups", "state": "ssm_state_size", "kernel": "conv_kernel"}
+    size = fields.size("mamba_head_dim", most=MAX_HEAD_SIZE)
+    return mamba_mixer(build, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=build.flag("use_bias"))
+
+
+def _experts(build: LayerBuilder) -> ExpertMLP:
+    latent = build.fields.values.get("moe_latent_size")
+    return ExpertMLP(
+        routing=grouped_routing(build),
+        expert=build.mlp(size="moe_intermediate_size", has_gate=False),
+        shared=build.mlp(size="moe_shared_expert_intermediate_size", has_gate=False),
+        latent_size=0 if latent is None else build.fields.size("moe_latent_size"),
+    )
+
+
+def _nemotron_h_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json fields. A layer with key heads has attention, one with neither these nor an MLP width has a Mamba-2 mixer."""
+    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_layers, widths = count["num_hidden_layers"], fields.of_model("feed_forward_length")
+    if not isinstance(widths, list) or len(widths) < num_layers:
+        fields.refuse("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
+    kinds = []
+    for layer, has_attention in enumerate(layers_with_attention(fields, num_layers)):
+        mlp = "moe" if fields.has(f"blk.{layer}.ffn_gate_inp.weight") else "mlp"
+        kinds.append("full_attention" if has_attention else mlp if widths[layer] else "linear_attention")
+    values: dict[str, Any] = {
+        **count,
+        "layers_block_type": kinds,
+        **mamba_gguf(fields, num_layers, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    }
+    values["use_bias"] = values.pop("mamba_proj_bias")
+    if fields.of_model("expert_count"):
+        num_groups = fields.count("expert_group_count", 1)
+        values |= {
+            **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
+            "moe_shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+            "moe_latent_size": fields.of_model("moe_latent_size") or None,
+            "n_group": num_groups,
+            "topk_group": fields.count("expert_group_used_count", 1 if num_groups == 1 else None),
+            "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        }
+    return values
+
+
+FAMILIES = (
+    Family(
+        name="nemotron_h",
+        architecture="NemotronHForCausalLM",
+        models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
+        layers=_nemotron_h,
+        defaults={
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "mlp_hidden_act": "relu2",
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        module_names={
+            "embedding": "model.embeddings",
+            "final_norm": "model.norm_f",
+            "attention_norm": "norm",
+            "mlp_norm": "norm",
+            **{name: f"mixer.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "experts")},
+            "router": "mixer.gate",
+            "shared_expert": "mixer.shared_experts",
+            "latent_proj": "mixer.fc1_latent_proj",
+            "latent_output": "mixer.fc2_latent_proj",
+        },
+        activation_field="mlp_hidden_act",
+        recurrent_module="mixer",
+        count_layers=lambda fields: len(_layer_types(fields)),
+        field_aliases={
+            "layer_norm_epsilon": "rms_norm_eps",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_dt_limit": "time_step_limit",
+        },
+        gguf=GgufFormat(
+            architectures=("nemotron_h", "nemotron_h_moe"),
+            read_config=_nemotron_h_gguf,
+            metadata_keys={
+                "mamba_num_heads": "ssm.time_step_rank",
+                "mamba_head_dim": "ssm.inner_size",
+                "ssm_state_size": "ssm.state_size",
+                "n_groups": "ssm.group_count",
+                "conv_kernel": "ssm.conv_kernel",
+                "layers_block_type": "feed_forward_length",
+                "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            },
+            module_names={"mlp_norm": "attn_norm"},
+            has_rope=False,
+            allows_zero_sizes=True,
+            norm_eps_key="attention.layer_norm_epsilon",
+        ),
+    ),
+)

@@ -1,0 +1,93 @@
+"""OLMo 2, OLMo 3 and OLMoE."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
+
+Layers = tuple[LayerConfig, ...]
+
+
+def _olmo2(build: LayerBuilder, slides: Sequence[bool] = ()) -> Layers:
+    bias = build.flag("attention_bias")
+    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return build.layers(attention, build.mlp(), norm_order=NormOrder.POST, slides=slides)
+
+
+def _olmo3(build: LayerBuilder) -> Layers:
+    return _olmo2(build, build.sliding_layers(4))
+
+
+def _olmo3_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**fields.read_windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
+
+
+def _olmoe(build: LayerBuilder) -> Layers:
+    if build.fields.values.get("clip_qkv") is not None:
+        raise CheckpointError(
+            f"{build.fields.path}: clip_qkv = {shortened(build.fields.values['clip_qkv'])} is not supported, only null is"
+        )
+    bias = build.flag("attention_bias")
+    attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
+    return build.layers(attention, ExpertMLP(routing=build.routing(), expert=build.mlp()))
+
+
+def _olmoe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    experts = fields.read_experts(width=config["intermediate_size"])
+    return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
+
+
+FAMILIES = (
+    Family(
+        name="olmo2",
+        architecture="Olmo2ForCausalLM",
+        models="OLMo 2",
+        layers=_olmo2,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        gguf=GgufFormat(
+            architectures=("olmo2",),
+            read_config=lambda fields, config: fields.read_windows(config["num_hidden_layers"]),
+            has_untied_output=True,
+        ),
+    ),
+    Family(
+        name="olmo3",
+        architecture="Olmo3ForCausalLM",
+        models="OLMo 3",
+        layers=_olmo3,
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+            "sliding_window": 4096,
+            "eos_token_id": 50279,
+        },
+        has_local_rope=True,
+        needs_local_rope=True,
+        gguf=GgufFormat(
+            architectures=("olmo2",),
+            matches=lambda fields: bool(fields.of_model("attention.sliding_window")),
+            read_config=_olmo3_gguf,
+            has_untied_output=True,
+        ),
+    ),
+    Family(
+        name="olmoe",
+        architecture="OlmoeForCausalLM",
+        models="OLMoE",
+        layers=_olmoe,
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "eos_token_id": 50279,
+        },
+        gguf=GgufFormat(architectures=("olmoe",), read_config=_olmoe_gguf, has_untied_output=True),
+    ),
+)

@@ -1,0 +1,150 @@
+"""Qwen3-Next and Qwen3.5: most layers have a gated delta net instead of attention."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.errors import CheckpointError
+from paceline.models.families.experts import sparse_layers
+from paceline.models.families.family import Family, GgufFormat
+from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, mixed_layers
+from paceline.models.gguf.fields import GgufFields
+from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
+
+_INTERVAL = 4  # every how many-th layer has attention, if the file has no `full_attention_interval`
+
+
+def _qwen3_5(build: LayerBuilder) -> Layers:
+    return _qwen_hybrid(build, [build.mlp()] * build.num_layers)
+
+
+def _qwen3_5_moe(build: LayerBuilder) -> Layers:
+    experts = _shared_experts(build)
+    return _qwen_hybrid(build, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * build.num_layers)
+
+
+def _qwen3_next(build: LayerBuilder) -> Layers:
+    return _qwen_hybrid(build, sparse_layers(build, _shared_experts(build)))
+
+
+def _shared_experts(build: LayerBuilder) -> ExpertMLP:
+    shared = build.mlp(size="shared_expert_intermediate_size")
+    return ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"), shared=shared, gates_shared=True)
+
+
+def _qwen_hybrid(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+    fields, bias = build.fields, build.flag("attention_bias")
+    if not fields.flag("attn_output_gate", default=True):
+        raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {build.family.name} has a gate")
+    attention = replace(build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
+    interval = fields.size("full_attention_interval", 4)
+    kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(build.num_layers)]
+    return mixed_layers(build, {"linear_attention": _delta(build), "full_attention": attention}, mlps, kinds=kinds)
+
+
+def _delta(build: LayerBuilder) -> GatedDeltaConfig:
+    fields = build.fields
+    key_heads, value_heads = (fields.size(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{fields.path}: linear_num_value_heads = {value_heads} must be a multiple of linear_num_key_heads = {key_heads}"
+        )
+    return GatedDeltaConfig(
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_size=fields.size("linear_key_head_dim", most=MAX_HEAD_SIZE),
+        value_size=fields.size("linear_value_head_dim", most=MAX_HEAD_SIZE),
+        kernel_size=fields.size("linear_conv_kernel_dim", most=MAX_KERNEL_SIZE),
+    )
+
+
+def _qwen_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    count = gguf_layer_count(fields, config["num_hidden_layers"])
+    num_values, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % num_values:
+        fields.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_values}")
+    values: dict[str, Any] = {
+        **count,
+        "layer_types": _layer_types(fields, count["num_hidden_layers"]),
+        "linear_num_key_heads": fields.count("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_value_head_dim": inner // num_values,
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+    }
+    if fields.of_model("expert_count"):
+        shared = fields.count("expert_shared_feed_forward_length", fields.rows_of("blk.0.ffn_gate_shexp.weight"))
+        values |= {**fields.read_experts(), "shared_expert_intermediate_size": shared, "norm_topk_prob": True}
+    return values
+
+
+def _layer_types(fields: GgufFields, num_layers: int) -> list[str]:
+    key = "attention.recurrent_layers"
+    marks = fields.of_model(key)
+    if marks is None:
+        interval = fields.count("full_attention_interval", _INTERVAL)
+        marks = [(layer + 1) % interval > 0 for layer in range(num_layers)]
+    if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
+        fields.refuse(key, marks, f"whether each of {num_layers} layers is recurrent")
+    return ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in marks[:num_layers]]
+
+
+_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "num_attention_heads": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
+_GGUF = GgufFormat(
+    architectures=("qwen35",),
+    read_config=_qwen_gguf,
+    metadata_keys={
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_value_head_dim": "ssm.inner_size",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+    },
+    module_names={"mlp_norm": "post_attention_norm"},
+    has_tiled_value_heads=True,
+)
+_QWEN3_5 = Family(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    models="Qwen3.5, Qwen3.6 (text)",
+    bundled_drafters=("mtp",),
+    layers=_qwen3_5,
+    defaults={**_DEFAULTS, "num_key_value_heads": 4},
+    has_partial_rope=True,
+    norm_offset=True,
+    recurrent_module="linear_attn",
+    gguf=_GGUF,
+)
+FAMILIES = (
+    replace(
+        _QWEN3_5,
+        name="qwen3_next",
+        architecture="Qwen3NextForCausalLM",
+        models="Qwen3-Next, Qwen3-Coder-Next",
+        layers=_qwen3_next,
+        defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        gguf=replace(_GGUF, architectures=("qwen3next",), has_tiled_value_heads=False),
+    ),
+    _QWEN3_5,
+    replace(
+        _QWEN3_5,
+        name="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        models="Qwen3.5-MoE, Qwen3.6-MoE (text)",
+        layers=_qwen3_5_moe,
+        defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+        gguf=replace(_GGUF, architectures=("qwen35moe",)),
+    ),
+)

@@ -1,0 +1,31 @@
+"""The supported families by `model_type`. Each is one entry in the file of its group."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import CheckpointError, shortened
+from paceline.models.families import exaone, gemma, gemma4, glm, gpt_oss, granite, lfm2, llama, nemotron_h, olmo, qwen, qwen_hybrid
+from paceline.models.families.family import Family
+
+_GROUPS = (llama, qwen, gemma, gemma4, olmo, exaone, granite, glm, gpt_oss, qwen_hybrid, lfm2, nemotron_h)
+FAMILIES: Mapping[str, Family] = {family.name: family for group in _GROUPS for family in group.FAMILIES}
+
+
+def find_family(values: Mapping[str, Any], path: Path) -> Family:
+    """Return the family of a config.json by its `model_type`, or by its architecture if there is none.
+
+    Raises:
+        CheckpointError: The family is not supported, or the model is no causal language model.
+    """
+    architectures = values.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None
+    model_type = values.get("model_type")
+    by_architecture = {family.architecture.lower(): family for family in FAMILIES.values()}
+    family = by_architecture.get(str(architecture).lower()) if model_type is None else FAMILIES.get(str(model_type))
+    if family is None or (architecture is not None and architecture.lower() != family.architecture.lower()):
+        raise CheckpointError(
+            f"{path} describes model_type {shortened(model_type)} with architecture {shortened(architecture)}, which is not supported; "
+            f"supported are {', '.join(f'{known.name} ({known.architecture})' for known in FAMILIES.values())}"
+        )
+    return family

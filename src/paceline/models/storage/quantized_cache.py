@@ -1,0 +1,305 @@
+"""Disk cache of quantised matrices, so that a model is quantised once: one safetensors file for each model and settings.
+
+The total size of the files is limited; the least recently used are removed first.
+
+A file is written under a temporary name, synced and renamed, so a file under its final name is complete. The model and the settings
+determine its header. Its data have a checksum (page_sums.py), compared whenever the file is opened: a damaged file is detected and
+written again.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.config import QuantOptions, weights_cache_bytes
+from paceline.errors import CheckpointError
+from paceline.models.grouped import GroupedMatrix
+from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
+from paceline.models.storage.page_sums import PageSums, checksum, plain_page_sums
+from paceline.models.storage.safetensors_file import map_file
+from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
+from paceline.small_files import unreadable
+
+FOLDER = "quantised"
+"""Folder of the cache directory with the files."""
+
+FORMAT = 2  # version of the file format and of the arithmetic in quantize.py; part of the key
+_ALIGNMENT = 64
+_PARTIAL = ".partial-"
+_ABANDONED_S = 24 * 3600.0
+_DIGEST_BYTES = 32
+_SAMPLES = 16  # ranges of a tensor that a key depends on
+_SAMPLE_BYTES = 512
+_Sums = Callable[[NDArray[np.uint8]], bytes]
+_SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredArray:
+    """One array of a matrix in the file: file offsets [begin, end)."""
+
+    name: str
+    item_type: "np.dtype[Any]"
+    shape: tuple[int, int]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The expected layout of a file: its header, the arrays of each matrix, and the offset of the checksum at the end."""
+
+    header: bytes
+    parts: Mapping[str, tuple[_StoredArray, ...]]
+    digest_begin: int
+
+    @property
+    def size(self) -> int:
+        return self.digest_begin + _DIGEST_BYTES
+
+
+def quantized_weights(
+    weights: Weights,
+    options: QuantOptions,
+    cache_directory: Path | None,
+    *,
+    files: Sequence[Path] = (),
+    num_threads: int = 1,
+    notices: list[str] | None = None,
+    page_sums: PageSums = plain_page_sums,
+) -> Weights:
+    """Return the weights with matrices quantised as `options` specify, mapped from the cache if it has them.
+
+    Args:
+        cache_directory: None = no cache on disk: a matrix is quantised on first use and kept in memory.
+        files: the files of `weights`. The key then depends on their sizes and modification times, and on samples of every tensor. Without
+            them it depends on every byte.
+        notices: receives a line if the cache cannot be written.
+        page_sums: computes the sums of pages for the checksum.
+
+    Raises:
+        CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
+    """
+    schemes = schemes_for(weights, options)
+    if not schemes:
+        return weights
+    limit = weights_cache_bytes()
+    if cache_directory is not None and limit:
+        sums = partial(checksum, page_sums=page_sums, num_threads=num_threads)
+        key = _key(weights, options, schemes, files, sums)
+        layout = _layout(weights, schemes, key)
+        path = cache_directory / FOLDER / f"{key}.safetensors"
+        try:
+            found = _read(path, layout, weights, schemes, sums)
+            if found is None:
+                _make_room(path.parent, layout.size, limit)
+                _write(path, layout, weights, schemes, sums, num_threads)
+                found = _read(path, layout, weights, schemes, sums)
+            if found is not None:
+                _mark_used(path)
+                return QuantizedWeights(weights, found.__getitem__, schemes)
+            problem = "what was written does not read back"
+        except OSError as error:
+            problem = str(error)
+        if notices is not None:
+            notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
+    return QuantizedWeights(weights, lambda name: _quantized(weights, name, schemes[name], num_threads), schemes)
+
+
+class QuantizedWeights(LazyWeights):
+    """Weights that are quantised on first use.
+
+    Args:
+        weights: before quantisation.
+        quantized: returns the quantised tensor of a name that has a scheme.
+    """
+
+    def __init__(self, weights: Weights, quantized: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
+        super().__init__(weights.names(), lambda name: quantized(name) if name in schemes else weights[name])
+        self._weights, self._schemes = weights, schemes
+
+    def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
+        return super().rows(name, numbers) if name in self._schemes else self._weights.rows(name, numbers)
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._weights.forget(name)
+
+    def info(self, name: str) -> TensorInfo:
+        info, scheme = self._weights.info(name), self._schemes.get(name)
+        return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
+
+
+def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
+    """Return one quantised tensor, and free its source."""
+    made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
+    weights.forget(name)
+    return made
+
+
+def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], sums: _Sums) -> str:
+    digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
+    for name in schemes:
+        info = weights.info(name)
+        digest.update(repr((name, info.shape, info.weight_type)).encode())
+        for array in weights.stored(name):
+            digest.update(_samples(array) if files else sums(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        weights.forget(name)
+    return digest.hexdigest()[:40]
+
+
+def _samples(array: NDArray[Any]) -> bytes:
+    """Return bytes of rows that are spread over the matrix."""
+    rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLES).astype(np.int64))
+    return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
+
+
+def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layout:
+    entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
+    relative: dict[str, list[_StoredArray]] = {}
+    offset = 0
+    for name, scheme in schemes.items():
+        rows, columns = weights.info(name).shape
+        groups = (rows, columns // scheme.group)
+        arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
+        arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
+        for part_name, item_type, shape in arrays:
+            end = offset + shape[0] * shape[1] * item_type.itemsize
+            relative.setdefault(name, []).append(_StoredArray(f"{name}.{part_name}", item_type, shape, offset, end))
+            kind = _SAFETENSORS_TYPE[item_type.str[1:]]
+            entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            if offset > end:  # the format does not allow gaps
+                entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
+    entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    start = len(header)
+    parts = {
+        name: tuple(_StoredArray(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
+        for name, own in relative.items()
+    }
+    return _Layout(header, parts, start + offset)
+
+
+def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums, num_threads: int) -> None:
+    """Quantise into a temporary file and rename it. An interrupted write leaves no file under the final name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(layout.header)
+            for name, scheme in schemes.items():
+                matrix = _quantized(weights, name, scheme, num_threads).matrix
+                for array, part in zip(matrix.arrays, layout.parts[name], strict=True):
+                    _append(file, array, part.begin)
+            file.write(bytes(layout.digest_begin - file.tell()))
+            file.flush()
+            file.write(sums(map_file(Path(temporary))[len(layout.header) :]))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _append(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
+    file.write(bytes(begin - file.tell()))
+    file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums) -> dict[str, GroupedTensor] | None:
+    """Return the matrices of a file; None if it is missing or not as expected."""
+    try:
+        content = map_file(path)
+    except (FileNotFoundError, CheckpointError):
+        return None
+    if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
+        return None
+    if content[layout.digest_begin :].tobytes() != sums(content[len(layout.header) : layout.digest_begin]):
+        return None
+    found: dict[str, GroupedTensor] = {}
+    for name, scheme in schemes.items():
+        arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
+        codes, scales = arrays[:2]
+        matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
+        found[name] = GroupedTensor(matrix, weights.info(name).weight_type)
+    return found
+
+
+def cached_bytes(directory: Path) -> int:
+    """Return the total size of the files in a cache directory."""
+    return sum(size for _, size, _ in _cached_files(directory / FOLDER))
+
+
+def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return last use, size and path of each file, least recently used first."""
+    found = []
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError):  # another process removed it
+            status = path.stat()
+            found.append((status.st_atime, status.st_size, path))
+    return sorted(found)
+
+
+def _make_room(folder: Path, size: int, limit: int) -> None:
+    """Remove least recently used files until `size` bytes fit. Processes that have them mapped are not affected.
+
+    Raises:
+        OSError: `size` exceeds the limit.
+    """
+    if size > limit:
+        raise OSError(f"{size / 1e9:.3g} GB are more than the {limit / 1e9:.3g} GB that PACELINE_CACHE_GB allows")
+    files = _cached_files(folder)
+    total = size + sum(own for _, own, _ in files)
+    for _, own, path in files:
+        if total <= limit:
+            return
+        with suppress(OSError):
+            path.unlink()
+        total -= own
+
+
+def _mark_used(path: Path) -> None:
+    with suppress(OSError):  # another process removed it, or it belongs to another user
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove temporary files of killed processes, once they are too old to be still written."""
+    for left in directory.glob(f"{_PARTIAL}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()
+
+
+def _sync_directory(directory: Path) -> None:
+    """Sync a directory, so that a rename survives a power failure. Not every system can open directories."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

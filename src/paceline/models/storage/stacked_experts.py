@@ -1,0 +1,64 @@
+"""Split experts that a checkpoint stacks in one tensor into one tensor each: the same bytes of the file."""
+
+import re
+from collections.abc import Mapping
+
+from paceline.errors import CheckpointError
+from paceline.models.config import ModelConfig
+from paceline.models.containers.module import StoredWeight
+from paceline.models.families.family import Family
+from paceline.models.families.table import FAMILIES
+from paceline.models.layers import ExpertMLP
+from paceline.models.storage.safetensors_file import StoredTensor
+
+_NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_STACKS = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
+
+
+def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
+    """Return the tensors with experts by single names, `model.layers.N.mlp.experts.E.gate_proj.weight`.
+
+    Raises:
+        CheckpointError: A stack has another shape than config.json gives.
+    """
+    family = FAMILIES[config.family]
+    tensors = {common_expert_name(name, family): tensor for name, tensor in stored.items()}
+    for index, layer in enumerate(config.layers):
+        if not isinstance(layer.mlp, ExpertMLP):
+            continue
+        prefix = f"model.layers.{index}.{family.module_names.get('experts', 'mlp.experts')}."
+        front = ("gate_up_proj", ("gate_proj", "up_proj")) if layer.mlp.expert.has_gate else ("up_proj", ("up_proj",))
+        for stack, parts in (front, ("down_proj", ("down_proj",))):
+            tensor = tensors.get(prefix + stack)
+            if isinstance(tensor, StoredTensor):
+                del tensors[prefix + stack]
+                tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
+    return tensors
+
+
+def common_expert_name(name: str, family: Family) -> str:
+    """Return a tensor's name as most families spell it, if the family names its module of experts differently."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] != family.mlp_module:
+        return name
+    prefix, _, expert, part, other = match.groups()
+    own = {**_STACKS, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    return name if own is None else f"{prefix}.mlp.{own}"
+
+
+def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
+    inner, outer, count = mlp.expert.intermediate_size, mlp.latent_size or hidden_size, mlp.routing.num_experts
+    rows, columns = (outer, inner) if parts == ("down_proj",) else (inner, outer)
+    if tensor.shape != (count, len(parts) * rows, columns):
+        raise CheckpointError(
+            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json requires "
+            f"{[count, len(parts) * rows, columns]}; one of the two files belongs to another model"
+        )
+    num_bytes = (tensor.end - tensor.begin) // (count * len(parts))
+    prefix, found = name.rpartition(".")[0], {}
+    for number in range(count * len(parts)):
+        begin = tensor.begin + number * num_bytes
+        own_name = f"{prefix}.{number // len(parts)}.{parts[number % len(parts)]}.weight"
+        found[own_name] = StoredTensor(tensor.path, tensor.dtype, (rows, columns), begin, begin + num_bytes)
+    return found

@@ -1,0 +1,101 @@
+"""The tensors of one safetensors or PyTorch file, opened one by one. No code in a file is run."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import BackendUnavailableError, CheckpointError, described
+from paceline.installation import install_extra
+from paceline.models.storage.safetensors_file import StoredTensor, map_file, read_header, view_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_TYPES = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "BOOL": "|b1", "U8": "|u1", "I8": "|i1",
+    "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
+}  # fmt: skip
+"""numpy types by safetensors' type names; bf16 as its bits in uint16."""
+
+_TORCH_TYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8", "int8": "I8",
+    "int16": "I16", "int32": "I32", "int64": "I64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of a file: its shape, its type in safetensors' terms, and a function to open it (bf16 as its bits in uint16)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    open: Callable[[], NDArray[Any]]
+
+
+def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
+    """Read the tensors of one file, by name.
+
+    Args:
+        what: "head" or "adapter", for errors.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds anything but tensors.
+        BackendUnavailableError: It is a PyTorch file, and torch is not installed.
+    """
+    if path.suffix != ".safetensors":
+        return _torch_file(path, what)
+    stored, file_bytes = read_header(path), map_file(path)
+    end = max((tensor.end for tensor in stored.values()), default=len(file_bytes))
+    if end < len(file_bytes):
+        raise CheckpointError(
+            f"{path} holds {len(file_bytes) - end} bytes after its last tensor, which no safetensors file does; download the {what} again"
+        )
+    return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
+
+
+def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
+    return view_tensor(stored, file_bytes, np.dtype(ITEM_TYPES[stored.dtype]))
+
+
+def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
+    """Return the tensors of a PyTorch file, which must be a flat dictionary of tensors."""
+    try:
+        import torch
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"{path} is a PyTorch file, which takes torch to read: {install_extra('torch')}, or use the {what} as safetensors"
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for files that are refused anyway
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # files of PyTorch before 1.6 cannot be mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling untrusted bytes can raise anything
+        raise CheckpointError(
+            f"{path} cannot be read as a file of tensors ({described(error)}); use the {what} as safetensors, or download it again"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(
+            f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
+        )
+    return {str(name): FileTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}
+
+
+def _torch_type(tensor: "torch.Tensor") -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _TORCH_TYPES.get(name, name)
+
+
+def _array(tensor: "torch.Tensor") -> NDArray[Any]:
+    import torch
+
+    dense = tensor.detach().contiguous()
+    return (dense.view(torch.uint16) if dense.dtype == torch.bfloat16 else dense).numpy()
