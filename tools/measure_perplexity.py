@@ -19,7 +19,7 @@ import numpy as np
 from bench_machine import describe_machine
 from paceline.config import KV_CACHE_DTYPES, QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
-from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
+from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.machine import usable_processors
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype

@@ -14,7 +14,7 @@ from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, CheckpointError, RequestError, SamplingParams
 from paceline.engine import engine as engine_module
-from paceline.kv_cache.prefix_index import PrefixIndex
+from paceline.kv_cache.block_pool import BlockPool
 from paceline.models.adapters.adapter import Adapter
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native import network as network_module
@@ -269,7 +269,7 @@ def test_random_loads_removals_and_requests_leave_nothing_and_mix_nothing(
 
 
 def share_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixIndex, "links", _links_without_salt(PrefixIndex.links))
+    patch.setattr(BlockPool, "block_hashes", _links_without_salt(BlockPool.block_hashes))
 
 
 def _links_without_salt(links: Callable[..., object]) -> Callable[..., object]:

@@ -21,7 +21,7 @@ from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, Writt
 from paceline import SamplingParams
 from paceline.engine.batch import RequestMaker
 from paceline.engine.text_stop import TextStop
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray

@@ -18,7 +18,7 @@ from harness.checkpoints import write_byte_level_tokenizer
 from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, DrawingDrafter, WrittenTarget
 from paceline import Grammar, RequestError, SamplingParams
 from paceline.engine.batch import RequestMaker
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.commit import FinishLookahead

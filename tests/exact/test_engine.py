@@ -18,9 +18,8 @@ from harness.exact_targets import HYBRIDS, skip_without_kernels
 from paceline import LLM, AsyncEngine
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
-from paceline.kv_cache.block_pool import BlockPool
-from paceline.kv_cache.paged import KVCache
-from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
 from paceline.sampling.processors import EditedRow
@@ -310,13 +309,15 @@ def test_without_a_fault_the_small_comparison_passes(faulty: Faulty, num_blocks:
 
 
 def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    real = PrefixIndex.links
+    real = BlockPool.block_hashes
 
-    def without_chain(self: PrefixIndex, token_ids: Sequence[int], salt: bytes, chain: Sequence[Link], num_blocks: int) -> Iterator[Link]:
-        for block in range(len(chain), num_blocks):
+    def without_chain(
+        self: BlockPool, token_ids: Sequence[int], salt: bytes, known: Sequence[BlockHash], num_blocks: int
+    ) -> Iterator[BlockHash]:
+        for block in range(len(known), num_blocks):
             yield from real(self, token_ids[block * 32 : block * 32 + 32], salt, (), 1)
 
-    monkeypatch.setattr(PrefixIndex, "links", without_chain)
+    monkeypatch.setattr(BlockPool, "block_hashes", without_chain)
     with differs:
         faulty(num_blocks=PLENTY)
 
@@ -345,7 +346,11 @@ def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, diffe
             self._owners[block] += before[block]
         return blocks
 
-    monkeypatch.setattr(PrefixIndex, "revive", lambda self, block: block in self._idle)
+    def share(self: BlockPool, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._owners[block] += 1
+
+    monkeypatch.setattr(BlockPool, "share", share)
     monkeypatch.setattr(BlockPool, "allocate", allocate)
     with differs:
         faulty()
@@ -353,15 +358,15 @@ def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, diffe
 
 def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     """The row of a text's last token is not there yet; where the text ends with a block it never comes."""
-    real = KVCache.remember
+    real = KVCache.register_prefix
 
-    def remember(self: KVCache, sequence: Any, token_ids: Sequence[int]) -> None:
+    def register(self: KVCache, sequence: Any, token_ids: Sequence[int]) -> None:
         committed = sequence.committed_len
         sequence.committed_len = min(len(token_ids), len(sequence.block_table) * self.block_size)
         real(self, sequence, token_ids)
         sequence.committed_len = committed
 
-    monkeypatch.setattr(KVCache, "remember", remember)
+    monkeypatch.setattr(KVCache, "register_prefix", register)
     with differs:
         faulty(num_blocks=PLENTY)
 

@@ -146,8 +146,8 @@ def _planned(num_blocks: int) -> Iterator[None]:
 
     def plan(model: ModelConfig, config: EngineConfig, *args: Any) -> CachePlan:
         largest = plan_cache(model, replace(config, kv_cache_gb=1.0), *args)
-        kept = replace(largest.states, max_kept=100 if config.enable_prefix_caching else 0)
-        return replace(largest, num_blocks=num_blocks, states=kept)
+        kept = replace(largest.checkpoints, max_checkpoints=100 if config.enable_prefix_caching else 0)
+        return replace(largest, num_blocks=num_blocks, checkpoints=kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_module, "plan_cache", plan)

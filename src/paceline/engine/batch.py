@@ -13,7 +13,7 @@ from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
 from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
 from paceline.engine.text_stop import TextStop
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler

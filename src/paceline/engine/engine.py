@@ -14,7 +14,7 @@ from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.step_lock import StepLock
 from paceline.engine.token_gaps import TokenGaps
 from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
@@ -73,18 +73,18 @@ class CacheBlocks:
     def num_needed(self, request: Request, num_rows: int) -> int:
         return self._engine.cache.num_needed(request.sequence, range(-1, num_rows - 1))
 
-    def count_prefix(self, request: Request) -> int:
-        return 0 if request.wants_prompt_rows else self._engine.cache.count_prefix(request.sequence, request.token_ids)
+    def cached_prefix_len(self, request: Request) -> int:
+        return 0 if request.wants_prompt_rows else self._engine.cache.cached_prefix_len(request.sequence, request.token_ids)
 
-    def adopt_prefix(self, request: Request) -> None:
+    def match_prefix(self, request: Request) -> None:
         if request.wants_prompt_rows:
             return
-        num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids)
+        num_cached = self._engine.cache.match_prefix(request.sequence, request.token_ids)
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
-    def return_prefix(self, request: Request) -> None:
-        self._engine.cache.return_prefix(request.sequence)
+    def release_prefix(self, request: Request) -> None:
+        self._engine.cache.release_prefix(request.sequence)
 
     def free(self, request: Request) -> None:
         cache = self._engine.cache

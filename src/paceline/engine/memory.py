@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
-from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
-from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
+from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import blocks_for
-from paceline.kv_cache.window import PassLimits, window_blocks
+from paceline.kv_cache.sliding_window import PassLimits, num_window_blocks
 from paceline.machine import available_memory_bytes, total_memory_bytes
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
@@ -49,7 +49,7 @@ class CachePlan:
     way_out: str
     num_bytes: int = 0
     notice: str | None = None
-    states: StateLimits = DEFAULT_STATES
+    checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS
     max_num_seqs: int = MAX_NUM_SEQS
 
     @property
@@ -86,12 +86,16 @@ def plan_cache(
     per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     limit = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
     states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
-    blocks_in(limit - state_bytes, cache_bytes(1))
+    available, block_bytes = limit - state_bytes, cache_bytes(1)
+    if available < block_bytes:
+        raise CapacityError(
+            f"a cache of {available / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
+        )
     if config.kv_cache_gb is None:
         wanted = _default_blocks(context, config.max_num_seqs)
     else:
-        wanted = cache_bytes.most_in(limit - state_bytes, config.max_num_seqs * per_context)
-    num_blocks = cache_bytes.blocks_in(limit - state_bytes, most=wanted)
+        wanted = cache_bytes.most_in(available, config.max_num_seqs * per_context)
+    num_blocks = cache_bytes.blocks_in(available, most=wanted)
     num_tokens = num_blocks * BLOCK_SIZE
     if num_tokens < context and config.max_model_len is not None:
         raise CapacityError(
@@ -138,7 +142,7 @@ def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: 
     return found
 
 
-def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int, int]:
+def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[CheckpointConfig, int, int]:
     """How the states of recurrent layers are used, the texts that may run, and bytes.
 
     Those of running texts get half of the cache, and others a quarter of what is left.
@@ -149,7 +153,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     layout = StateLayout.of(model.recurrents)
     of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if of_state == 0:
-        return StateLimits(stride=config.checkpoint_interval, max_kept=0), config.max_num_seqs, 0
+        return CheckpointConfig(interval=config.checkpoint_interval, max_checkpoints=0), config.max_num_seqs, 0
     least = of_state + of_text  # and one that a prompt's chunk is bringing forward
     if least > num_bytes:
         raise CapacityError(
@@ -159,7 +163,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
     running = of_state + count * of_text
     kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.enable_prefix_caching else 0
-    return StateLimits(stride=config.checkpoint_interval, max_kept=kept), count, running + kept * of_state
+    return CheckpointConfig(interval=config.checkpoint_interval, max_checkpoints=kept), count, running + kept * of_state
 
 
 class _CacheBytes:
@@ -191,7 +195,7 @@ class _CacheBytes:
         return max(wanted, num_bytes // of_whole_text) if of_whole_text else wanted
 
     def _count(self, window: int | None, num_blocks: int) -> int:
-        return num_blocks if window is None else window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
+        return num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
 def _way_out(model: ModelConfig, context: int) -> str:

@@ -15,8 +15,8 @@ from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
 from paceline.models.adapters.xlora import read_any_adapter
@@ -238,7 +238,7 @@ def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool)
     """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
     limits = _max_pass_size(config) if runtime.holds_windows else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if takes_mixtures else 1)
-    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
+    cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
     if takes_mixtures:
         runtime.keep_scaling_passes(cache)
     cache.prefix_caching = config.enable_prefix_caching

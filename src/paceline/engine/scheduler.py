@@ -51,16 +51,16 @@ class BlockManager(Protocol[RequestIn]):
         """Blocks that its next `num_rows` rows take, beyond those it has."""
         ...
 
-    def count_prefix(self, request: RequestIn, /) -> int:
-        """Rows that `adopt_prefix` would find now; nothing is changed."""
+    def cached_prefix_len(self, request: RequestIn, /) -> int:
+        """Rows that `match_prefix` would find now; nothing is changed."""
         ...
 
-    def adopt_prefix(self, request: RequestIn, /) -> None:
+    def match_prefix(self, request: RequestIn, /) -> None:
         """Let a request without rows adopt those that the cache holds already."""
         ...
 
-    def return_prefix(self, request: RequestIn, /) -> None:
-        """Undo `adopt_prefix`: there are no blocks for the rest of its pass."""
+    def release_prefix(self, request: RequestIn, /) -> None:
+        """Undo `match_prefix`: there are no blocks for the rest of its pass."""
         ...
 
     def free(self, request: RequestIn, /) -> None:
@@ -278,10 +278,10 @@ class Scheduler(Generic[Request]):
     def _begin(self, request: Request, row_budget: int, promised: int) -> int | None:
         """Begin a waiting request; returns the blocks of its first pass, None if they are not to be had."""
         num_free = self._blocks.num_free
-        self._blocks.adopt_prefix(request)
+        self._blocks.match_prefix(request)
         needed = self._blocks.num_needed(request, request.num_next_tokens(row_budget))
         if needed + self._num_spare() > self._blocks.num_free - promised:
-            self._blocks.return_prefix(request)
+            self._blocks.release_prefix(request)
             self._records[request].refusal = len(self.running), num_free
             return None
         self._unqueue(request)
@@ -323,7 +323,7 @@ class Scheduler(Generic[Request]):
     def _queue(self, request: Request) -> None:
         record = self._records[request]
         record.is_counted = self._is_ready(request)
-        record.num_uncached = request.num_uncached - (self._blocks.count_prefix(request) if record.is_counted else 0)
+        record.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if record.is_counted else 0)
         record.refusal = None
         insort(self.waiting, request, key=self._arrival)
         insort(self._shortest, request, key=self._length)

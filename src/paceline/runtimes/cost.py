@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.runtimes.base import Network, assemble
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
@@ -211,13 +211,13 @@ class _Measuring:
 
     def go_far(self, num_rows: int, room: int) -> bool:
         """Let the sequence have so many cached rows more, which hold no text; returns whether there is room for them."""
-        kinds = [memory for memory in self._cache.memories if isinstance(memory, KeyValues)]
-        if len(kinds) != len(self._cache.memories) or room < self._cached_len + num_rows:
+        filled = [one for one in self._cache.layer_caches if isinstance(one, FullAttentionCache)]
+        if len(filled) != len(self._cache.layer_caches) or room < self._cached_len + num_rows:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
-        for memory in kinds:
+        for layer_cache in filled:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                memory.fill_block(block)  # memory that was never written would cost nothing to read
+                layer_cache.fill_block(block)  # memory that was never written would cost nothing to read
         self._cache.keep_path(self._sequence, num_rows - 1)
         self.num_far = num_rows
         return True

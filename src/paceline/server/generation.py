@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.batch import RequestMaker
 from paceline.engine.inputs import RequestOptions
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.params import SamplingParams

@@ -10,7 +10,7 @@ from time import perf_counter
 from types import TracebackType
 
 from paceline.errors import CapacityError, is_interrupt
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.speculation.constrained import constrain_draft, forced_draft, with_forced
 from paceline.speculation.draft_length.policy import FixedDraftLength

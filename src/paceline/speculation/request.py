@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 
 from paceline.config import MAX_DRAFT_TOKENS
 from paceline.errors import RequestError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import Network, assemble
 from paceline.sampling.path_sampler import LogitsView, sample_paths
 from paceline.speculation.commit import commit, prompt_logprobs, token_logprobs
@@ -103,14 +103,14 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
         rows.keep(accepted)
     rows.is_observed = not request.speculation.is_off
     cache.keep_path(request.sequence, rows.kept_nodes[-1])
-    cache.remember(request.sequence, request.token_ids)
+    cache.register_prefix(request.sequence, request.token_ids)
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     """Finish a request with its own error. Rows of a pass with damaged numbers must not be shared through the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
-        cache.forget(request.sequence)
+        cache.evict(request.sequence)
         if request.adapter is not None:
             error = CheckpointError(f"with the adapter {request.adapter!r}, whose values may be too large, {error}")
     request.fail(error)

@@ -92,7 +92,7 @@ def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path,
 def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
     llm = open_llm(40, enable_prefix_caching=False)
     assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.engine.cache.num_cached_blocks == 0
+    assert llm.engine.cache.pool.num_indexed == 0
 
 
 # Samples

@@ -135,8 +135,8 @@ def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatc
     llm = spare(open_llm(9, max_model_len=200), 2)
     prompts = [[5] * 64 + [6], [5] * 64 + [7, *range(20, 50)], [9] * 3, [5] * 64 + [8]]
     refusals = []
-    refuse = llm.engine.scheduler._blocks.return_prefix
-    monkeypatch.setattr(llm.engine.scheduler._blocks, "return_prefix", lambda request: (refusals.append(request), refuse(request)))
+    refuse = llm.engine.scheduler._blocks.release_prefix
+    monkeypatch.setattr(llm.engine.scheduler._blocks, "release_prefix", lambda request: (refusals.append(request), refuse(request)))
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=50))
     stats = llm.engine.cache.stats
     assert len(refusals) > 1

@@ -9,7 +9,7 @@ from paceline.config import EngineConfig
 from paceline.engine import memory
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.errors import CapacityError
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.kv_cache_dtype import KVCacheDtype
 
 FULL = make_config(num_layers=2, max_positions=100_000)

@@ -58,12 +58,12 @@ class CountedBlocks:
     def num_needed(self, job: Job, num_rows: int) -> int:
         return -(-(job.num_cached + num_rows) // BLOCK_SIZE) - job.num_blocks
 
-    def count_prefix(self, job: Job) -> int:
+    def cached_prefix_len(self, job: Job) -> int:
         return min(self.shared, job.num_known - 1, self.num_free * BLOCK_SIZE) // BLOCK_SIZE * BLOCK_SIZE
 
-    def adopt_prefix(self, job: Job) -> None:
+    def match_prefix(self, job: Job) -> None:
         self.begun.append(job.name)
-        job.num_cached = self.count_prefix(job)
+        job.num_cached = self.cached_prefix_len(job)
         self.take(job, job.num_cached // BLOCK_SIZE)
 
     def take(self, job: Job, count: int) -> None:
@@ -71,7 +71,7 @@ class CountedBlocks:
         self.num_taken += count
         assert self.num_taken <= self.num_blocks, "more blocks were promised than there are"
 
-    def return_prefix(self, job: Job) -> None:
+    def release_prefix(self, job: Job) -> None:
         self._give_back(job)
 
     def free(self, job: Job) -> None:

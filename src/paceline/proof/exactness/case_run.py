@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.errors import is_interrupt
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.cases import Case, CaseRequest
 from paceline.proof.exactness.compare import Compared, Comparison

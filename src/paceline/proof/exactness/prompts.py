@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.engine.batch import RequestMaker
 from paceline.errors import CheckpointError, ConfigError, RequestError
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.small_files import read_small
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 

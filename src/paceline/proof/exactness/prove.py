@@ -13,7 +13,7 @@ import numpy as np
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 from paceline.hub import resolve
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.case_run import CaseRunner
 from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache import paged
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
+from paceline.kv_cache import cache as cache_module
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
 
 NUM_BLOCKS = 13
@@ -23,7 +23,7 @@ class CheckedCache:
 
     def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
         self.storage = np.zeros((2, num_blocks, 2, block_size, 1), np.int64)
-        self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=block_size)
+        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, layout, block_size=block_size)
         self.labels: dict[CachedSequence, list[int]] = {}
         self.node_labels: dict[CachedSequence, list[int]] = {}
         self.num_refused = 0
@@ -171,7 +171,7 @@ def test_keeping_a_neighbour_of_the_node_is_noticed(layout, offset, seed, monkey
 
 
 def test_a_tail_that_was_not_copied_for_a_path_is_noticed(seed, monkeypatch):
-    monkeypatch.setattr(paged, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
+    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
     with pytest.raises(AssertionError):
         _run_schedules(TreeLayout.PATHS, seed, 20)
 
@@ -248,14 +248,7 @@ def test_lengths_and_sizes_are_those_of_the_storage():
     checked = CheckedCache(TreeLayout.PATHS)
     assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()
-    assert sequence.tentative_len == 0
     checked.reserve(sequence, [-1, 0, 0, 1])
-    assert (sequence.committed_len, sequence.tentative_len) == (0, 3)
+    assert (sequence.committed_len, sequence.plan.num_rows) == (0, 5)
     checked.cancel(sequence)
-    assert (sequence.committed_len, sequence.tentative_len, checked.cache.pool.num_free) == (0, 0, NUM_BLOCKS)
-
-
-def test_a_budget_that_holds_no_block_is_refused():
-    assert blocks_in(1_000, 100) == 10
-    with pytest.raises(CapacityError, match="holds no block of 100 bytes: raise kv_cache_gb"):
-        blocks_in(99, 100)
+    assert (sequence.committed_len, sequence.plan, checked.cache.pool.num_free) == (0, None, NUM_BLOCKS)
