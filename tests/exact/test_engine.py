@@ -16,8 +16,8 @@ from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of,
 from harness.engine_traffic import Traffic, check_clean, check_engine
 from harness.exact_targets import HYBRIDS, skip_without_kernels
 from paceline import LLM, AsyncEngine
-from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
+from paceline.engine.input_processor import InputProcessor
 from paceline.kv_cache.block_pool import BlockHash, BlockPool
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import ForwardOutput
@@ -98,8 +98,8 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
                 count, sets, max_tokens = 64, 1 if name == "mini" else 3, 64
             else:
                 count, sets, max_tokens = {"llama": 64, "mini": 12}.get(name, 20), 1, 10 if name == "mini" else 20
-            maker = JobMaker(solo, random, max_tokens=max_tokens)
-            made[target] = Given(solo, [maker.make(count) for _ in range(sets)], drafts)
+            input_processor = JobMaker(solo, random, max_tokens=max_tokens)
+            made[target] = Given(solo, [input_processor.make(count) for _ in range(sets)], drafts)
         return made[target]
 
     yield make
@@ -222,7 +222,7 @@ def test_streams_that_are_left_at_any_moment_leave_nothing_behind(
     random = np.random.default_rng(seed + sum(map(ord, kind)))
     (jobs, *_) = given.jobs
     llm = given.open(kind, random, jobs, num_blocks=2 * NUM_BLOCKS)
-    engine = AsyncEngine(llm._opened)
+    engine = AsyncEngine(llm._loaded)
     ended: Counter[str] = Counter()
 
     async def call(job: Job, how: str, patience: float) -> None:
@@ -387,13 +387,13 @@ def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, mo
 
 
 def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    released, real_make, real_release = [], RequestMaker.make, Engine._release
+    released, real_make, real_release = [], InputProcessor.make, Engine._release
 
     def release(self: Engine, request: Request) -> None:
         released.append(request)
         real_release(self, request)
 
-    def make(self: RequestMaker, prompt: Sequence[int], params: Any, **options: Any) -> Request:
+    def make(self: InputProcessor, prompt: Sequence[int], params: Any, **options: Any) -> Request:
         request = real_make(self, prompt, params, **options)
         alike = replace(params, seed=0, max_tokens=1000)
         for other in released:
@@ -402,7 +402,7 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
         return request
 
     monkeypatch.setattr(Engine, "_release", release)
-    monkeypatch.setattr(RequestMaker, "make", make)
+    monkeypatch.setattr(InputProcessor, "make", make)
     with differs:
         faulty()
 

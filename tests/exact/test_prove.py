@@ -226,30 +226,30 @@ def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_preempted_requests_last_token(patch: pytest.MonkeyPatch) -> None:
-    from paceline.engine.engine import CacheBlocks
+    from paceline.engine.scheduler import BlockManager
 
-    real = CacheBlocks.free
+    real = BlockManager.free
 
-    def free(blocks: CacheBlocks, request: Any) -> None:
+    def free(blocks: BlockManager, request: Any) -> None:
         real(blocks, request)
         if request.num_output_tokens > 1:
             request.token_ids[-1] = request.token_ids[-2]
 
-    patch.setattr(CacheBlocks, "free", free)
+    patch.setattr(BlockManager, "free", free)
 
 
 def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:
     """The text alone is wrong where a draft was kept."""
-    from paceline.engine.batch import RequestMaker
+    from paceline.engine.input_processor import InputProcessor
     from paceline.speculation.request import TokenOrigin
 
-    real = RequestMaker._text
+    real = InputProcessor._text
 
-    def text(maker: RequestMaker, request: Any, ids: list[int]) -> str:
-        shown = real(maker, request, ids)
+    def text(input_processor: InputProcessor, request: Any, ids: list[int]) -> str:
+        shown = real(input_processor, request, ids)
         return shown.upper() if TokenOrigin.ACCEPTED in request.origins else shown
 
-    patch.setattr(RequestMaker, "_text", text)
+    patch.setattr(InputProcessor, "_text", text)
 
 
 FAULTS = (

@@ -1,4 +1,4 @@
-"""Builds the token ids of a prompt from a conversation.
+"""Builds the token ids of a prompt from a conversation, and parses the conversation's outputs.
 
 The chat template renders the conversation. If it rejects the conversation, or omits a system message or the tools, the conversation is
 changed as little as is needed (`chat_messages`). Control tokens that a message spells out remain ordinary text
@@ -26,12 +26,16 @@ from paceline.engine.chat_messages import (
     with_folded_system,
     with_generic_tools,
     with_merged_turns,
+    with_plain_texts,
     with_sequential_calls,
     with_short_call_ids,
     with_texts_in_reasoning,
 )
-from paceline.engine.inputs import Messages, with_plain_texts
+from paceline.engine.inputs import Messages
 from paceline.errors import RequestError
+from paceline.outputs import RequestOutput
+from paceline.parsing.parse_output import ParsedOutput
+from paceline.parsing.registry import GENERIC, OutputFormat, OutputStream
 from paceline.parsing.tool_calls.generic import generic_tool_prompt
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.control_text import strings_in
@@ -54,6 +58,7 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 _NEED_CONTENT = ("system", "developer", "user")
 """Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
+_PROMPT_TAIL = 16  # tokens at the end of a prompt that may open reasoning
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -93,6 +98,45 @@ class ChatPrompt:
     uses_generic_tools: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOutputParser:
+    """Splits the text of one conversation's outputs into content, reasoning and tool calls.
+
+    Attributes:
+        formats: formats of the model's tool calls and reasoning.
+        tools: functions in the prompt.
+        in_reasoning: whether the prompt has opened reasoning.
+    """
+
+    formats: OutputFormat
+    tools: tuple[Tool, ...] = ()
+    in_reasoning: bool = False
+
+    @classmethod
+    def of_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
+        """Return the parser for the outputs of a prompt."""
+        if prompt.uses_generic_tools:
+            formats = replace(formats, tool_call_parser=GENERIC)
+        tail = tokenizer.decode(prompt.token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        return cls(formats, tuple(tools), formats.has_opened_reasoning(tail))
+
+    def shown_token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the special tokens whose texts the parser needs to see."""
+        ids = [tokenizer.added_token_id(text) for text in self.formats.tokens(self.tools)]
+        return [token_id for token_id in ids if token_id is not None]
+
+    def stream(self, *, sample: int = 0, several: bool = True) -> OutputStream:
+        """Return a parser of one sample whose text arrives in pieces."""
+        return self.formats.stream(self.tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
+
+    def parsed(self, output: RequestOutput) -> RequestOutput:
+        """Return a whole output with its content, reasoning and tool calls."""
+        stream = self.stream(sample=output.sample_index)
+        events = [*stream.push(output.text), *stream.finish()]
+        found = ParsedOutput.of_events(events, stream.sink.broken_off)
+        return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
     """Holds a conversation with the options that render it."""
@@ -120,11 +164,6 @@ class _Conversation:
         )
 
 
-def chat_prompt_ids(limits: PromptLimits, messages: Messages, **options: Any) -> list[int]:
-    """Return the token ids of a conversation; arguments and errors as for `chat_prompt`."""
-    return chat_prompt(limits, messages, **options).token_ids
-
-
 def chat_prompt(
     limits: PromptLimits,
     messages: Messages,
@@ -138,7 +177,7 @@ def chat_prompt(
     """Build the prompt of a conversation. It takes too long for an event loop.
 
     Args:
-        limits: a `RequestMaker`.
+        limits: an `InputProcessor`.
         tools: functions that may be called.
         template_options: further variables of the chat template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the assistant's turn is begun.

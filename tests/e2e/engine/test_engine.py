@@ -191,7 +191,7 @@ def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_ll
     (expected,) = llm.generate([[8] * 40], GREEDY)
     held = llm.engine.cache.new_sequence()
     llm.engine.cache.reserve(held, range(-1, 95))
-    with pytest.raises(CapacityError, match=r"40 rows of a request found no room: 1 of 4 blocks are free"):
+    with pytest.raises(CapacityError, match=r"40 rows of a request do not fit in the cache: 1 of 4 blocks are free"):
         llm.generate([[8] * 40], GREEDY)
     assert llm.generate([[8]], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
     llm.engine.cache.release(held)
@@ -228,7 +228,7 @@ def test_an_abort_frees_everything_and_touches_nobody(open_llm: Open, solo: list
     run_to_end(llm)
     assert [list(request.output_token_ids) for request in requests] == solo
     assert (llm.stats().num_aborted, llm.stats().num_finished) == (2, len(PROMPTS))
-    output = llm._opened.output(victims[0])
+    output = llm._loaded.output(victims[0])
     assert (output.finish_reason, output.usage.completion_tokens) == ("abort", len(output.token_ids))
     assert output.timing.prompt_s >= 0
     assert_clean(llm)

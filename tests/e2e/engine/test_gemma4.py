@@ -64,7 +64,7 @@ def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_o
     assert len(output.token_ids) == 20
     check_clean(llm)
     local.check()
-    assert local.num_free == local.storage.shape[1]
+    assert local.pool.num_free == local.storage.shape[1]
 
 
 def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class Simulation:
     def __init__(self, num_blocks: int, *, shared: int = 0, **limits: int) -> None:
         self.blocks = CountedBlocks(num_blocks, shared=shared)
         self.limits = Limits(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk_size": 8, "spare_blocks": 0, **limits})
-        self.scheduler: Scheduler[Job] = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
+        self.scheduler: Scheduler = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
         self.rows: list[list[int]] = []
         self.num_kept_waiting = 0  # passes without a row for somebody who decodes: only for want of blocks

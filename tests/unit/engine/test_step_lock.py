@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from paceline.engine.step_lock import StepLock
+from paceline.engine.engine import StepLock
 from paceline.errors import ConfigError
 
 
