@@ -305,13 +305,13 @@ def lose_embedding(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    real = scheduler_module.BlockManager.free
+    real = scheduler_module.BlockManager.free_blocks
 
     def free(blocks: scheduler_module.BlockManager, request: Request) -> None:
         real(blocks, request)
         request.adapter_number = 0
 
-    patch.setattr(scheduler_module.BlockManager, "free", free)
+    patch.setattr(scheduler_module.BlockManager, "free_blocks", free)
 
 
 FAULTS = [

@@ -228,14 +228,14 @@ def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
 def lose_a_preempted_requests_last_token(patch: pytest.MonkeyPatch) -> None:
     from paceline.engine.scheduler import BlockManager
 
-    real = BlockManager.free
+    real = BlockManager.free_blocks
 
     def free(blocks: BlockManager, request: Any) -> None:
         real(blocks, request)
         if request.num_output_tokens > 1:
             request.token_ids[-1] = request.token_ids[-2]
 
-    patch.setattr(BlockManager, "free", free)
+    patch.setattr(BlockManager, "free_blocks", free)
 
 
 def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.drafters.ngram import NgramDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import SchedulerLimits
 from paceline.kv_cache.block_pool import BlockHash
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
@@ -220,7 +220,7 @@ class Traffic:
         speculator = Speculator(
             [drafter] if drafter is not None else [], FixedDraftLength(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout
         )
-        engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
+        engine = Engine(self.toy, cache, speculator, SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
         for _ in range(2):
             requests = self.requests()
             for _ in engine.run(requests):
@@ -236,7 +236,7 @@ class Traffic:
     def check_nothing_leaked(self, cache: KVCache, num_blocks: int) -> None:
         states = self.toy.states
         assert (states.behind, states.left, states.crossed) == ({}, {}, {})
-        assert all(cache.pool.find(block_hash) is not None for block_hash in states.kept)
+        assert all(cache.pool.find_block(block_hash) is not None for block_hash in states.kept)
         cache.pool.release(cache.pool.allocate(num_blocks))  # evicts everything
         assert (cache.pool.num_indexed, states.num_bytes) == (0, 0)
 

@@ -39,14 +39,14 @@ class _Listener:
 
     Attributes:
         updates: a queue of `loop`.
-        wants_chunks: send an update after every step; False = only when the request has ended.
+        sends_chunks: send an update after every step; False = only when the request has ended.
         num_sent: output tokens sent so far.
     """
 
     request: Request
     loop: asyncio.AbstractEventLoop
     updates: "asyncio.Queue[Update]"
-    wants_chunks: bool
+    sends_chunks: bool
     num_sent: int = 0
 
 
@@ -139,7 +139,7 @@ class AsyncEngine:
         requests = await self._make(self._encode(prompts), sampling_params, options, is_streamed=True)
         starts = accumulate(int(request.sample_index == 0) for request in requests)  # the samples of a prompt are consecutive
         index_of = {request: start - 1 for request, start in zip(requests, starts, strict=True)}
-        async with aclosing(self._follow(requests, wants_chunks=True)) as updates:
+        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
             async for request, chunk in updates:
                 yield index_of[request], chunk
 
@@ -184,7 +184,7 @@ class AsyncEngine:
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         requests = await self._make(prompts, params, options, is_streamed=False)
         outputs: dict[Request, RequestOutput] = {}
-        async with aclosing(self._follow(requests, wants_chunks=False)) as updates:
+        async with aclosing(self._follow(requests, sends_chunks=False)) as updates:
             async for request, chunk in updates:
                 if chunk.output is not None:
                     outputs[request] = chunk.output
@@ -192,7 +192,7 @@ class AsyncEngine:
 
     async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> AsyncIterator[StreamChunk]:
         requests = await self._make(prompts, params, options, is_streamed=True)
-        async with aclosing(self._follow(requests, wants_chunks=True)) as updates:
+        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
             async for _, chunk in updates:
                 yield chunk
 
@@ -203,10 +203,10 @@ class AsyncEngine:
         self._worker.check_open()
         return await asyncio.to_thread(lambda: self.loaded.requests(prompts(), params, options, is_streamed=is_streamed))
 
-    async def _follow(self, requests: Sequence[Request], *, wants_chunks: bool) -> AsyncGenerator[tuple[Request, StreamChunk], None]:
+    async def _follow(self, requests: Sequence[Request], *, sends_chunks: bool) -> AsyncGenerator[tuple[Request, StreamChunk], None]:
         """Run requests and yield their updates until all have ended; abort them if the generator is closed before."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
-        listeners = [_Listener(request, loop, updates, wants_chunks) for request in requests]
+        listeners = [_Listener(request, loop, updates, sends_chunks) for request in requests]
         self._worker.run(listeners)
         num_open = len(requests)
         try:
@@ -382,7 +382,7 @@ class _Worker:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, StreamChunk | Exception]]] = {}
         for listener in list(self._listeners.values()):
             request = listener.request
-            is_new = listener.wants_chunks and request.num_output_tokens > listener.num_sent
+            is_new = listener.sends_chunks and request.num_output_tokens > listener.num_sent
             if not (is_new or request.is_finished):
                 continue
             by_loop.setdefault(listener.loop, []).append((listener, self._update_of(listener)))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.engine.chat_messages import (
     Adaptation,
@@ -41,6 +41,9 @@ from paceline.parsing.tools import Tool
 from paceline.tokenizer.control_text import strings_in
 from paceline.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:  # it builds prompts with this module
+    from paceline.engine.input_processor import InputProcessor
+
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have arguments of their own in `chat_prompt`."""
 
@@ -64,28 +67,9 @@ _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemp
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
-class PromptLimits(Protocol):
-    """Provides the tokenizer of a target, and checks the length of its prompts."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def check_num_chars(self, num_chars: int) -> None:
-        """Raise RequestError if a text of `num_chars` characters has more tokens than the context."""
-
-    def check_num_messages(self, num_messages: int) -> None:
-        """Raise RequestError if `num_messages` messages have more tokens than the context."""
-
-    def notify(self, notice: str) -> None:
-        """Report a notice, once."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """Holds the prompt of a conversation.
+    """The prompt of a conversation.
 
     Attributes:
         token_ids: the prompt.
@@ -139,9 +123,9 @@ class ChatOutputParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """Holds a conversation with the options that render it."""
+    """A conversation with the options to render it."""
 
-    limits: PromptLimits
+    input_processor: "InputProcessor"
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
@@ -152,20 +136,20 @@ class _Conversation:
 
     @property
     def template(self) -> str:
-        return self.limits.tokenizer.template_source(has_tools=bool(self.tools))
+        return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
 
     def text(self, messages: Sequence[Message]) -> str:
-        return self.limits.tokenizer.chat_text(
+        return self.input_processor.tokenizer.chat_text(
             messages,
             tools=self.tools,
             options=self.options,
             add_generation_prompt=self.add_generation_prompt and not self.continues,
-            max_model_len=self.limits.max_model_len,
+            max_model_len=self.input_processor.max_model_len,
         )
 
 
 def chat_prompt(
-    limits: PromptLimits,
+    input_processor: "InputProcessor",
     messages: Messages,
     *,
     tools: Sequence[Tool | Mapping[str, Any]] = (),
@@ -177,7 +161,6 @@ def chat_prompt(
     """Build the prompt of a conversation. It takes too long for an event loop.
 
     Args:
-        limits: an `InputProcessor`.
         tools: functions that may be called.
         template_options: further variables of the chat template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the assistant's turn is begun.
@@ -190,25 +173,25 @@ def chat_prompt(
         BackendUnavailableError: the template cannot be rendered here.
     """
     described = as_tools(tools)
-    plain = _checked_messages(limits, messages, [described, template_options], continue_final_message=continue_final_message)
-    check_template_options(limits.tokenizer, template_options or {})
+    plain = _checked_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
+    check_template_options(input_processor.tokenizer, template_options or {})
     conversation = _Conversation(
-        limits=limits,
-        messages=template_messages(plain, has_developer_role=_has_developer_role(limits.tokenizer, plain)),
+        input_processor=input_processor,
+        messages=template_messages(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
         tools=[template_tool(tool) for tool in described],
         options=template_options or {},
         add_generation_prompt=add_generation_prompt,
         continues=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    takes_tools = limits.tokenizer.template_takes("tools") or not (described or has_calls(plain))
+    takes_tools = input_processor.tokenizer.template_takes("tools") or not (described or has_calls(plain))
     if takes_tools:
         prompt, text = _rendered(conversation)
         if all(tool.name in text for tool in described):
-            return _reported(limits, prompt)
+            return _reported(input_processor, prompt)
     messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
     prompt, _ = _rendered(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-    return _reported(limits, replace(prompt, uses_generic_tools=bool(described)))
+    return _reported(input_processor, replace(prompt, uses_generic_tools=bool(described)))
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -222,7 +205,9 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> 
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
-def _checked_messages(limits: PromptLimits, messages: Messages, others: Sequence[Any], *, continue_final_message: bool) -> Messages:
+def _checked_messages(
+    input_processor: "InputProcessor", messages: Messages, others: Sequence[Any], *, continue_final_message: bool
+) -> Messages:
     """Check the number, the form and the length of messages, and return them with plain strings as contents.
 
     Lengths are checked before anything is rendered or encoded, so that too long a conversation is refused quickly.
@@ -237,12 +222,12 @@ def _checked_messages(limits: PromptLimits, messages: Messages, others: Sequence
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one message", parameter="messages")
-    limits.check_num_messages(len(messages))
+    input_processor.check_num_messages(len(messages))
     plain = with_plain_texts(messages)
     for index, one in enumerate(plain):
         _check_message(index, one)
     try:
-        limits.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
+        input_processor.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
     except RecursionError:
         raise RequestError("messages or tools are nested too deeply: send them flatter", parameter="messages") from None
     last = plain[-1]
@@ -264,7 +249,7 @@ def _check_message(index: int, message: object) -> None:
 def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt and its text."""
     conversation = _with_shown_system(conversation)
-    tokenizer, template = conversation.limits.tokenizer, conversation.template
+    tokenizer, template = conversation.input_processor.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     kept = _searched_marks(conversation.messages, template)
     escaped = tokenizer.control_texts.escaped(given, others=[template], except_in=kept)
@@ -273,10 +258,10 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     end = escaped.placeholders.unused(1) if conversation.continues else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
-    text, notices = _accepted_text(replace(conversation, messages=messages, tools=tools, options=options))
+    text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
         text = _cut_after(text, end)
-    conversation.limits.check_num_chars(len(text))
+    conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.normalized(text)
         ids = tokenizer.control_texts.encode(escaped, text)
@@ -313,7 +298,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
     """Move system messages into user messages if the template does not render them."""
-    messages, tokenizer, has_tools = conversation.messages, conversation.limits.tokenizer, bool(conversation.tools)
+    messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
     changed = None
@@ -328,7 +313,7 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
     return conversation
 
 
-def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
+def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
     """Render the conversation, changed as little as the template needs; return the text and the notices of the changes.
 
     Raises:
@@ -386,8 +371,8 @@ def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, lis
     return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
 
 
-def _reported(limits: PromptLimits, prompt: ChatPrompt) -> ChatPrompt:
+def _reported(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
     """Report the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
-        limits.notify(notice)
+        input_processor.notify(notice)
     return prompt

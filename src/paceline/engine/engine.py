@@ -12,7 +12,7 @@ from threading import Lock, get_ident
 from typing import Any
 
 from paceline.engine.adapters import Adapters
-from paceline.engine.scheduler import BlockManager, Limits, Scheduler
+from paceline.engine.scheduler import BlockManager, Scheduler, SchedulerLimits
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import blocks_for
@@ -165,7 +165,7 @@ class Engine:
         limits: of a pass.
     """
 
-    def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
+    def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: SchedulerLimits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
         blocks = BlockManager(cache, lambda request: self.speculator.preempt(request))
         self.scheduler = Scheduler(blocks, limits, self._is_ready)

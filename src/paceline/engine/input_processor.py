@@ -33,14 +33,14 @@ class CheckedOptions:
     Attributes:
         hints: prediction and namespace, for drafters.
         speculation: how it may be drafted for.
-        salt: only requests with the same one share cached blocks.
+        cache_salt: only requests with the same one share cached blocks.
         shown_token_ids: special tokens that are part of the text.
         adapter: its name; None = none.
     """
 
     hints: DraftHints = field(default_factory=DraftHints)
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
-    salt: bytes = b""
+    cache_salt: bytes = b""
     shown_token_ids: Sequence[int] = ()
     adapter: str | None = None
 
@@ -167,7 +167,7 @@ class InputProcessor:
             CheckedOptions(
                 hints=DraftHints(prediction, namespace),
                 speculation=speculation,
-                salt=salt_bytes,
+                cache_salt=salt_bytes,
                 shown_token_ids=tuple(shown_ids),
                 adapter=adapter,
             )
@@ -215,7 +215,7 @@ class InputProcessor:
             text_stop=text_stop,
             hints=options.hints,
             speculation=options.speculation,
-            salt=options.salt,
+            salt=options.cache_salt,
             adapter=options.adapter,
             leader=leader,
         )

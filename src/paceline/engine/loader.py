@@ -12,7 +12,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import CachePlan, plan_cache
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import SchedulerLimits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
@@ -261,8 +261,8 @@ def _max_pass_size(config: EngineConfig) -> PassLimits:
     return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, loading_rows))
 
 
-def _step_limits(config: EngineConfig, plan: CachePlan) -> Limits:
-    return Limits(
+def _step_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
+    return SchedulerLimits(
         max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefill_chunk_size=config.prefill_chunk_size,

@@ -39,9 +39,9 @@ class BlockManager:
         """Number of blocks that are free or can be evicted."""
         return self._cache.pool.num_free
 
-    def num_needed(self, request: Request, num_rows: int) -> int:
+    def num_blocks_needed(self, request: Request, num_rows: int) -> int:
         """Return the number of blocks to allocate for the next `num_rows` rows."""
-        return self._cache.num_needed(request.sequence, range(-1, num_rows - 1))
+        return self._cache.num_blocks_needed(request.sequence, range(-1, num_rows - 1))
 
     def cached_prefix_len(self, request: Request) -> int:
         """Return the number of rows that `match_prefix` would find now."""
@@ -59,7 +59,7 @@ class BlockManager:
         """Undo `match_prefix`, because there are no blocks for the rest of the pass."""
         self._cache.release_prefix(request.sequence)
 
-    def free(self, request: Request) -> None:
+    def free_blocks(self, request: Request) -> None:
         """Free all blocks of a preempted request."""
         if request.started_s:
             self._on_preempt(request)
@@ -69,8 +69,8 @@ class BlockManager:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of a pass.
+class SchedulerLimits:
+    """SchedulerLimits of a pass.
 
     Attributes:
         max_num_seqs: running requests.
@@ -157,7 +157,7 @@ class Scheduler:
         num_preemptions: how often a request was preempted.
     """
 
-    def __init__(self, blocks: BlockManager, limits: Limits, is_ready: Callable[[Request], bool] = lambda _: True) -> None:
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits, is_ready: Callable[[Request], bool] = lambda _: True) -> None:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -187,7 +187,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Drop a running request's rows and queue it again, at its position by arrival."""
         self.running.remove(request)
-        self._blocks.free(request)
+        self._blocks.free_blocks(request)
         self._queue(request)
         self.num_preemptions += 1
 
@@ -211,7 +211,7 @@ class Scheduler:
             due = request.num_next_tokens(num_rows[request])
             if due == 0:
                 continue
-            needed = self._blocks.num_needed(request, due)
+            needed = self._blocks.num_blocks_needed(request, due)
             if needed > 0 and not self._preempt_until_free(needed + reserved, index):
                 continue  # it keeps its rows, which an older one may preempt
             picked.append(ScheduledRequest(request, due))
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _start_requests(self, decoding: set[Request], row_budget: int) -> None:
         """Start waiting requests that would get rows of the pass, oldest first, while blocks are free and the limit allows."""
-        reserved = sum(self._blocks.num_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
+        reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
         if reserved > self._blocks.num_free:
             return  # a running request may lack blocks
         candidates, lacking = self._candidates()
@@ -278,7 +278,7 @@ class Scheduler:
         """Start a waiting request; return the number of blocks of its first pass, None if there are too few."""
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
-        needed = self._blocks.num_needed(request, request.num_next_tokens(row_budget))
+        needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
         if needed + self._num_spare() > self._blocks.num_free - reserved:
             self._blocks.release_prefix(request)
             self._entries[request].refusal = len(self.running), num_free

@@ -47,7 +47,7 @@ class BlockPool:
     """Reference-counted blocks 0 … num_blocks - 1, some of them indexed by block hash.
 
     A block without owners is free, or idle if it is indexed: its rows are still valid, and it is evicted when no block is free, least
-    recently used first. An indexed block must not be written to: call `remove` first.
+    recently used first. An indexed block must not be written to: call `unregister` first.
 
     Args:
         block_size: tokens per block.
@@ -94,7 +94,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             if not self._free:
-                self.remove(next(iter(self._idle)))
+                self.unregister(next(iter(self._idle)))
                 self.stats.evicted_blocks += 1
             block = self._free.pop()
             self._owners[block] = 1
@@ -131,7 +131,7 @@ class BlockPool:
             key = blake2b(key + token_bytes, digest_size=KEY_BYTES).digest()
             yield BlockHash(key, token_bytes)
 
-    def find(self, block_hash: BlockHash) -> int | None:
+    def find_block(self, block_hash: BlockHash) -> int | None:
         """Return the block with this hash, None if there is none."""
         block = self._block_of.get(block_hash.key)
         return block if block is not None and self._hash_of[block].token_bytes == block_hash.token_bytes else None
@@ -146,7 +146,7 @@ class BlockPool:
             self._block_of[block_hash.key] = block
             self._hash_of[block] = block_hash
 
-    def remove(self, block: int) -> None:
+    def unregister(self, block: int) -> None:
         """Remove `block` from the index, if it is there; if it is idle, it becomes free."""
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:

@@ -99,7 +99,7 @@ class KVCache:
         sequence = self._sequences[self._last_id] = CachedSequence(salt, self._last_id)
         return sequence
 
-    def num_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
+    def num_blocks_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
         """Return the number of blocks that `reserve` allocates for a tree."""
         if isinstance(parents, range):  # a chain, which is the frequent case
             return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
@@ -118,8 +118,8 @@ class KVCache:
         if sequence.plan is not None:
             raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
         length, table = sequence.committed_len, sequence.block_table
-        num_needed = self.num_needed(sequence, parents)
-        fresh = self.pool.allocate(num_needed) if num_needed > 0 else ()
+        num_blocks_needed = self.num_blocks_needed(sequence, parents)
+        fresh = self.pool.allocate(num_blocks_needed) if num_blocks_needed > 0 else ()
         plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
         if num_prefill != 1 or pinned_len is not None:
             plan = replace(plan, num_prefill=num_prefill, pinned_len=pinned_len)
@@ -183,7 +183,7 @@ class KVCache:
                 layer_cache.copy_block(table[keep - 1], own[0])
             keep -= 1
         elif has_tail:
-            self.pool.remove(table[keep - 1])
+            self.pool.unregister(table[keep - 1])
         self._free_blocks(sequence, keep)
         table.extend(own)
         del sequence.block_hashes[length // self.block_size :]
@@ -243,7 +243,7 @@ class KVCache:
     def evict(self, sequence: CachedSequence) -> None:
         """Remove a sequence's blocks from the prefix index, because a failed pass may have damaged them."""
         for block in sequence.block_table:
-            self.pool.remove(block)
+            self.pool.unregister(block)
         for block_hash in sequence.block_hashes:
             for layer_cache in self.layer_caches:
                 layer_cache.evict(block_hash)
@@ -286,7 +286,7 @@ class KVCache:
         """Find the longest resumable run of indexed blocks that are a prefix of `token_ids`, the last token excluded."""
         found: list[tuple[BlockHash, int]] = []
         for block_hash in self.pool.block_hashes(token_ids, sequence.salt, (), (len(token_ids) - 1) // self.block_size):
-            block = self.pool.find(block_hash)
+            block = self.pool.find_block(block_hash)
             if block is None:
                 break
             found.append((block_hash, block))

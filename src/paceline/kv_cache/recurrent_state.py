@@ -147,7 +147,7 @@ class RecurrentStateCache(LayerCache):
         records = [*(one.records for one in self._sequences.values()), *(one.records for one in self._checkpoints.values())]
         return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
 
-    def update(self, sequence_id: int) -> StateUpdate:
+    def plan_update(self, sequence_id: int) -> StateUpdate:
         """Return what the reserved pass does; if it has run already, what is left of it."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)

@@ -114,7 +114,7 @@ class SlidingWindowCache(PagedCache):
         count = index = len(block_hashes)
         while index > self._first_visible(count * self._size):
             index -= 1
-            if self.pool.find(block_hashes[index]) is None:
+            if self.pool.find_block(block_hashes[index]) is None:
                 count = index
         return count
 
@@ -134,9 +134,9 @@ class SlidingWindowCache(PagedCache):
                 self.pool.register(block_hash, int(table.blocks[index]))
 
     def evict(self, block_hash: BlockHash) -> None:
-        block = self.pool.find(block_hash)
+        block = self.pool.find_block(block_hash)
         if block is not None:
-            self.pool.remove(block)
+            self.pool.unregister(block)
 
     def release(self, sequence_id: int) -> None:
         table = self._tables.pop(sequence_id, None)
@@ -164,7 +164,7 @@ class SlidingWindowCache(PagedCache):
             return
         first = self._first_visible(count * self._size)
         table = _BlockTable(first, first, np.zeros(count + 8, np.int32))
-        blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find(block_hash)) is not None]
+        blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find_block(block_hash)) is not None]
         if len(blocks) < count - first:
             raise RuntimeError("a sequence resumes after blocks that were evicted")
         self.pool.share(blocks)
@@ -180,4 +180,4 @@ class SlidingWindowCache(PagedCache):
             table.blocks[table.end - 1] = copy
             self.pool.release((block,))
         else:
-            self.pool.remove(block)
+            self.pool.unregister(block)

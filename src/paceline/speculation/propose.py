@@ -215,7 +215,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_known)
             except CapacityError:  # drafts of the requests before may hold the blocks
-                _free_blocks(batch, cache, cache.num_needed(rows.request.sequence, range(-1, rows.num_known - 1)))
+                _free_blocks(batch, cache, cache.num_blocks_needed(rows.request.sequence, range(-1, rows.num_known - 1)))
                 _shrink(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(rows.request.sequence, rows.parents, rows.num_known)
     except BaseException:
@@ -242,5 +242,5 @@ def _shrink(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
     if tree is None or tree.num_draft_tokens == 0:
         return
     sequence = rows.request.sequence
-    kept = tree.prune(lambda parents: cache.num_needed(sequence, rows.parents_with(parents)) <= num_blocks)
+    kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_with(parents)) <= num_blocks)
     rows.set_draft(kept, tree.num_draft_tokens, SkipReason.NO_MEMORY)

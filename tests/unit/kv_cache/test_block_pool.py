@@ -132,15 +132,15 @@ def test_hashes_differ_by_any_byte_of_an_id():
     assert len(keys) == 6
 
 
-def test_register_keeps_the_first_block_of_a_hash_and_the_first_hash_of_a_block():
+def test_register_a_second_time_changes_nothing():
     pool = BlockPool(8, SIZE)
     first, second = _hashes(pool, list(range(8)))
     pool.allocate(8)
     pool.register(first, 5)
     pool.register(first, 6)
     pool.register(second, 5)
-    assert pool.find(first) == 5
-    assert pool.find(second) is None
+    assert pool.find_block(first) == 5
+    assert pool.find_block(second) is None
     assert pool.hash_of(6) is None
     assert pool.num_indexed == 1
 
@@ -151,8 +151,8 @@ def test_find_with_a_hash_collision_compares_the_tokens(monkeypatch):
     (one,), (other,) = _hashes(pool, [1, 2, 3, 4]), _hashes(pool, [1, 2, 3, 5])
     assert one.key == other.key
     pool.register(one, 5)
-    assert pool.find(one) == 5
-    assert pool.find(other) is None
+    assert pool.find_block(one) == 5
+    assert pool.find_block(other) is None
 
 
 def test_removed_block_is_not_found_and_can_be_registered_again():
@@ -160,11 +160,11 @@ def test_removed_block_is_not_found_and_can_be_registered_again():
     (block_hash,) = _hashes(pool, [1, 2, 3, 4])
     pool.allocate(8)
     pool.register(block_hash, 5)
-    pool.remove(5)
-    pool.remove(5)
-    assert pool.find(block_hash) is None
+    pool.unregister(5)
+    pool.unregister(5)
+    assert pool.find_block(block_hash) is None
     pool.register(block_hash, 6)
-    assert pool.find(block_hash) == 6
+    assert pool.find_block(block_hash) == 6
     pool.check([range(8)])
 
 
@@ -202,7 +202,7 @@ def test_eviction_takes_the_least_recently_used_block_first(seed):
                 num_evictions += 1
                 assert (allocated, evicted[-1]) == (idle[0], hashes[idle.pop(0)])
         elif action == 5 and generator.random() < 0.2:
-            pool.remove(block)
+            pool.unregister(block)
             idle = [one for one in idle if one != block]
         pool.check([owned])
         assert list(pool._idle) == idle

@@ -206,7 +206,7 @@ def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: i
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_adopted_block_holds_the_rows_asked_for(layout, seed, large_counts, tally):
+def test_matched_blocks_hold_the_rows_of_the_prefix(layout, seed, large_counts, tally):
     num_schedules = 100 if large_counts else 5
     num_adopted, num_evicted, num_refused = _run_events(layout, seed, num_schedules)
     tally["prefix cache events"] += num_schedules * 250
@@ -231,7 +231,7 @@ real_hashes = BlockPool.block_hashes
 BREAKAGES = {
     "a key that stands for its own block only": (BlockPool, "block_hashes", _own_tokens_only),
     "a salt that does not count": (BlockPool, "block_hashes", lambda self, tokens, salt, *rest: real_hashes(self, tokens, b"", *rest)),
-    "a block that is written while it is known": (BlockPool, "remove", lambda self, block: self._idle.pop(block, None)),
+    "a block that is written while it is known": (BlockPool, "unregister", lambda self, block: self._idle.pop(block, None)),
     "a further layer cache that is not notified": (KVCache, "add_layer_cache", lambda self, layer_cache: None),
     "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._idle.pop(block, None) for block in blocks]),
     "idle blocks that are never given up": (BlockPool, "num_free", property(lambda self: len(self._free))),
@@ -240,13 +240,13 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES.values(), ids=BREAKAGES)
-def test_the_random_events_notice(breakage, seed, monkeypatch):
+def test_random_events_find_planted_faults(breakage, seed, monkeypatch):
     monkeypatch.setattr(*breakage)
     with pytest.raises((AssertionError, RuntimeError)):
         _run_events(TreeLayout.PATHS, seed, 8)
 
 
-def test_the_same_prompt_again_runs_its_last_block_only():
+def test_repeated_prompt_matches_all_but_its_last_block():
     checked = CheckedCache()
     for length in (1, 4, 5, 8, 9, 11, 12, 13):
         prompt = [length] * length
@@ -259,7 +259,7 @@ def test_the_same_prompt_again_runs_its_last_block_only():
         checked.release(again)
 
 
-def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
+def test_prefix_of_a_released_sequence_is_matched_with_its_salt_only():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
     assert checked.cache.pool.num_free == NUM_BLOCKS
@@ -271,7 +271,7 @@ def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
     assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (52, 20)
 
 
-def test_a_prefix_that_is_returned_counts_for_nothing_and_can_be_adopted_again():
+def test_released_prefix_is_not_counted_and_can_be_matched_again():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
     before = replace(checked.cache.stats)
@@ -288,7 +288,7 @@ def test_a_prefix_that_is_returned_counts_for_nothing_and_can_be_adopted_again()
     checked.release(again)
 
 
-def test_output_is_found_as_well_as_prompts():
+def test_output_blocks_are_matched_too():
     checked = CheckedCache()
     text = checked.prompt(range(6))
     checked.run(text, [-1, 0, 0, 1, 2, 4], [7, 8, 9, 10, 11])
@@ -299,7 +299,7 @@ def test_output_is_found_as_well_as_prompts():
     assert checked.start([*range(6), 7, 9, 11]).sequence.committed_len == 4
 
 
-def test_nothing_is_remembered_or_adopted_with_prefix_caching_off():
+def test_prefix_caching_off_registers_and_matches_nothing():
     cache = KVCache([], 9, block_size=SIZE, prefix_caching=False)
     sequence = cache.new_sequence()
     cache.reserve(sequence, range(-1, 11))
@@ -310,7 +310,7 @@ def test_nothing_is_remembered_or_adopted_with_prefix_caching_off():
     assert cache.stats.queried_tokens == 0
 
 
-def test_remembering_reads_committed_tokens_only_and_nothing_while_no_block_became_full():
+def test_register_prefix_reads_committed_tokens_of_new_full_blocks_only():
     reads: list[slice] = []
 
     class Watched(list):
@@ -337,7 +337,7 @@ def test_remembering_reads_committed_tokens_only_and_nothing_while_no_block_beca
     assert reads == [slice(0, 4), slice(8, 12)]
 
 
-def test_of_two_that_computed_the_same_the_first_stays_known():
+def test_first_of_two_equal_blocks_stays_indexed():
     checked = CheckedCache()
     first, second = checked.start(range(9)), checked.start(range(9))
     for text in (first, second):
@@ -347,7 +347,7 @@ def test_of_two_that_computed_the_same_the_first_stays_known():
     assert checked.start(range(9)).sequence.block_table == first.sequence.block_table[:2]
 
 
-def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
+def test_equal_block_is_indexed_after_the_first_was_evicted():
     checked = CheckedCache(num_blocks=7)
     first, second = checked.start(range(9)), checked.start(range(9))
     checked.extend(first)
@@ -362,7 +362,7 @@ def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
     assert checked.start(range(9)).sequence.block_table == kept
 
 
-def test_the_copy_of_a_known_block_keeps_that_one_recent():
+def test_release_of_an_equal_block_touches_the_indexed_one():
     """The beginning of a chain is not given up before its end, though another sequence's block stands for it."""
     checked = CheckedCache(num_blocks=8)
     first, second = checked.start(range(9)), checked.start(range(13))
@@ -377,7 +377,7 @@ def test_the_copy_of_a_known_block_keeps_that_one_recent():
     assert checked.start(range(13)).sequence.block_table == known[:2]
 
 
-def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
+def test_eviction_begins_at_the_end_of_the_least_recently_used_prompt():
     checked = CheckedCache(num_blocks=10)
     prompts = [[base] * 13 for base in range(3)]
     for prompt in prompts:
@@ -387,12 +387,13 @@ def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
         checked.cache.pool.release(checked.cache.pool.allocate(taken))
         pool = checked.cache.pool
         found = [
-            sum(pool.find(block_hash) is not None for block_hash in pool.block_hashes(prompt, b"", (), 3)) * SIZE for prompt in prompts
+            sum(pool.find_block(block_hash) is not None for block_hash in pool.block_hashes(prompt, b"", (), 3)) * SIZE
+            for prompt in prompts
         ]
         assert tuple(found) == lengths, taken
 
 
-def test_free_blocks_are_taken_before_known_ones():
+def test_free_blocks_are_allocated_before_indexed_ones():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)
@@ -404,7 +405,7 @@ def test_free_blocks_are_taken_before_known_ones():
     assert checked.cache.pool.num_indexed == 2
 
 
-def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
+def test_match_prefix_needs_no_free_block():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     other = checked.start([50] * 17)
@@ -423,7 +424,7 @@ def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
     checked.check()
 
 
-def test_rows_cut_into_a_known_block_are_not_found_any_more():
+def test_truncate_within_an_indexed_block_removes_it_from_the_index():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     checked.truncate(text, 6)
@@ -435,7 +436,7 @@ def test_rows_cut_into_a_known_block_are_not_found_any_more():
     assert checked.start([*range(6), 60, 61, 62]).sequence.committed_len == 8
 
 
-def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stays_known():
+def test_truncate_within_a_shared_block_copies_it():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     sharing = checked.start(range(13))
@@ -447,7 +448,7 @@ def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stay
     assert checked.start(range(13)).sequence.block_table == before[:3]
 
 
-def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():
+def test_evicted_sequence_is_never_matched():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     checked.cache.evict(text.sequence)
@@ -458,7 +459,7 @@ def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():
     assert checked.start(range(13)).sequence.committed_len == 0
 
 
-def test_only_an_empty_sequence_adopts():
+def test_match_prefix_of_a_sequence_with_rows_raises():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     with pytest.raises(RuntimeError, match="only an empty sequence"):
@@ -473,7 +474,7 @@ def test_only_an_empty_sequence_adopts():
         checked.cache.match_prefix(started.sequence, range(13))
 
 
-def test_a_free_block_cannot_be_shared():
+def test_share_of_a_free_block_raises():
     pool = BlockPool(3, SIZE)
     with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.share([1])
@@ -489,7 +490,7 @@ def _know_a_fresh_block(checked: CheckedCache, text: Text) -> None:
 
 
 def _know_it_for_something_else(checked: CheckedCache, text: Text) -> None:
-    checked.cache.pool.remove(text.sequence.block_table[0])
+    checked.cache.pool.unregister(text.sequence.block_table[0])
     checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.block_table[0])
 
 
@@ -507,7 +508,7 @@ def _append_a_hash(checked: CheckedCache, text: Text) -> None:
         (lambda checked, text: checked.cache.pool.register(BlockHash(b"key", b"tokens"), 20), "idle or indexed without owners"),
     ],
 )
-def test_the_check_notices(tamper, complaint):
+def test_check_finds_tampering(tamper, complaint):
     checked = CheckedCache()
     text = checked.prompt(range(11))
     checked.check()

@@ -177,7 +177,7 @@ def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limi
     return num_adopted, len(refused)
 
 
-def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+def test_visible_rows_are_right_over_random_use(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
     num_schedules = 400 if large_counts else 12
     num_adopted, num_refused = run_events(seed, num_schedules)
     tally["events of caches with windows"] += 200 * num_schedules
@@ -186,7 +186,7 @@ def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_cou
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("limits", [PassLimits(1, 6), PassLimits(3, 10), PassLimits(5, 40)], ids=str)
-def test_what_limits_allow_never_lacks_blocks_of_windows(limits: PassLimits, seed: int, large_counts: bool) -> None:
+def test_load_within_limits_never_runs_out_of_window_blocks(limits: PassLimits, seed: int, large_counts: bool) -> None:
     """A cache of many blocks, of windows as few as were counted for so many sequences and rows."""
     num_schedules = 300 if large_counts else 10
     num_adopted, num_refused = run_events(seed, num_schedules, num_blocks=400, limits=limits)
@@ -207,14 +207,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_fault_is_noticed(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_use_finds_planted_faults(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     name, spoil = BROKEN[fault]
     monkeypatch.setattr(SlidingWindowCache, name, spoil(getattr(SlidingWindowCache, name)))
     with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
         run_events(seed, 12)
 
 
-def test_a_cut_block_that_others_read_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncate_within_a_shared_window_block_copies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_and_go_on(bench: Bench) -> None:
         text, _ = bench.prompt(range(14)), bench.prompt([*range(12), 99])
         bench.truncate(text, 11)
@@ -228,7 +228,7 @@ def test_a_cut_block_that_others_read_is_copied(monkeypatch: pytest.MonkeyPatch)
         cut_and_go_on(Bench())
 
 
-def test_a_hit_goes_as_far_as_its_window_is_there() -> None:
+def test_prefix_hit_ends_where_its_window_is_stored() -> None:
     bench = Bench(num_blocks=80, of_windows=6)
     long = [5, *range(60), 7]
     bench.release(bench.prompt(long))
@@ -243,7 +243,7 @@ def test_a_hit_goes_as_far_as_its_window_is_there() -> None:
 
 
 @pytest.mark.parametrize("num_before", range(6))
-def test_after_an_interrupt_no_block_is_given_out_twice(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C behind any of the calls that give blocks back: some may be lost, none may be free and owned."""
     bench, real, calls = Bench(), BlockPool.release, iter(range(num_before))
 
@@ -271,7 +271,7 @@ def test_after_an_interrupt_no_block_is_given_out_twice(num_before: int, monkeyp
         assert min(pool._owners) >= 0
 
 
-def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
+def test_reserve_without_free_window_blocks_changes_nothing() -> None:
     bench = Bench(of_windows=2)
     text = bench.start(range(20))
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 2 free"):
@@ -282,7 +282,7 @@ def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
     bench.check()
 
 
-def test_blocks_that_an_engine_needs_are_bounded_by_what_runs_at_a_time() -> None:
+def test_num_window_blocks_is_bounded_by_the_limits() -> None:
     limits = PassLimits(max_sequences=2, max_rows=16)
     assert num_window_blocks(9, 1000, limits, SIZE) == 2 * (3 + 2 + 1) + 4
     assert num_window_blocks(9, 10, limits, SIZE) == num_window_blocks(9, 10, None, SIZE) == 10

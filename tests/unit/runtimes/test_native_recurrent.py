@@ -199,7 +199,7 @@ def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) ->
     plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
     network.forward(*assemble([plan], [[0]], [[0]]))
     cache.cancel(sequence)  # type: ignore[arg-type]
-    state = memory_of(cache).update(plan.sequence_id).state
+    state = memory_of(cache).plan_update(plan.sequence_id).state
     return state.copy()  # type: ignore[no-any-return]
 
 

@@ -132,7 +132,7 @@ def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
     cache.keep_path(sequence, 19)
     memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
     cache.reserve(sequence, [-1])
-    work = memory.update(sequence.id)
+    work = memory.plan_update(sequence.id)
     assert work.state.dtype is torch.float32
     assert work.state.abs().max() > 0
     cache.cancel(sequence)

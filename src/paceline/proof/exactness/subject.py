@@ -9,7 +9,7 @@ import numpy as np
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine.inputs import RequestOptions
 from paceline.engine.loader import LoadedEngine, load_engine
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import SchedulerLimits
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
@@ -119,7 +119,7 @@ class Subject:
         self,
         asked: Sequence[Asked],
         watches: Sequence[RowWatch],
-        limits: Limits,
+        limits: SchedulerLimits,
         salts: Sequence[str],
         random: np.random.Generator,
         event: str,
@@ -168,7 +168,7 @@ class Subject:
         count = int(setting.num_draft_tokens)
         return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
-    def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
+    def _limits_of(self, setting: Setting, random: np.random.Generator) -> SchedulerLimits:
         if setting.event == "chunked":
             return replace(self._limits, prefill_chunk_size=int(random.choice(_CHUNKS)))
         if setting.event == "full passes":

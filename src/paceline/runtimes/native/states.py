@@ -36,7 +36,7 @@ class PassStates:
         kept: list[object] = [ranges]
         num_slots = 0
         for index, item in enumerate(batch.ranges):
-            update = cache.update(item.sequence_id)
+            update = cache.plan_update(item.sequence_id)
             if len(update.rows) != item.num_rows:  # the kernels would read what is not there
                 raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(update.rows)}: reserve what runs")
             parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else parents_of(item.mask)

@@ -99,7 +99,7 @@ class RecurrentPass:
         if self._cache is None:
             raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
         if sequence_id not in self._updates:
-            self._updates[sequence_id] = self._cache.update(sequence_id)
+            self._updates[sequence_id] = self._cache.plan_update(sequence_id)
         return self._updates[sequence_id]
 
 
