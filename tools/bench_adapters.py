@@ -15,7 +15,7 @@ import numpy as np
 
 from bench_machine import describe_machine
 from paceline import LLM
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import target_modules
 from paceline.models.config import ModelConfig

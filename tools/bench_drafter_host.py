@@ -122,7 +122,7 @@ def requests_of(llm: LLM, case: Case, max_tokens: int) -> list[Request]:
     options: dict[str, Any] = {}
     if case.drafter in ("prediction", "combined"):
         options["prediction"] = [ids[first + 64 : first + 64 + max_tokens] for first in range(case.batch)]
-    return llm._opened.requests(prompts, params, options, is_streamed=False)  # type: ignore[arg-type]
+    return llm._loaded.requests(prompts, params, options, is_streamed=False)  # type: ignore[arg-type]
 
 
 def policy_of(llm: LLM, options: argparse.Namespace) -> Callable[[], FixedDraftLength]:

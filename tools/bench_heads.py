@@ -35,7 +35,7 @@ from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import DraftedRows, MaskedPair, PairHead
 from paceline.drafters.pairs.parallel import ParallelDrafter
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig

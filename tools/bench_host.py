@@ -102,7 +102,7 @@ def random_prompts(llm: LLM, count: int) -> list[list[int]]:
 
 
 def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[Request]:
-    return llm._opened.requests([list(prompt) for prompt in prompts], params, {}, is_streamed=False)
+    return llm._loaded.requests([list(prompt) for prompt in prompts], params, {}, is_streamed=False)
 
 
 def oracle(answers: Answers, vocab_size: int, accuracy: float) -> Drafter:

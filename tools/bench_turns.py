@@ -35,7 +35,7 @@ from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.prediction import PredictionDrafter  # noqa: E402
 from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
-from paceline.engine.open import DEFAULT_DRAFT_TOKENS  # noqa: E402
+from paceline.engine.loader import DEFAULT_DRAFT_TOKENS  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length.explain import explain_policy  # noqa: E402
@@ -122,10 +122,14 @@ def prompts_of(llm: LLM, kind: str, count: int, random: np.random.Generator) -> 
     if kind == "random":
         return [[int(token) for token in random.integers(10, llm.vocab_size, 48)] for _ in range(count)]
     (workload,) = own_workloads((kind,))
-    maker, found = llm._opened.maker, []
+    input_processor, found = llm._loaded.input_processor, []
     for _ in range(count):
         prompt = workload.prompts[int(random.integers(len(workload.prompts)))]
-        found.append(maker.chat_ids([dict(one) for one in prompt.messages]) if prompt.messages else maker.prompt_ids(prompt.text or ""))
+        found.append(
+            input_processor.chat_ids([dict(one) for one in prompt.messages])
+            if prompt.messages
+            else input_processor.prompt_ids(prompt.text or "")
+        )
     return found
 
 
@@ -134,7 +138,7 @@ def run_texts(llm: LLM, sides: Sequence[Side], prompts: list[list[int]], params:
     random = np.random.default_rng(SEED + len(sides[0].steps))
     unrelated = [[int(token) for token in random.integers(10, llm.vocab_size, options.max_tokens)] for _ in prompts]
     for side in sides:
-        requests = llm._opened.requests(prompts, params, {}, is_streamed=False)
+        requests = llm._loaded.requests(prompts, params, {}, is_streamed=False)
         if side.name == "prediction":
             for request, guess in zip(requests, unrelated, strict=True):
                 request.prediction_token_ids = guess

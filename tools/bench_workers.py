@@ -104,18 +104,18 @@ class Paceline(Engine):
     def cache(self, blocks: int) -> dict[str, Any]:
         """Allocate and touch a cache of `blocks` blocks; returns its bytes."""
         cache = self._runtime.new_cache(blocks)
-        for memory in cache.memories:
+        for memory in cache.layer_caches:
             memory.storage.fill(0)
         return {"cache_bytes": cache.num_bytes}
 
     def prepare(self, rows: int, batch: int) -> None:
-        from paceline.kv_cache.recurrent import StateLimits
+        from paceline.kv_cache.recurrent_state import CheckpointConfig
         from paceline.runtimes.base import assemble
 
         self._assemble = assemble
         block_size = 32
         num_blocks = batch * -(-(self._cached + (KEPT_ROWS if self._keeps else rows)) // block_size)
-        self._cache = self._runtime.new_cache(num_blocks, states=StateLimits(max_kept=0))
+        self._cache = self._runtime.new_cache(num_blocks, checkpoints=CheckpointConfig(max_checkpoints=0))
         self._sequences = [self._cache.new_sequence() for _ in range(batch)]
         prompt = _prompt(self._runtime.config.vocab_size, self._cached)
         for sequence in self._sequences:
@@ -125,7 +125,7 @@ class Paceline(Engine):
                 if sequence is self._sequences[0]:
                     self._runtime.forward(*assemble([plan], [part], [[]]))
                 self._cache.keep_path(sequence, len(part) - 1)
-            for memory in self._cache.memories:
+            for memory in self._cache.layer_caches:
                 for source, target in zip(self._sequences[0].block_table, sequence.block_table, strict=True):
                     memory.copy_block(source, target)
 

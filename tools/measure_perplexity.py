@@ -19,7 +19,7 @@ import numpy as np
 from bench_machine import describe_machine
 from paceline.config import KV_CACHE_DTYPES, QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
-from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence, KVCache
+from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.machine import usable_processors
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
@@ -119,7 +119,7 @@ def measure(
     return Measured(name, nats, count, loaded - start, time.perf_counter() - loaded)
 
 
-def settings_of(arguments: argparse.Namespace) -> list[tuple[str, QuantOptions | None]]:
+def parse_settings(arguments: argparse.Namespace) -> list[tuple[str, QuantOptions | None]]:
     """The settings to compare: the named ones, and in groups of other sizes where asked for."""
     named = [(name, quant_options("quantization", name)) for name in arguments.quantization]
     found: list[tuple[str, QuantOptions | None]] = []
@@ -156,7 +156,7 @@ def main() -> None:
     for model in arguments.model:
         path = Path(model) if Path(model).is_file() else resolve(model)
         windows = read_windows(arguments.text, Tokenizer.open(path), window=arguments.window, limit=arguments.tokens)
-        for name, options in settings_of(arguments):
+        for name, options in parse_settings(arguments):
             for kv_cache_dtype in arguments.kv_cache_dtype:
                 label = name if len(arguments.model) == 1 else f"{path.name}, {name}"
                 label = label if len(arguments.kv_cache_dtype) == 1 else f"{label}, keys and values in {kv_cache_dtype}"

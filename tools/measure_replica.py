@@ -45,11 +45,11 @@ CHATS = (
 async def measured(model: str, drafter: str, at_once: Sequence[int]) -> dict[str, Any]:
     """Times of one engine."""
     async with AsyncEngine.open(model, drafter=drafter, threads=1, max_num_seqs=max(at_once), enable_prefix_caching=False) as engine:
-        maker = engine.opened.maker
+        input_processor = engine.loaded.input_processor
         greedy = SamplingParams(temperature=0.0, max_tokens=192)
         answers = [(await engine.chat([{"role": "user", "content": text}], greedy))[0] for text in CHATS]
         rates = [await _tokens_per_s(engine, count) for count in at_once]
-        ids = (maker.tokenizer.encode(" ".join(CHATS)) * LONG_PROMPT)[:LONG_PROMPT]
+        ids = (input_processor.tokenizer.encode(" ".join(CHATS)) * LONG_PROMPT)[:LONG_PROMPT]
         prompts = []
         for _ in range(ROUNDS):
             before_s = time.process_time()

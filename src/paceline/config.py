@@ -1,4 +1,4 @@
-"""Settings of an engine, checked once and never changed."""
+"""Settings of an engine, validated and immutable."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 DRAFT_QUANT = ("auto", *QUANT)
-_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # a value, scales included, of what counts as 8 and as 16 bits
+_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # bits per value, scales included, that count as 8 and as 16 bits
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_SPECULATIVE_TOKENS = 64
@@ -24,22 +24,20 @@ MAX_NUM_BATCHED_TOKENS = 4096
 _WEIGHTS_CACHE_GB = 50
 _MOST_GB = 1_000_000
 MAX_PASS_ROWS = MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
-"""Rows of one pass of any network: those of a step, and room for what a head guesses behind them in the same pass."""
+"""Maximum rows of one pass of any network: those of a step, and those that a head drafts after them in the same pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantOptions:
-    """How the matrices of a network are quantised while it is loaded.
-
-    Bits are 4 or 8, or None for a matrix that stays as it is stored.
+    """How the matrices of a network are quantised during loading. Bits are 4, 8, or None (as stored).
 
     Attributes:
         bits: of every matrix not covered below.
-        group: columns that share a scale: 32, 64 or 128; a matrix whose width it does not divide gets the next smaller one that does.
-        symmetric: codes stand for multiples of a scale around zero, else from a group's minimum on.
-        embedding_bits, lm_head_bits: of these two; if one matrix is both, the larger number counts.
-        overrides: (pattern, bits) for matrices that need another treatment, such as ("layers.*.down_proj.weight", 8), or a mapping; the
-            first pattern that matches our name of a tensor overrides everything above.
+        group: columns that share a scale: 32, 64 or 128. If it does not divide the width of a matrix, the next smaller divisor is used.
+        symmetric: codes are multiples of a scale around zero; False = offsets from a group's minimum.
+        embedding_bits, lm_head_bits: of these two matrices; if they are tied, the larger number.
+        overrides: (pattern, bits) pairs or a mapping, such as ("layers.*.down_proj.weight", 8). The first pattern that matches the name
+            of a tensor overrides everything above.
     """
 
     bits: int = 8
@@ -75,7 +73,7 @@ Quant = str | QuantOptions
 
 
 def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
-    """The options that a quantisation setting stands for; None = no quantisation.
+    """Return the options of a quantisation setting; None = no quantisation.
 
     Args:
         name: of the setting, for the error.
@@ -90,11 +88,11 @@ def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
 
 
 def draft_quant_options(quantization: Quant, target_bits: float | None, *, device: str = "cpu") -> QuantOptions | None:
-    """The options that `draft_quantization` stands for; None = no quantisation.
+    """Return the options of `draft_quantization`; None = no quantisation.
 
     Args:
-        target_bits: bits a value of the target's matrices: a draft model takes about half as many; None for heads, which follow nobody.
-        device: where both run: on a GPU quantised weights are expanded while they are loaded.
+        target_bits: bits per value of the target's matrices, of which a draft model gets about half; None for heads, which get the default.
+        device: where both run. On a GPU quantised weights are expanded during loading.
 
     Raises:
         ConfigError: it is unknown.
@@ -109,11 +107,11 @@ def draft_quant_options(quantization: Quant, target_bits: float | None, *, devic
 
 
 def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) -> QuantOptions | None:
-    """How a head quantises rows that it copies of its target's vocabulary matrix; None = it reads them where they lie.
+    """Return how a head quantises rows that it copies from the target's vocabulary matrix; None = it reads the matrix itself.
 
     Args:
-        draft: how a draft model of this target is quantised.
-        target: how the target is while it is loaded.
+        draft: quantisation of a draft model of this target.
+        target: quantisation of the target.
     """
     bits = None if target is None else target.lm_head_bits
     return None if draft is not None and bits is not None and bits <= draft.bits else draft
@@ -121,21 +119,21 @@ def copy_quant_options(draft: QuantOptions | None, target: QuantOptions | None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """How to guess.
+    """Settings of speculative decoding.
 
     Attributes:
         drafter: "auto", "none", a name of the table in drafters/__init__.py, or the directory or id of a draft model or of heads; several
-            guess together.
-        num_speculative_tokens: tokens to draft per step at most, or "auto" (16): how many is decided step by step, by what pays.
-        tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quantization: quantise draft models and heads while loading: "none", "int8", "int4" or `QuantOptions`; "auto": draft models on
-            the CPU, to 4 bits beside a target of at most 10 bits a value, to 8 beside one of 16, and rows that a
-            head copies of the target's vocabulary matrix likewise; nothing else of heads.
-        draft_adapter: directory of a LoRA adapter that the draft model computes with; None = it computes as it is.
-        drafter_options: settings of single methods by name, such as {"tree": "accuracy"}; see drafters/options.py.
-        acceptance: which guesses are kept: "match" (those the target itself draws: a seed gives the same text as without drafting) or
-            "rejection" (rejection sampling: keeps more; sampled texts have the target's distribution, but a seed gives other texts than
-            without drafting). No difference at temperature 0.
+            are combined.
+        num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
+        tree_width: draft tokens per position, of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
+        draft_quantization: quantise draft models and heads during loading: "none", "int8", "int4" or `QuantOptions`. "auto": draft models
+            on the CPU get 4 bits if the target has at most 10 bits per value, 8 if it has 16. Rows that a head copies from the target's
+            vocabulary matrix get the same, other matrices of heads stay as they are.
+        draft_adapter: directory of a LoRA adapter for the draft model; None = none.
+        drafter_options: settings of one method by name, such as {"tree": "accuracy"}; see drafters/options.py.
+        acceptance: rule that accepts draft tokens. "match": those that the target samples itself, so a seed gives the same text as without
+            drafting. "rejection": rejection sampling, which accepts more and keeps the distribution, but a seed gives other texts. No
+            difference at temperature 0.
     """
 
     drafter: str | tuple[str, ...] = "auto"
@@ -164,31 +162,31 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to load and run a target.
+    """Settings for loading and running a target.
 
     Attributes:
         model: "mini", a directory, a GGUF file, or a Hugging Face id.
         gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
         gguf_weights: "exact" (the values of the file) or "regroup" (quantise its matrices again, to larger groups that run faster).
         numerics: "exact" (a token never depends on what else is in the pass) or "fast".
-        dtype: type to compute in; "auto" = as stored. Only "f32" leaves rows unrounded in front of quantised matrices.
+        dtype: type to compute in; "auto" = as stored. Only "f32" does not round rows before quantised matrices.
         quantization: quantise the matrices while loading: "none", "int8", "int4" or `QuantOptions`.
-        threads: CPU threads; None = as many as processors this process may use; more would be slower.
-        oversubscribe: use as many threads as `threads` says, even where there are fewer processors.
-        max_model_len: longest prompt + output; None = what the model was made for.
+        threads: CPU threads, at most as many as processors that this process may use; None = as many.
+        oversubscribe: use `threads` threads even if there are fewer processors.
+        max_model_len: longest prompt + output; None = the model's maximum.
         kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8" (a scale a row and head); "auto" = that of
             computation, f16 for quantised GGUF files.
-        kv_cache_gb: memory for keys and values at most, taken as it is used; None = enough for 4 full contexts or 2048 tokens of each of
-            `max_num_seqs`, at most a quarter of the machine's memory and half of what is free.
+        kv_cache_gb: maximum memory for keys and values, allocated as it is used; None = enough for 4 full contexts or 2048 tokens of
+            each of `max_num_seqs`, at most a quarter of the machine's memory and half of what is free.
         device: "auto", "cpu" or "cuda".
-        backend: what computes: "native" (our kernels) or "torch"; "auto" = the faster one for this machine.
-        max_num_seqs: requests that run at a time, at most as many as a pass has rows.
-        max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
+        backend: "native" (our kernels) or "torch"; "auto" = the faster one on this machine.
+        max_num_seqs: maximum running requests; at most as many as a pass has rows.
+        max_num_batched_tokens: rows of one pass, drafts of all requests included.
         prefill_chunk_size: prompt rows of a pass, of all requests together; decoding requests come first.
-        enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
-            the last 32 rows it filled.
-        adapters: directories of LoRA adapters by the names that requests have for them.
+        enable_prefix_caching: whether rows of earlier requests are kept for requests with the same prefix, until they are evicted.
+        state_interval: rows between checkpoints of recurrent states, a multiple of 32. A sequence also has one after its last
+            full block.
+        adapters: directories of LoRA adapters by name.
         merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.
         revision, hf_token, offline: for models from the Hugging Face Hub.
     """
@@ -250,14 +248,14 @@ class EngineConfig:
 
     @property
     def num_threads(self) -> int:
-        """Threads to compute with."""
+        """Number of threads to compute with."""
         if self.threads is None:
             return usable_processors()
         return self.threads if self.oversubscribe else min(self.threads, usable_processors())
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines a user should see about settings that are not followed here."""
+        """Lines for the user about settings that are not followed."""
         if self.threads is None or self.num_threads == self.threads:
             return ()
         return (
@@ -267,9 +265,9 @@ class EngineConfig:
 
 
 def cache_directory() -> Path | None:
-    """Where measured facts about this machine are kept between runs (PACELINE_CACHE, else the user's cache directory).
+    """Return the directory for profiles of this machine and quantised weights (PACELINE_CACHE, else the user's cache directory).
 
-    None = nowhere: this user has no home directory, as in a container that runs under another uid.
+    None = there is none: the user has no home directory, as in a container that runs under another uid.
     """
     own = os.environ.get("PACELINE_CACHE")
     if own:
@@ -282,10 +280,10 @@ def cache_directory() -> Path | None:
 
 
 def weights_cache_bytes() -> int:
-    """What quantised weights in the cache directory may take together (PACELINE_CACHE_GB, else 50 GB); 0 = none are kept.
+    """Return the maximum size of all quantised weights in the cache directory (PACELINE_CACHE_GB, else 50 GB); 0 = none are kept.
 
     Raises:
-        ConfigError: PACELINE_CACHE_GB is no number from 0 on.
+        ConfigError: PACELINE_CACHE_GB is not a number >= 0.
     """
     given = os.environ.get("PACELINE_CACHE_GB", "").strip() or str(_WEIGHTS_CACHE_GB)
     try:
@@ -298,7 +296,7 @@ def weights_cache_bytes() -> int:
 
 
 def api_keys_of_environment() -> str:
-    """Who may ask a server, a key a line (PACELINE_API_KEYS; commas separate keys too); empty = not said there."""
+    """Return the API keys of a server, one per line (PACELINE_API_KEYS; commas separate keys too); empty = not set."""
     return os.environ.get("PACELINE_API_KEYS", "").replace(",", "\n")
 
 

@@ -1,27 +1,17 @@
 """The public class: load a model once, generate with it."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, cast, overload
 
 from paceline.config import Quant
-from paceline.engine.batch import RequestMaker
-from paceline.engine.engine import Engine, EngineStats
-from paceline.engine.inputs import (
-    ChatOptions,
-    Messages,
-    Params,
-    Prompt,
-    RequestOptions,
-    as_prompts,
-    one_of,
-    params_of_each,
-    split_chat_options,
-)
-from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.engine.engine import Engine, EngineStats, raise_error
+from paceline.engine.input_processor import InputProcessor
+from paceline.engine.inputs import ChatOptions, Messages, Params, Prompt, RequestOptions, as_prompts, params_of_each, split_chat_options
+from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
@@ -34,7 +24,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 
 
 class LLM:
-    """A loaded target, its drafter and their caches. Several threads may call it: their requests run together.
+    """A loaded target, its drafters and their caches. Several threads may call it: their requests run together.
 
     Example:
         >>> with LLM("mini") as llm:
@@ -43,37 +33,37 @@ class LLM:
     Args:
         model: "mini", a model directory, a GGUF file, or a Hugging Face id.
         gguf_file: name of the GGUF file to take from the directory or from the Hub's model; None = the only one.
-        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again so that they run faster).
-        numerics: "exact": a token depends on nothing but target, prompt, sampling parameters and seed; "fast": any kernel.
-        dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" leaves rows unrounded in front of quantised matrices.
+        gguf_weights: "exact" (the values of the file) or "regroup" (quantise them again, for speed).
+        numerics: "exact": a token depends on target, prompt, sampling parameters and seed only; "fast": any kernel.
+        dtype: "auto" (as stored), "bf16", "f16" or "f32"; only "f32" does not round rows before quantised matrices.
         quantization: quantise the weights while loading: "none", "int8", "int4" or `QuantOptions`; the result is cached on disk.
-        threads: CPU threads; None = the processors this process may use. More are not used.
-        oversubscribe: use so many threads even where there are fewer processors.
+        threads: CPU threads, at most as many as processors that this process may use; None = as many.
+        oversubscribe: use `threads` threads even if there are fewer processors.
         max_model_len: longest prompt + output.
         kv_cache_dtype: type of keys and values in the cache: "f32", "bf16", "f16" or "int8"; "auto" = that of computation, f16 for
             quantised GGUF files.
-        kv_cache_gb: memory for keys and values at most, taken as it is used.
+        kv_cache_gb: maximum memory for keys and values, allocated as it is used.
         device: "auto", "cpu" or "cuda".
-        backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one for this machine.
+        backend: "native" (our own CPU kernels) or "torch"; "auto" = the faster one on this machine.
         drafter: "auto" (ngram, and what comes with the model), "none", "ngram", "suffix", "prediction", "draft_model", "medusa" or
-            "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them together.
-        num_speculative_tokens: tokens guessed per step at most, or "auto" (16): how many is decided step by step, by what pays.
-        tree_width: guesses per position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.
-        draft_quantization: as `quantization`, for draft models and heads; "auto": as `SpeculationConfig` says, 8 bits or 4.
-        draft_adapter: directory of a LoRA adapter that the draft model computes with; it changes the speed alone.
-        drafter_options: settings of single methods: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3) and others, which
-            docs/methods lists.
-        acceptance: which guesses are kept: "match" (a seed gives one text, whatever drafts) or "rejection" (sampled texts have the same
-            distribution but depend on what was drafted).
-        max_num_seqs: requests that run at a time; others wait their turn.
-        max_num_batched_tokens: rows of one pass, known tokens and drafts of all requests.
-        prefill_chunk_size: prompt rows of a pass, of all requests together; fewer make the gaps between tokens of other requests shorter.
-        enable_prefix_caching: whether rows of earlier requests are kept while there is room, for those that begin with the same tokens.
-        state_interval: rows between the stored states of recurrent layers, a multiple of 32; a text also has one after
-            the last 32 rows it filled.
-        adapters: directories of LoRA adapters by name; requests ask for one by `adapter=name`.
-        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. That is another
-            target: its tokens may differ from those of the same adapter asked for by name.
+            "mtp" of the model's own directory, the directory or id of a draft model or of heads, or several of them combined.
+        num_speculative_tokens: maximum draft tokens per step, or "auto" (16). The length of each draft is chosen from measured costs.
+        tree_width: draft tokens per position, of draft models and heads; 1 = a chain, or the default tree of Medusa heads.
+        draft_quantization: as `quantization`, for draft models and heads; "auto": 8 bits or 4 (`SpeculationConfig`).
+        draft_adapter: directory of a LoRA adapter for the draft model; it changes the speed only.
+        drafter_options: settings of one method: {"tree": "accuracy"} (medusa), {"boundaries": (2, 16, 29)} (eagle3); see
+            docs/methods.
+        acceptance: rule that accepts draft tokens: "match" (a seed gives one text, with any drafter) or "rejection" (sampled texts have
+            the same distribution, but depend on the drafts).
+        max_num_seqs: maximum running requests; others wait.
+        max_num_batched_tokens: rows of one pass, drafts of all requests included.
+        prefill_chunk_size: prompt rows of a pass, of all requests together; fewer reduce the inter-token latency of other requests.
+        enable_prefix_caching: whether rows of earlier requests are kept for requests with the same prefix, until they are evicted.
+        state_interval: rows between checkpoints of recurrent states, a multiple of 32. A sequence also has one after its last
+            full block.
+        adapters: directories of LoRA adapters by name; requests select one by `adapter=name`.
+        merge_adapter: directory of a LoRA adapter that is added to the weights before they are rounded or quantised. Its tokens may
+            differ from those of the same adapter selected by name.
         revision, hf_token, offline: for models from the Hugging Face Hub.
 
     Raises:
@@ -116,37 +106,39 @@ class LLM:
         offline: bool = False,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        config, self._speculation, self._given_drafters = settings_of(model, options)
-        self._loaded: OpenedEngine | None = open_engine(config, self._speculation, self._given_drafters)
+        config, self._speculation, self._given_drafters = parse_settings(model, options)
+        self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._given_drafters)
 
     def __enter__(self) -> "LLM":
-        self._check_open()
+        _ = self._loaded  # raises if it is closed
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Free weights and caches. Later calls raise, and so does the next step of an open stream; closing again does nothing."""
-        self._loaded = None
+        """Free weights and caches. Later calls raise, and so does the next step of an open stream. May be called again."""
+        self._loaded_or_none = None
         gc.collect()  # an engine and its scheduler refer to each other
 
     @property
     def engine(self) -> Engine:
-        return self._opened.engine
+        return self._loaded.engine
 
     @property
     def notices(self) -> Sequence[str]:
-        """What loading had to say, a line each."""
-        return self._opened.notices
+        """Lines for the user about what was loaded."""
+        return self._loaded.notices
 
     @property
-    def _opened(self) -> OpenedEngine:
-        return self._check_open()
+    def _loaded(self) -> LoadedEngine:
+        if self._loaded_or_none is None:
+            raise ConfigError("this LLM is closed: open another one")
+        return self._loaded_or_none
 
     @property
-    def _maker(self) -> RequestMaker:
-        return self._opened.maker
+    def _input_processor(self) -> InputProcessor:
+        return self._loaded.input_processor
 
     @property
     def runtime(self) -> Network:
@@ -155,91 +147,81 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._maker.tokenizer
+        return self._input_processor.tokenizer
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter, the first one of several; None for plain decoding."""
+        """The drafter, or the first of several; None for plain decoding."""
         return next(iter(self.engine.speculator.drafters), None)
 
     @property
     def vocab_size(self) -> int:
-        """Ids that can be drawn or stand in a prompt."""
-        return self._maker.vocab_size
+        """Number of ids that can be sampled or be in a prompt."""
+        return self._input_processor.vocab_size
 
     @property
     def max_model_len(self) -> int:
-        """Prompt + output at most, in tokens."""
-        return self._maker.max_model_len
+        """Maximum length of prompt and output, in tokens."""
+        return self._input_processor.max_model_len
 
     @property
     def numerics(self) -> str:
         """The numerics in effect: "exact" or "fast"."""
-        return self._opened.numerics
+        return self._loaded.numerics
 
     @property
     def drafter_name(self) -> str:
-        return self._opened.drafter_name
+        return self._loaded.drafter_name
 
     @property
     def banner(self) -> str:
-        """One line on what speculation will do."""
-        return self._opened.banner
+        """One line on the drafters and the draft length policy."""
+        return self._loaded.banner
 
     def explain(self, output: RequestOutput) -> list[str]:
-        """Lines on how much was drafted for an output and why; of its steps if they were asked for (`speculation={"trees": True}`)."""
+        """Return lines on how much was drafted for an output and why, and on its steps if it has them (`speculation={"trees": True}`)."""
         steps = explain_steps(output.steps) if output.steps is not None else []
         return steps if self.drafter is None else [*steps, *explain_policy(self.engine.speculator.policy)]
 
     def stats(self) -> EngineStats:
-        """Counters of all requests so far."""
+        """Return the counters of all requests so far."""
         return self.engine.stats
 
     @suggest_arguments("generate", of_sampling=SAMPLING_NAMES)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: Params = None,
-        *,
         sampling_params: Params = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Complete prompts as they are.
+        """Complete prompts without a chat template.
 
         Args:
             prompts: a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these; several run as one
                 ragged batch.
-            params: for all of them, or a list with one for each; by default greedy, 256 tokens.
-            sampling_params: another name of `params`.
+            sampling_params: for all prompts, or a list with one for each; by default greedy, 256 tokens.
             options: see `RequestOptions`.
 
         Returns:
-            one output per prompt, in order; with `params.n` > 1, n per prompt.
+            one output per prompt, in order; with `sampling_params.n` > 1, n per prompt.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served, or a request failed while running (its grammar, its processors); the
-                others are aborted.
-            CapacityError: a request alone is larger than the cache; nothing ran.
+            RequestError: a prompt or parameter cannot be served, or a request failed while running; the others are aborted.
+            CapacityError: one request alone is larger than the cache; nothing ran.
         """
-        ids = [self._maker.prompt_ids(prompt) for prompt in as_prompts(prompts)]
-        return self._run(ids, one_of(params, sampling_params), options)
+        ids = [self._input_processor.prompt_ids(prompt) for prompt in as_prompts(prompts)]
+        return self._run(ids, sampling_params, options)
 
     @overload
-    def chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
-    ) -> RequestOutput: ...
+    def chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> RequestOutput: ...
 
     @overload
-    def chat(
-        self, messages: Sequence[Messages], params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
-    ) -> list[RequestOutput]: ...
+    def chat(self, messages: Sequence[Messages], sampling_params: Params = None, **options: Unpack[ChatOptions]) -> list[RequestOutput]: ...
 
     @suggest_arguments("chat", of_sampling=SAMPLING_NAMES)
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: Params = None,
-        *,
         sampling_params: Params = None,
         **options: Unpack[ChatOptions],
     ) -> RequestOutput | list[RequestOutput]:
@@ -248,14 +230,14 @@ class LLM:
         Args:
             messages: one conversation as a list of {"role", "content"}, or a list of conversations. A content is a text or a list of
                 parts {"type": "text", "text": text}, which are joined by line ends.
-            params, sampling_params: as for `generate`.
+            sampling_params: as for `generate`.
             options: see `ChatOptions`.
 
         Returns:
-            one output for one conversation, a list for a list; `content`, `reasoning` and `tool_calls` are what its text consists of.
+            one output for one conversation, a list for a list, with `content`, `reasoning` and `tool_calls`.
 
         Raises:
-            RequestError: as for `generate`; or several samples of one conversation are asked for that is not in a list.
+            RequestError: as for `generate`; or `n` > 1 for a conversation that is not in a list.
         """
         given: object = messages
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -264,54 +246,50 @@ class LLM:
             )
         is_one = isinstance(messages[0], Mapping)
         conversations = [cast(Messages, messages)] if is_one else cast(Sequence[Messages], messages)
-        each = params_of_each(one_of(params, sampling_params), len(conversations))
+        each = params_of_each(sampling_params, len(conversations))
         if is_one and each[0].n > 1:
             raise RequestError(f"n is {each[0].n} and one conversation has one answer: give a list, [messages]", parameter="n")
-        chats = [self._maker.chat(conversation, options) for conversation in conversations]
+        chats = [self._input_processor.chat(conversation, options) for conversation in conversations]
         outputs = self._run([ids for ids, _, _ in chats], each, chats[0][2])
         parsers = [parser for (_, parser, _), params in zip(chats, each, strict=True) for _ in range(params.n)]
         outputs = [parser.parsed(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
-    def stream(
-        self, prompt: Prompt, params: Params = None, *, sampling_params: Params = None, **options: Unpack[RequestOptions]
-    ) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:
         """Complete one prompt and yield each new chunk; the last chunk of each sample has its whole output.
 
-        Other calls may be made in between; this one advances with them.
+        Other calls may be made in between, and their steps advance this one.
         """
-        return self._stream(self._maker.prompt_ids(prompt), one_of(params, sampling_params), options)
+        return self._stream(self._input_processor.prompt_ids(prompt), sampling_params, options)
 
     @suggest_arguments("stream_chat", of_sampling=SAMPLING_NAMES)
-    def stream_chat(
-        self, messages: Messages, params: Params = None, *, sampling_params: Params = None, **options: Unpack[ChatOptions]
-    ) -> Iterator[StreamChunk]:
+    def stream_chat(self, messages: Messages, sampling_params: Params = None, **options: Unpack[ChatOptions]) -> Iterator[StreamChunk]:
         """Answer one conversation and yield each new chunk of the answer."""
         prompt, request = split_chat_options(options)
-        return self._stream(self._maker.chat_ids(messages, **prompt), one_of(params, sampling_params), request)
+        return self._stream(self._input_processor.chat_ids(messages, **prompt), sampling_params, request)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may ask for."""
+        """Names of the adapters that requests can select."""
         return self.engine.adapters.names
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """Load a LoRA adapter beside those that are there; requests ask for it by `adapter=name`. Others may run meanwhile.
+        """Load a LoRA adapter, which requests select by `adapter=name`. Requests may run meanwhile.
 
         Args:
-            directory: with the adapter_config.json and the safetensors file that PEFT writes.
+            directory: contains the adapter_config.json and the safetensors file that PEFT writes.
 
         Raises:
             CapacityError: it does not fit in memory.
-            CheckpointError: the files cannot be used, or are another model's.
-            ConfigError: an adapter has this name already, or it changes what cannot be changed here.
+            CheckpointError: the files cannot be used, or belong to another model.
+            ConfigError: an adapter has this name already, or it changes parts that cannot be changed.
             BackendUnavailableError: the target's runtime runs no adapters.
         """
-        self._opened.load_adapter(name, directory)
+        self._loaded.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> None:
-        """Refuse requests for an adapter from now on; running ones end with it.
+        """Reject requests for an adapter from now on; running ones keep it.
 
         Raises:
             ConfigError: there is none of this name.
@@ -319,10 +297,9 @@ class LLM:
         self.engine.remove_adapter(name)
 
     def requantize(self, quantization: Quant) -> None:
-        """Quantise the target in another way, or not at all with "none"; the drafter stays, unless it reads the target's hidden states.
+        """Load the target again with another quantisation; "none" = without. Drafters stay, unless they read the target's hidden states.
 
-        The new target is built beside the old one, so both need memory for a moment; then it replaces the old one. If anything fails,
-        nothing changes.
+        The old target is replaced once the new one is loaded, so both need memory for a moment. If loading fails, nothing changes.
 
         Raises:
             ConfigError: `quantization` is unknown, or a request is still running.
@@ -333,66 +310,55 @@ class LLM:
         needs = DrafterNeeds.union(drafters)
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
-        without = replace(self._opened.config, quantization=quantization, adapters={})
-        opened = open_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
+        without = replace(self._loaded.config, quantization=quantization, adapters={})
+        loaded = load_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
         for adapter in self.engine.adapters.all:
-            opened.engine.add_adapter(adapter)
+            loaded.engine.add_adapter(adapter)
         with self.engine.between_steps():
             self._check_idle()
-            self._loaded = opened
-
-    def _check_open(self) -> OpenedEngine:
-        if self._loaded is None:
-            raise ConfigError("this LLM is closed: open another one")
-        return self._loaded
+            self._loaded_or_none = loaded
 
     @contextmanager
-    def _in_use(self) -> Iterator[OpenedEngine]:
-        """The engine, which is not replaced meanwhile."""
+    def _in_use(self) -> Iterator[LoadedEngine]:
+        """Yield the loaded engine, which `requantize` does not replace meanwhile."""
         with ExitStack() as stack:
             while True:
-                opened = self._check_open()
-                with opened.engine.between_steps():  # it cannot be replaced now
-                    if opened is self._loaded:
-                        stack.enter_context(opened.engine.held())
+                loaded = self._loaded
+                with loaded.engine.between_steps():  # it cannot be replaced now
+                    if loaded is self._loaded_or_none:
+                        stack.enter_context(loaded.engine.held())
                         break
-            yield opened
+            yield loaded
 
     def _check_idle(self) -> None:
         if not self.engine.is_idle:
             raise ConfigError("the target cannot be requantized while a request is running: finish its stream or close it first")
 
     def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
-        with self._in_use() as opened:
-            requests = opened.requests(prompts, params, options, is_streamed=False)
-            with closing(opened.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+        with self._in_use() as loaded:
+            requests = loaded.requests(prompts, params, options, is_streamed=False)
+            with closing(loaded.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
                 for _ in steps:
                     pass
-            return [opened.output(request) for request in requests]
+            return [loaded.output(request) for request in requests]
 
     def _stream(self, prompt: list[int], params: Params, options: RequestOptions) -> Iterator[StreamChunk]:
-        with self._in_use() as opened:
-            num_seen = dict.fromkeys(opened.requests([prompt], params, options, is_streamed=True), 0)
-            with closing(opened.engine.run(list(num_seen))) as steps:
+        with self._in_use() as loaded:
+            num_seen = dict.fromkeys(loaded.requests([prompt], params, options, is_streamed=True), 0)
+            with closing(loaded.engine.run(list(num_seen))) as steps:
                 while num_seen:
-                    self._check_open()
-                    if not _has_news(num_seen):  # another thread's steps may have brought some
+                    _ = self._loaded  # raises if it is closed
+                    if not _has_updates(num_seen):  # another thread's steps may have added tokens
                         next(steps, None)
-                    with opened.engine.between_steps():
-                        _raise_error(num_seen)  # another thread's step may have met it
-                        chunks = [opened.chunk(request, seen) for request, seen in num_seen.items()]
+                    with loaded.engine.between_steps():
+                        raise_error(list(num_seen))  # it may come from another thread's step
+                        chunks = [loaded.chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
                     yield from chunks  # the caller may run steps of its own in between
 
 
-def _raise_error(requests: Iterable[EngineRequest]) -> None:
-    for request in requests:
-        if request.error is not None:
-            raise request.error
-
-
-def _has_news(num_seen: Mapping[EngineRequest, int]) -> bool:
-    """Whether any of these requests has more output than in `num_seen`, or ended; False if one failed, so that the engine reports it."""
+def _has_updates(num_seen: Mapping[EngineRequest, int]) -> bool:
+    """Return whether a request has more tokens than in `num_seen`, or has ended. False if one failed: the next step raises its error."""
     if any(request.error is not None for request in num_seen):
         return False
     return any(request.is_finished or request.num_output_tokens > seen for request, seen in num_seen.items())

@@ -1,4 +1,4 @@
-"""What a finished request returns, and what streaming yields on the way."""
+"""Outputs of finished requests, and chunks of streams."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ class Usage:
     """Token counts of one request.
 
     Attributes:
-        num_cached_tokens: prompt tokens whose rows were in the cache, from earlier requests.
+        num_cached_tokens: prompt tokens of prefix cache hits.
     """
 
     prompt_tokens: int
@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Wall-clock seconds of a request: until its first token, from there to its last, both; time spent on others in the batch included."""
+    """Wall-clock seconds of a request: until its first token, from there to its last, and both."""
 
     prompt_s: float
     decode_s: float
@@ -52,8 +52,8 @@ class ParsedToolCall:
     Attributes:
         name: the tool's name.
         arguments: the arguments by their names.
-        id: an id made for this call, or the one that the model wrote.
-        is_complete: False if the text ended within a string of the arguments, which is cut there: do not run such a call.
+        id: an id made for this call, or the one in the model's output.
+        is_complete: False if the text ended within a string of the arguments. Do not run such a call.
     """
 
     name: str
@@ -67,21 +67,21 @@ class RequestOutput:
     """One generated text.
 
     Attributes:
-        text: the output's text, without special tokens; a stop string is cut off unless `include_stop`. In chats it has the marks of
-            reasoning and tool calls too.
-        token_ids: output tokens, the one that ended it included.
-        origins: for each output token, whether it was a plain token, an accepted draft or a bonus token.
+        text: the output's text, without special tokens; without the stop string unless `include_stop`. In chats it includes the
+            markers of reasoning and tool calls.
+        token_ids: output tokens, the end token included.
+        origins: for each output token, whether it was a plain token, an accepted draft token or a bonus token.
         finish_reason: "stop" (EOS, stop token or stop string), "length" (max_tokens or the end of the context) or "abort".
-        stop_text: the stop string that ended it, if one did.
-        seed: the seed used, drawn for requests that gave none.
-        sample_index: which of the prompt's samples this is, from 0.
+        stop_text: the stop string that ended it; None = none.
+        seed: the seed used; a random one if none was given.
+        sample_index: index among the prompt's samples.
         numerics: "exact" or "fast".
-        drafter: name of the drafter that the request asked for, or of the one that is loaded; "none" for plain decoding.
-        speculation: counters of what speculation did.
-        logprobs: for each output token, if asked for.
-        prompt_logprobs: for each prompt token, if asked for; None for the first one, which no row predicts.
-        steps: what every step guessed, if asked for.
-        content, reasoning, tool_calls: of chats, what the text consists of; content and reasoning are None where there is none.
+        drafter: name of the drafter that the request selected, or of the loaded ones; "none" for plain decoding.
+        speculation: counters of its steps and draft tokens.
+        logprobs: for each output token, if requested.
+        prompt_logprobs: for each prompt token, if requested; None for the first one, which no row predicts.
+        steps: the draft of every step, if requested.
+        content, reasoning, tool_calls: parts of a chat's text; content and reasoning are None if there is none.
     """
 
     text: str
@@ -105,17 +105,17 @@ class RequestOutput:
     tool_calls: tuple[ParsedToolCall, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Names that other libraries' outputs have."""
+        """Raise AttributeError; for names of other libraries' outputs it says what to use."""
         hint = _OTHER_NAMES.get(name)
         raise AttributeError(f"a RequestOutput has no {name}{f': {hint}' if hint else ''}", name=name, obj=self)
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens after the first one, per second of decoding; 0 when there is one token or none."""
+        """Output tokens after the first one, per second of decoding; 0 if there are fewer than two."""
         return (len(self.token_ids) - 1) / self.timing.decode_s if self.timing.decode_s > 0 and self.token_ids else 0.0
 
     def as_dict(self, *, model: str, version: str) -> dict[str, Any]:
-        """The JSON object of `paceline run --json`."""
+        """Return the JSON object of `paceline run --json`."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -135,17 +135,17 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What one step added to a streamed request.
+    """The tokens that steps added to a streamed request.
 
     Attributes:
         text: newly final text; may be empty while a character or a possible stop string is incomplete.
-        token_ids, origins: the tokens since the chunk before.
-        output: the finished request, in its last chunk only.
-        sample_index: which of the prompt's samples this is about, from 0.
-        logprobs: of the tokens, if asked for.
+        token_ids, origins: the tokens since the previous chunk.
+        output: the whole output, in the last chunk only.
+        sample_index: index among the prompt's samples.
+        logprobs: of the tokens, if requested.
         usage: token counts of the sample so far.
-        prompt_token_ids, prompt_logprobs: of the prompt, in the first chunk of each sample, where its log-probabilities were asked for.
-        steps: what the steps guessed that emitted the tokens, if asked for.
+        prompt_token_ids, prompt_logprobs: of the prompt, in the first chunk of each sample, if requested.
+        steps: the drafts of the steps that emitted the tokens, if requested.
     """
 
     text: str

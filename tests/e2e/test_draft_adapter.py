@@ -87,6 +87,6 @@ def test_an_adapter_of_another_model_and_one_without_memory_are_refused(
         open_llm(drafter=str(other), draft_adapter=adapter)
     with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json"):
         open_llm(draft_adapter=other)
-    monkeypatch.setattr("paceline.engine.open.available_memory_bytes", lambda: 100)
+    monkeypatch.setattr("paceline.engine.loader.available_memory_bytes", lambda: 100)
     with pytest.raises(CapacityError, match=r"takes .* GB while it is read, 1e-07 GB are free"):
         open_llm(draft_adapter=adapter)

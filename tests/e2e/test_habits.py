@@ -52,7 +52,7 @@ def ask(request: pytest.FixtureRequest, llm: LLM, directory: Path) -> Ask:
 
     def ask_engine(method: str, *arguments: Any, **named: Any) -> list[list[int]]:
         async def work() -> list[list[int]]:
-            engine = AsyncEngine(llm._opened)
+            engine = AsyncEngine(llm._loaded)
             async with engine:
                 return [output.token_ids for output in await getattr(engine, method)(*arguments, **named)]
 
@@ -61,13 +61,13 @@ def ask(request: pytest.FixtureRequest, llm: LLM, directory: Path) -> Ask:
     return ask_engine
 
 
-def test_sampling_params_is_another_name_of_params(ask: Ask, llm: LLM) -> None:
+def test_sampling_params_can_be_passed_by_name(ask: Ask, llm: LLM) -> None:
     expected = [llm.generate("the cat", SAMPLED)[0].token_ids]
     assert ask("generate", "the cat", sampling_params=SAMPLED) == expected
     assert ask("chat", MESSAGES, sampling_params=GREEDY) == [llm.chat(MESSAGES, GREEDY).token_ids]
     assert [chunk.output for chunk in llm.stream("the cat", sampling_params=SAMPLED)][-1].token_ids == expected[0]  # type: ignore[union-attr]
-    with pytest.raises(RequestError, match="params and sampling_params are one thing: give one"):
-        ask("generate", "the cat", SAMPLED, sampling_params=SAMPLED)
+    with pytest.raises(RequestError, match=r"params is no argument of generate: did you mean sampling_params\?"):
+        ask("generate", "the cat", params=SAMPLED)
 
 
 def test_each_prompt_may_have_params_of_its_own(ask: Ask, llm: LLM) -> None:
@@ -76,9 +76,9 @@ def test_each_prompt_may_have_params_of_its_own(ask: Ask, llm: LLM) -> None:
     assert ask("generate", prompts, [SAMPLED, GREEDY]) == expected
     assert ask("generate", prompts, sampling_params=(SAMPLED, GREEDY)) == expected
     assert ask("generate", "the cat", [SAMPLED]) == expected[:1]
-    with pytest.raises(RequestError, match="3 params for 2 prompts: give one for all of them, or one for each"):
+    with pytest.raises(RequestError, match="3 sampling_params for 2 prompts: give one for all of them, or one for each"):
         ask("generate", prompts, [SAMPLED] * 3)
-    with pytest.raises(RequestError, match=r"params is \{'temperature': 1\}: give SamplingParams"):
+    with pytest.raises(RequestError, match=r"sampling_params is \{'temperature': 1\}: give SamplingParams"):
         ask("generate", prompts, {"temperature": 1})
     assert ask("generate", prompts, [dataclasses.replace(SAMPLED, n=2), GREEDY])[2] == expected[1]
 
@@ -197,16 +197,16 @@ SAMPLING_NAMES = {
     "do_sample": "temperature",
     "num_return_sequences": "n",
     "temperatur": "temperature",
-    "stop_sequences": "stop",
+    "include_stop_str_in_output": "include_stop",
     "logits_processors": "processors",
 }
 LLM_NAMES = {
-    "max_model_len": "max_model_len",
+    "gpu_memory_utilization": "kv_cache_gb",
     "speculative_model": "drafter",
     "num_assistant_tokens": "num_speculative_tokens",
     "n_ctx": "max_model_len",
     "thread": "threads",
-    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_prefix_cache": "enable_prefix_caching",
 }
 
 
@@ -235,9 +235,11 @@ def test_a_name_like_none_of_ours_is_told_all_of_them() -> None:
     ("given", "meant"), [("max_tokens", "max_tokens"), ("max_new_tokens", "max_tokens"), ("temperature", "temperature")]
 )
 def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given: str, meant: str) -> None:
-    with pytest.raises(RequestError, match=rf"{given} is no argument of generate: give params=SamplingParams\({meant}=...\)"):
+    with pytest.raises(RequestError, match=rf"{given} is no argument of generate: give sampling_params=SamplingParams\({meant}=...\)"):
         ask("generate", "the cat", **{given: 5})
-    with pytest.raises(ConfigError, match=rf"{given} is no argument of LLM: give params=SamplingParams\({meant}=...\) to generate or chat"):
+    with pytest.raises(
+        ConfigError, match=rf"{given} is no argument of LLM: give sampling_params=SamplingParams\({meant}=...\) to generate or chat"
+    ):
         LLM("mini", **{given: 5})
 
 
@@ -266,7 +268,7 @@ def test_an_output_asked_for_what_others_have_is_told_ours(llm: LLM) -> None:
 
 
 def test_an_engine_that_was_not_opened_is_refused_before_a_thread_starts() -> None:
-    with pytest.raises(ConfigError, match=r"not of 'mini': use AsyncEngine\.open\(model\)"):
+    with pytest.raises(ConfigError, match=r"not 'mini': use AsyncEngine\.open\(model\)"):
         AsyncEngine("mini")  # type: ignore[arg-type]
     for model in (None, b"mini", ["mini"]):
         with pytest.raises(ConfigError, match=r"^model is .*: give 'mini', a directory"):

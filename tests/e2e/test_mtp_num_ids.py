@@ -348,7 +348,7 @@ def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_pa
     text = "which does not exist: give a text like those you generate"
     found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
-    monkeypatch.setattr("paceline.engine.open.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
         open_llm(target, "mtp", drafter_options=options)
 
@@ -370,7 +370,7 @@ def test_more_ids_than_there_are_is_an_error_before_the_target_is_loaded(tmp_pat
     assert text in found.problems
     found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"num_ids": ASKED}))
     assert found.problems == []
-    monkeypatch.setattr("paceline.engine.open.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
         open_llm(target, "mtp", drafter_options={"num_ids": 608})
     with pytest.raises(ConfigError, match="'num_ids' is for mtp heads, and the drafter is ngram"):

@@ -116,7 +116,7 @@ def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, erro
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(paceline.llm, "open_engine", fail)
+        patch.setattr(paceline.llm, "load_engine", fail)
         with pytest.raises(type(error)):
             failing_llm.requantize("int4")
 

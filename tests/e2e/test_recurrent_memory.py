@@ -10,7 +10,7 @@ from harness.checkpoints import write_checkpoint
 from harness.exact_targets import skip_without_kernels
 from harness.hybrid_checkpoints import CASES
 from paceline import LLM, CapacityError, SamplingParams
-from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates
+from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, RecurrentStateCache
 from paceline.speculation.draft_length.policy import FixedDraftLength
 
 pytest.importorskip("torch")
@@ -24,15 +24,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, real = [], RecurrentStates._take_records
-    monkeypatch.setattr(RecurrentStates, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
+    counts, real = [], RecurrentStateCache._take_records
+    monkeypatch.setattr(RecurrentStateCache, "_take_records", lambda memory, text, count: counts.append(count) or real(memory, text, count))
     llm = LLM(str(hybrid), drafter=str(hybrid), num_speculative_tokens=4, max_model_len=512, kv_cache_gb=0.1, dtype="f32", threads=1)
     llm.engine.speculator.policy = FixedDraftLength(4)  # it always guesses
     counts.clear()
     prompt = np.random.default_rng(0).integers(1, llm.vocab_size, 480).tolist()
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
     assert output.speculation.num_accepted_tokens > 0
-    assert max(counts) < KNOWN_ROWS
+    assert max(counts) < MIN_UNRECORDED_ROWS
 
 
 def test_so_many_requests_run_at_a_time_as_there_are_states_for(hybrid: Path) -> None:

@@ -195,7 +195,7 @@ def test_nothing_hangs_and_no_token_is_wrong_however_long_it_goes_on(
     llm, other = (open_small(directory, 80, ["ngram", "suffix"]) for _ in range(2))
     for one in (llm, other):
         one.engine.speculator.policy = FixedDraftLength(3)
-    engine = AsyncEngine(other._opened)
+    engine = AsyncEngine(other._loaded)
     soak = Soak(llm, engine, answers, time.monotonic() + (600.0 if large_counts else 3.0), seed)
     with ThreadPoolExecutor(len(WORKS)) as pool:
         futures = [pool.submit(work, soak, number) for number in range(len(WORKS))]

@@ -13,8 +13,8 @@ from harness.engine_jobs import BEYOND, HEADS, Solo, open_drafting, write_heads_
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
 from paceline import LLM, CheckpointError, RequestError, SamplingParams
-from paceline.engine import engine as engine_module
-from paceline.kv_cache.prefix_index import PrefixIndex
+from paceline.engine import scheduler as scheduler_module
+from paceline.kv_cache.block_pool import BlockPool
 from paceline.models.adapters.adapter import Adapter
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native import network as network_module
@@ -105,7 +105,7 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
     for one in asked:
         predicts = llm.engine.speculator.uses_predictions
         options = {"adapter": one.adapter, "namespace": "one", **({"prediction": one.beyond} if predicts else {})}
-        requests += llm._opened.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+        requests += llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -117,7 +117,7 @@ def run_together(llm: LLM, asked: list[Asked]) -> list[Request]:
 def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
     for request, one in zip(requests, asked, strict=True):
         assert request.error is None
-        found = llm._opened.output(request)
+        found = llm._loaded.output(request)
         assert found.token_ids == one.answer.token_ids, one.adapter
         assert found.logprobs == one.answer.logprobs, one.adapter
 
@@ -157,8 +157,8 @@ def test_a_removed_adapter_serves_who_has_it_and_nobody_else(given_of: GivenOf) 
     given = given_of("llama")
     llm = given.open("none", num_blocks=60)
     one = next(one for one in given.asked if one.adapter == "plain")
-    (request,) = llm._opened.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
-    (late,) = llm._opened.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
+    (request,) = llm._loaded.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
+    (late,) = llm._loaded.requests([one.prompt], one.params, {"adapter": "plain"}, is_streamed=False)
     llm.engine.add(request)
     llm.engine.step()
     llm.unload_adapter("plain")
@@ -215,10 +215,10 @@ class Events:
         options = {"adapter": name, "namespace": "one"}
         if name is not None and name not in self._loaded:
             with pytest.raises(RequestError, match="which is not loaded; loaded: "):
-                self.llm._opened.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+                self.llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
             self.num_refused += 1
             return
-        (request,) = self.llm._opened.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
+        (request,) = self.llm._loaded.requests([one.prompt], one.params, options, is_streamed=False)  # type: ignore[arg-type]
         self.llm.engine.add(request)
         self._live[request] = (None if name is None else self._loaded[name], number)
 
@@ -228,7 +228,7 @@ class Events:
             if key not in self._answers:
                 one = self.given.asked[key[1]]
                 self._answers[key] = answer_alone(self.given.solo, one.prompt, one.params, key[0])
-            expected, found = self._answers[key], self.llm._opened.output(request)
+            expected, found = self._answers[key], self.llm._loaded.output(request)
             assert request.error is None
             assert found.token_ids == expected.token_ids[: len(found.token_ids)], key
             assert found.logprobs == (expected.logprobs or [])[: len(found.token_ids)], key
@@ -269,7 +269,7 @@ def test_random_loads_removals_and_requests_leave_nothing_and_mix_nothing(
 
 
 def share_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixIndex, "links", _links_without_salt(PrefixIndex.links))
+    patch.setattr(BlockPool, "block_hashes", _links_without_salt(BlockPool.block_hashes))
 
 
 def _links_without_salt(links: Callable[..., object]) -> Callable[..., object]:
@@ -305,13 +305,13 @@ def lose_embedding(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    real = engine_module.CacheBlocks.free
+    real = scheduler_module.BlockManager.free_blocks
 
-    def free(blocks: engine_module.CacheBlocks, request: Request) -> None:
+    def free(blocks: scheduler_module.BlockManager, request: Request) -> None:
         real(blocks, request)
         request.adapter_number = 0
 
-    patch.setattr(engine_module.CacheBlocks, "free", free)
+    patch.setattr(scheduler_module.BlockManager, "free_blocks", free)
 
 
 FAULTS = [

@@ -19,9 +19,9 @@ import pytest
 from harness.checkpoints import write_byte_fallback_tokenizer, write_byte_level_tokenizer
 from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, WrittenTarget
 from paceline import SamplingParams
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.engine.text_stop import TextStop
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import FloatArray
@@ -37,7 +37,7 @@ from paceline.speculation.step import step
 from paceline.tokenizer.tokenizer import Tokenizer
 
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
-Open = Callable[[str], RequestMaker]
+Open = Callable[[str], InputProcessor]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Ran:
 
 def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache, drafter: Drafter | None) -> Ran:
     """The steps of one request."""
-    maker = RequestMaker(tokenizer, case.vocab_size, case.max_model_len, case.eos_ids)
-    request = maker.make(case.prompt, case.params, is_streamed=case.is_streamed)
+    input_processor = InputProcessor(tokenizer, case.vocab_size, case.max_model_len, case.eos_ids)
+    request = input_processor.make(case.prompt, case.params, is_streamed=case.is_streamed)
     request.sequence = cache.new_sequence()
     speculator = Speculator(
         [] if drafter is None else [drafter],
@@ -133,7 +133,7 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     streamed, num_blocks, seen = "", 0, 0
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
-        streamed += maker.chunk(request, seen, None).text
+        streamed += input_processor.chunk(request, seen, None).text
         num_blocks += request.num_output_tokens > seen
         seen = request.num_output_tokens
         if request.num_output_tokens and not request.is_finished:
@@ -141,10 +141,10 @@ def run(case: Case, tokenizer: Tokenizer, target: WrittenTarget, cache: KVCache,
     kept_last = request.origins[-1] is TokenOrigin.ACCEPTED  # by a walk that went on behind the end: its row ran
     assert request.sequence.committed_len == len(request.token_ids) - (not kept_last)
     assert request.error is None, request.error
-    output = maker.output(request, numerics="exact", drafter="none")
+    output = input_processor.output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()
-    return Ran(request, output, streamed + maker.chunk(request, seen, None).text, num_blocks)
+    return Ran(request, output, streamed + input_processor.chunk(request, seen, None).text, num_blocks)
 
 
 def assert_as_defined(case: Case, ran: Ran, tokenizer: Tokenizer) -> None:

@@ -17,8 +17,8 @@ import pytest
 from harness.checkpoints import write_byte_level_tokenizer
 from harness.written_target import MAX_DEPTH, NUM_POSITIONS, BlockDrafter, DrawingDrafter, WrittenTarget
 from paceline import Grammar, RequestError, SamplingParams
-from paceline.engine.batch import RequestMaker
-from paceline.kv_cache.paged import KVCache
+from paceline.engine.input_processor import InputProcessor
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
 from paceline.speculation.commit import FinishLookahead
@@ -79,10 +79,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def makers(tokenizer: Tokenizer) -> dict[tuple[int, ...], RequestMaker]:
+def makers(tokenizer: Tokenizer) -> dict[tuple[int, ...], InputProcessor]:
     """Of models with and without an end token; what they compiled is kept."""
     eos = min(tokenizer.special_token_ids)
-    return {ends: RequestMaker(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ends) for ends in ((), (eos,))}
+    return {ends: InputProcessor(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ends) for ends in ((), (eos,))}
 
 
 def random_case(tokenizer: Tokenizer, random: np.random.Generator) -> Case:
@@ -122,18 +122,20 @@ def random_case(tokenizer: Tokenizer, random: np.random.Generator) -> Case:
     return Case(prompt, script, params, () if random.random() < 0.6 else (eos,), int(random.integers(1 << 30)))
 
 
-def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, drafter: Drafter | None, rule: Acceptance) -> Outcome:
+def run(
+    case: Case, input_processor: InputProcessor, cache: KVCache, target: WrittenTarget, drafter: Drafter | None, rule: Acceptance
+) -> Outcome:
     """The steps of one request."""
-    request = maker.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
+    request = input_processor.make(case.prompt, case.params, is_streamed=case.seed % 2 == 0)
     request.sequence = cache.new_sequence()
     policy = FixedDraftLength(MAX_DEPTH, row_budget=2 * MAX_DEPTH)
     speculator = Speculator(
-        [] if drafter is None else [drafter], policy, vocab_size=maker.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
+        [] if drafter is None else [drafter], policy, vocab_size=input_processor.vocab_size, layout=TreeLayout.PATHS, acceptance=rule
     )
-    target.table = case.table(maker.vocab_size)
+    target.table = case.table(input_processor.vocab_size)
     while not request.is_finished:
         step([request], [request.num_next_tokens(3)], target, cache, speculator)
-    output = maker.output(request, numerics="exact", drafter="none")
+    output = input_processor.output(request, numerics="exact", drafter="none")
     cache.release(request.sequence)
     cache.check()
     stats = request.stats
@@ -142,10 +144,10 @@ def run(case: Case, maker: RequestMaker, cache: KVCache, target: WrittenTarget, 
     return Outcome(output.token_ids, output.finish_reason, output.text, output.logprobs, error)
 
 
-def assert_plain(case: Case, maker: RequestMaker, outcome: Outcome) -> None:
+def assert_plain(case: Case, input_processor: InputProcessor, outcome: Outcome) -> None:
     """A text that rejection chose is one that plain decoding may give: drawn from good rows, up to its end or to the first bad row."""
-    request = maker.make(case.prompt, case.params, is_streamed=False)
-    table = case.table(maker.vocab_size)
+    request = input_processor.make(case.prompt, case.params, is_streamed=False)
+    table = case.table(input_processor.vocab_size)
     for count, token in enumerate(outcome.token_ids, 1):
         distribution = request.processor.process(table[len(request.token_ids) - 1])
         assert np.isfinite(_score(distribution, token)), "the token cannot be drawn"
@@ -168,26 +170,26 @@ def _score(distribution: Any, token: int) -> float:
     return float(distribution.scores[at[0]]) if len(at) else -np.inf
 
 
-def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], random: np.random.Generator, count: int) -> Counter[str]:
+def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], random: np.random.Generator, count: int) -> Counter[str]:
     """So many requests, plainly and with guesses, by both rules; what was met."""
     met: Counter[str] = Counter()
     target = WrittenTarget()
     cache = target.new_cache(60)
     while met["requests"] < count:
         case = random_case(tokenizer, random)
-        maker = makers[case.eos_ids]
+        input_processor = makers[case.eos_ids]
         try:
-            plain = run(case, maker, cache, target, None, Acceptance.MATCH)
+            plain = run(case, input_processor, cache, target, None, Acceptance.MATCH)
         except RequestError:  # what was asked for does not compile
             continue
         text = [*case.prompt, *plain.token_ids, *case.script[len(case.prompt) + len(plain.token_ids) :]]
-        guessed = run(case, maker, cache, target, BlockDrafter(text, maker.vocab_size, random), Acceptance.MATCH)
+        guessed = run(case, input_processor, cache, target, BlockDrafter(text, input_processor.vocab_size, random), Acceptance.MATCH)
         assert guessed == plain
-        drafter = (BlockDrafter if random.random() < 0.3 else DrawingDrafter)(text, maker.vocab_size, random)
-        rejected = run(case, maker, cache, target, drafter, Acceptance.REJECTION)
+        drafter = (BlockDrafter if random.random() < 0.3 else DrawingDrafter)(text, input_processor.vocab_size, random)
+        rejected = run(case, input_processor, cache, target, drafter, Acceptance.REJECTION)
         if case.params.is_greedy:
             assert rejected == plain
-        assert_plain(case, maker, rejected)
+        assert_plain(case, input_processor, rejected)
         met["requests"] += 1
         met["failed" if plain.error is not None else plain.finish_reason] += 1
         met["failed behind tokens"] += plain.error is not None and len(plain.token_ids) > 1
@@ -198,7 +200,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], r
 
 
 def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
-    tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, large_counts: bool, tally: "Counter[str]"
+    tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     count = 20_000 if large_counts else 300
     met = compare(tokenizer, makers, np.random.default_rng(seed), count)
@@ -208,7 +210,7 @@ def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
 
 
 def test_a_walk_behind_the_end_is_seen(
-    tokenizer: Tokenizer, makers: dict[tuple[int, ...], RequestMaker], seed: int, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""
     monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
@@ -217,12 +219,12 @@ def test_a_walk_behind_the_end_is_seen(
 
 
 def test_a_finished_grammar_of_a_model_without_an_end_token_is_a_success_with_guesses_too(tokenizer: Tokenizer) -> None:
-    maker = RequestMaker(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ())
+    input_processor = InputProcessor(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ())
     target, text = WrittenTarget(), "abcabcabcabc"
     script = [*tokenizer.encode("x" + text, add_special_tokens=False), *[1] * NUM_POSITIONS][:NUM_POSITIONS]
     case = Case(script[:1], script, SamplingParams(max_tokens=30, grammar=Grammar.regex(text)), (), 1)
     cache = target.new_cache(60)
     for rule in Acceptance:
-        drafter = BlockDrafter([*script[:13], 1, 1, 1], maker.vocab_size, np.random.default_rng(1))
-        outcome = run(case, maker, cache, target, drafter, rule)
+        drafter = BlockDrafter([*script[:13], 1, 1, 1], input_processor.vocab_size, np.random.default_rng(1))
+        outcome = run(case, input_processor, cache, target, drafter, rule)
         assert (outcome.text, outcome.finish_reason, outcome.error) == (text, "stop", None)

@@ -16,11 +16,10 @@ from harness.engine_jobs import HEADS, SAMPLINGS, Job, JobMaker, Solo, known_of,
 from harness.engine_traffic import Traffic, check_clean, check_engine
 from harness.exact_targets import HYBRIDS, skip_without_kernels
 from paceline import LLM, AsyncEngine
-from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
-from paceline.kv_cache.block_pool import BlockPool
-from paceline.kv_cache.paged import KVCache
-from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.engine.input_processor import InputProcessor
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
 from paceline.sampling.processors import EditedRow
@@ -99,8 +98,8 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
                 count, sets, max_tokens = 64, 1 if name == "mini" else 3, 64
             else:
                 count, sets, max_tokens = {"llama": 64, "mini": 12}.get(name, 20), 1, 10 if name == "mini" else 20
-            maker = JobMaker(solo, random, max_tokens=max_tokens)
-            made[target] = Given(solo, [maker.make(count) for _ in range(sets)], drafts)
+            input_processor = JobMaker(solo, random, max_tokens=max_tokens)
+            made[target] = Given(solo, [input_processor.make(count) for _ in range(sets)], drafts)
         return made[target]
 
     yield make
@@ -223,7 +222,7 @@ def test_streams_that_are_left_at_any_moment_leave_nothing_behind(
     random = np.random.default_rng(seed + sum(map(ord, kind)))
     (jobs, *_) = given.jobs
     llm = given.open(kind, random, jobs, num_blocks=2 * NUM_BLOCKS)
-    engine = AsyncEngine(llm._opened)
+    engine = AsyncEngine(llm._loaded)
     ended: Counter[str] = Counter()
 
     async def call(job: Job, how: str, patience: float) -> None:
@@ -310,13 +309,15 @@ def test_without_a_fault_the_small_comparison_passes(faulty: Faulty, num_blocks:
 
 
 def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    real = PrefixIndex.links
+    real = BlockPool.block_hashes
 
-    def without_chain(self: PrefixIndex, token_ids: Sequence[int], salt: bytes, chain: Sequence[Link], num_blocks: int) -> Iterator[Link]:
-        for block in range(len(chain), num_blocks):
+    def without_chain(
+        self: BlockPool, token_ids: Sequence[int], salt: bytes, known: Sequence[BlockHash], num_blocks: int
+    ) -> Iterator[BlockHash]:
+        for block in range(len(known), num_blocks):
             yield from real(self, token_ids[block * 32 : block * 32 + 32], salt, (), 1)
 
-    monkeypatch.setattr(PrefixIndex, "links", without_chain)
+    monkeypatch.setattr(BlockPool, "block_hashes", without_chain)
     with differs:
         faulty(num_blocks=PLENTY)
 
@@ -345,7 +346,11 @@ def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, diffe
             self._owners[block] += before[block]
         return blocks
 
-    monkeypatch.setattr(PrefixIndex, "revive", lambda self, block: block in self._idle)
+    def share(self: BlockPool, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._owners[block] += 1
+
+    monkeypatch.setattr(BlockPool, "share", share)
     monkeypatch.setattr(BlockPool, "allocate", allocate)
     with differs:
         faulty()
@@ -353,15 +358,15 @@ def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, diffe
 
 def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     """The row of a text's last token is not there yet; where the text ends with a block it never comes."""
-    real = KVCache.remember
+    real = KVCache.register_prefix
 
-    def remember(self: KVCache, sequence: Any, token_ids: Sequence[int]) -> None:
+    def register(self: KVCache, sequence: Any, token_ids: Sequence[int]) -> None:
         committed = sequence.committed_len
         sequence.committed_len = min(len(token_ids), len(sequence.block_table) * self.block_size)
         real(self, sequence, token_ids)
         sequence.committed_len = committed
 
-    monkeypatch.setattr(KVCache, "remember", remember)
+    monkeypatch.setattr(KVCache, "register_prefix", register)
     with differs:
         faulty(num_blocks=PLENTY)
 
@@ -382,13 +387,13 @@ def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, mo
 
 
 def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
-    released, real_make, real_release = [], RequestMaker.make, Engine._release
+    released, real_make, real_release = [], InputProcessor.make, Engine._release
 
     def release(self: Engine, request: Request) -> None:
         released.append(request)
         real_release(self, request)
 
-    def make(self: RequestMaker, prompt: Sequence[int], params: Any, **options: Any) -> Request:
+    def make(self: InputProcessor, prompt: Sequence[int], params: Any, **options: Any) -> Request:
         request = real_make(self, prompt, params, **options)
         alike = replace(params, seed=0, max_tokens=1000)
         for other in released:
@@ -397,7 +402,7 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
         return request
 
     monkeypatch.setattr(Engine, "_release", release)
-    monkeypatch.setattr(RequestMaker, "make", make)
+    monkeypatch.setattr(InputProcessor, "make", make)
     with differs:
         faulty()
 

@@ -56,11 +56,11 @@ def open_llm(directory: Path, drafter: str | Drafter, **options: Any) -> LLM:
 def generate(llm: LLM, cases: Sequence[Case], at_once: int) -> list[RequestOutput]:
     """Several requests in one batch, each with parameters of its own."""
     outputs: list[RequestOutput] = []
-    opened = llm._opened
+    opened = llm._loaded
     for start in range(0, len(cases), at_once):
         requests = []
         for case in cases[start : start + at_once]:
-            prompt = opened.maker.prompt_ids(case.prompt)
+            prompt = opened.input_processor.prompt_ids(case.prompt)
             requests += opened.requests([prompt], case.params, {}, is_streamed=False)
         with closing(llm.engine.run(requests)) as steps:
             for _ in steps:

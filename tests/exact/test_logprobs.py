@@ -111,7 +111,7 @@ def run_all(alone: Alone, llm: LLM, between: Callable[[int], None]) -> dict[tupl
         check_engine(llm.engine)
         between(number)
     for (name, index), request in requests.items():
-        alone.check(llm._opened.output(request), name, index)
+        alone.check(llm._loaded.output(request), name, index)
     check_clean(llm)
     return requests
 
@@ -264,10 +264,10 @@ def test_prompt_rows_that_a_hit_leaves_out_are_seen(alone_of: AloneOf, monkeypat
     alone = alone_of(TARGETS[0])
     llm, name = alone.open("oracle"), "with the prompt's"
 
-    def adopt_prefix(self: Any, request: Request) -> None:
-        self._engine.cache.adopt_prefix(request.sequence, request.token_ids)
+    def match_prefix(self: Any, request: Request) -> None:
+        self._cache.match_prefix(request.sequence, request.token_ids)
 
-    monkeypatch.setattr("paceline.engine.engine.CacheBlocks.adopt_prefix", adopt_prefix)
+    monkeypatch.setattr("paceline.engine.scheduler.BlockManager.match_prefix", match_prefix)
     (_, output) = (llm.generate([alone.prompts[2]], alone.params(name))[0] for _ in range(2))
     with pytest.raises(AssertionError, match="prompt_logprobs of"):
         alone.check(output, name, 2)

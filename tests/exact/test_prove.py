@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from harness.exact_targets import skip_without_kernels
 from paceline.cli import app
-from paceline.kv_cache.paged import KVCache
-from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
 from paceline.proof.exactness.prove import ProofQuestion, Prover
@@ -136,7 +136,7 @@ def go_on_behind_the_wrong_block_of_a_hit(patch: pytest.MonkeyPatch) -> None:
     """The last block of a hit is that of the link before."""
     real = KVCache._find_prefix
 
-    def find(cache: KVCache, *arguments: Any) -> list[tuple[Link, int]]:
+    def find(cache: KVCache, *arguments: Any) -> list[tuple[BlockHash, int]]:
         found = real(cache, *arguments)
         return [*found[:-1], (found[-1][0], found[-2][1])] if len(found) > 1 else found
 
@@ -145,13 +145,13 @@ def go_on_behind_the_wrong_block_of_a_hit(patch: pytest.MonkeyPatch) -> None:
 
 def let_a_hit_go_one_row_too_far(patch: pytest.MonkeyPatch) -> None:
     """Blocks are known by all of their tokens but the last one."""
-    real = PrefixIndex.links
+    real = BlockPool.block_hashes
 
-    def links(index: PrefixIndex, token_ids: Sequence[int], *arguments: Any) -> Iterator[Link]:
+    def links(index: BlockPool, token_ids: Sequence[int], *arguments: Any) -> Iterator[BlockHash]:
         size = index._block_size
         return real(index, [0 if at % size == size - 1 else token for at, token in enumerate(token_ids)], *arguments)
 
-    patch.setattr(PrefixIndex, "links", links)
+    patch.setattr(BlockPool, "block_hashes", links)
 
 
 def key_noise_by_node(patch: pytest.MonkeyPatch) -> None:
@@ -204,15 +204,15 @@ def report_logprobs_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
-    from paceline.kv_cache import paged
+    from paceline.kv_cache import cache as cache_module
 
-    real = paged.plan_rows
+    real = cache_module.plan_rows
 
     def without_masks(*arguments: Any) -> RowPlan:
         plan = real(*arguments)
         return replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths))
 
-    patch.setattr(paged, "plan_rows", without_masks)
+    patch.setattr(cache_module, "plan_rows", without_masks)
 
 
 def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
@@ -229,30 +229,30 @@ def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_preempted_requests_last_token(patch: pytest.MonkeyPatch) -> None:
-    from paceline.engine.engine import CacheBlocks
+    from paceline.engine.scheduler import BlockManager
 
-    real = CacheBlocks.free
+    real = BlockManager.free_blocks
 
-    def free(blocks: CacheBlocks, request: Any) -> None:
+    def free(blocks: BlockManager, request: Any) -> None:
         real(blocks, request)
         if request.num_output_tokens > 1:
             request.token_ids[-1] = request.token_ids[-2]
 
-    patch.setattr(CacheBlocks, "free", free)
+    patch.setattr(BlockManager, "free_blocks", free)
 
 
 def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:
     """The text alone is wrong where a draft was kept."""
-    from paceline.engine.batch import RequestMaker
+    from paceline.engine.input_processor import InputProcessor
     from paceline.speculation.request import TokenOrigin
 
-    real = RequestMaker._text
+    real = InputProcessor._text
 
-    def text(maker: RequestMaker, request: Any, ids: list[int]) -> str:
-        shown = real(maker, request, ids)
+    def text(input_processor: InputProcessor, request: Any, ids: list[int]) -> str:
+        shown = real(input_processor, request, ids)
         return shown.upper() if TokenOrigin.ACCEPTED in request.origins else shown
 
-    patch.setattr(RequestMaker, "_text", text)
+    patch.setattr(InputProcessor, "_text", text)
 
 
 FAULTS = (

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from paceline.drafters.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.request import EngineRequest
-from paceline.engine.scheduler import Limits
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.layer_memory import LayerMemory
-from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.prefix_index import Link
+from paceline.engine.scheduler import SchedulerLimits
+from paceline.kv_cache.block_pool import BlockHash
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
+from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted, assemble
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
@@ -37,7 +37,7 @@ LAYOUTS = [TreeLayout.PATHS, TreeLayout.MASK]
 Values = NDArray[np.int64]
 
 
-class RecurrentStates(LayerMemory):
+class RecurrentStateCache(LayerCache):
     """A state per sequence. A pass leaves the state behind each of its rows; that of the last row kept becomes the sequence's.
 
     Attributes:
@@ -51,7 +51,7 @@ class RecurrentStates(LayerMemory):
         self.behind: dict[int, tuple[int, Values]] = {}
         self.left: dict[int, Values] = {}
         self.crossed: dict[int, dict[int, Values]] = {}
-        self.kept: dict[Link, Values] = {}
+        self.kept: dict[BlockHash, Values] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -74,24 +74,24 @@ class RecurrentStates(LayerMemory):
     def cancel(self, plan: RowPlan) -> None:
         self.left.pop(plan.sequence_id, None)
 
-    def can_cut(self, sequence_id: int, length: int) -> bool:
+    def can_truncate(self, sequence_id: int, length: int) -> bool:
         return length == self.behind.get(sequence_id, (0, None))[0]
 
-    def num_reachable(self, links: Sequence[Link]) -> int:
-        return next((count for count in range(len(links), 0, -1) if links[count - 1] in self.kept), 0)
+    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+        return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self.kept), 0)
 
-    def restart(self, sequence_id: int, length: int, links: Sequence[Link]) -> None:
+    def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
         if length == 0:
             self.release(sequence_id)
         elif length != self.behind.get(sequence_id, (0, None))[0]:
-            self.behind[sequence_id] = length, self.kept[links[length // SIZE - 1]]
+            self.behind[sequence_id] = length, self.kept[block_hashes[length // SIZE - 1]]
 
-    def remember(self, sequence_id: int, first: int, links: Sequence[Link]) -> None:
+    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
         crossed = self.crossed.pop(sequence_id, {})
-        self.kept.update({link: crossed[index] for index, link in enumerate(links, first) if index in crossed})
+        self.kept.update({block_hash: crossed[index] for index, block_hash in enumerate(block_hashes, first) if index in crossed})
 
-    def forget(self, link: Link) -> None:
-        self.kept.pop(link, None)
+    def evict(self, block_hash: BlockHash) -> None:
+        self.kept.pop(block_hash, None)
 
     def release(self, sequence_id: int) -> None:
         self.behind.pop(sequence_id, None)
@@ -109,11 +109,11 @@ class Toy(Network):
         self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        (self.rows,), self.states = self.new_key_values(num_blocks), RecurrentStates()
+        (self.rows,), self.states = self.new_key_values(num_blocks), RecurrentStateCache()
         return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
 
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
-        return [KeyValues(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+        return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
     def beside(self, compose: Compose) -> Network:
         raise AssertionError("a toy has no network beside it")
@@ -222,7 +222,7 @@ class Traffic:
         speculator = Speculator(
             [drafter] if drafter is not None else [], FixedDraftLength(6, row_budget=12), vocab_size=VOCAB, layout=cache.layout
         )
-        engine = Engine(self.toy, cache, speculator, Limits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
+        engine = Engine(self.toy, cache, speculator, SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=24, prefill_chunk_size=5))
         for _ in range(2):
             requests = self.requests()
             for _ in engine.run(requests):
@@ -238,9 +238,9 @@ class Traffic:
     def check_nothing_leaked(self, cache: KVCache, num_blocks: int) -> None:
         states = self.toy.states
         assert (states.behind, states.left, states.crossed) == ({}, {}, {})
-        assert all(cache.prefix_index.find(link) is not None for link in states.kept)
+        assert all(cache.pool.find_block(block_hash) is not None for block_hash in states.kept)
         cache.pool.release(cache.pool.allocate(num_blocks))  # evicts everything
-        assert (cache.num_cached_blocks, states.num_bytes) == (0, 0)
+        assert (cache.pool.num_indexed, states.num_bytes) == (0, 0)
 
 
 @pytest.mark.spread(0.3)
@@ -264,16 +264,16 @@ def test_a_network_with_a_recurrent_layer_says_the_same_tokens(layout: TreeLayou
 FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
     "the state behind the last row of a pass is kept": (
         "keep_path",
-        lambda self, plan, commit, real=RecurrentStates.keep_path: real(
+        lambda self, plan, commit, real=RecurrentStateCache.keep_path: real(
             self, plan, Commit(commit.block_table, commit.committed_len, [*commit.rows[:-1], plan.num_rows - 1])
         ),
     ),
-    "prefixes are adopted without a state": ("num_reachable", lambda self, links: len(links)),
+    "prefixes are adopted without a state": ("num_resumable", lambda self, block_hashes: len(block_hashes)),
     "what is kept for a block is the state behind the last row": (
-        "remember",
-        lambda self, sequence_id, first, links: self.kept.update(dict.fromkeys(links, self.behind[sequence_id][1])),
+        "register_prefix",
+        lambda self, sequence_id, first, block_hashes: self.kept.update(dict.fromkeys(block_hashes, self.behind[sequence_id][1])),
     ),
-    "states of blocks that are given up stay": ("forget", lambda self, link: None),
+    "states of blocks that are given up stay": ("evict", lambda self, block_hash: None),
     "states of ended sequences stay": ("release", lambda self, sequence_id: None),
 }
 
@@ -285,7 +285,7 @@ def test_a_fault_of_the_memory_is_noticed(
 ) -> None:
     random = np.random.default_rng(seed)
     traffic = Traffic.make(layout, random)
-    monkeypatch.setattr(RecurrentStates, *fault)
+    monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, KeyError)):
         traffic.run(Knowing(traffic.texts, random, has_branches=True), num_blocks=40)
 
@@ -301,7 +301,7 @@ def test_cutting_rows_goes_back_to_where_a_state_is_kept(seed: int) -> None:
         logits = toy.forward(*assemble([plan], [token_ids[start : start + count]], [range(count)])).logits
         np.testing.assert_array_equal(logits, toy.said(token_ids[: start + count])[start:])
         cache.keep_path(sequence, count - 1)
-        cache.remember(sequence, token_ids)
+        cache.register_prefix(sequence, token_ids)
         cache.check()
 
     run(22)

@@ -24,7 +24,7 @@ from harness.enumerated_distributions import (
 )
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
 from paceline.drafters.draft_model import _fan
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.sampling import residual as residual_module
 from paceline.sampling.noise import Purpose, step_uniform

@@ -27,7 +27,7 @@ from harness.enumerated_distributions import (
 )
 from harness.scripted_target import ScriptedTarget
 from paceline.errors import CheckpointError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.params import SamplingParams

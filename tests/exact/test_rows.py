@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from harness.exact_targets import BACKENDS, EVERYTHING, is_in_a_normal_run, opened_as, skip_without_kernels
-from paceline.kv_cache import paged
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache import cache as cache_module
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
 from paceline.runtimes.base import FloatArray, ForwardBatch, Network, Numerics, Wanted, assemble
@@ -204,8 +204,8 @@ def small_subjects(checkpoint: Directory, seed: int) -> Callable[[str], Subject]
 
 
 def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], RowPlan]) -> None:
-    real = paged.plan_rows
-    monkeypatch.setattr(paged, "plan_rows", lambda *args: change(real(*args)))
+    real = cache_module.plan_rows
+    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: change(real(*args)))
 
 
 def test_a_stale_cache_row_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation.commit import commit

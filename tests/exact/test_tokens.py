@@ -15,8 +15,8 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
-from paceline.kv_cache import paged
-from paceline.kv_cache.recurrent import RecurrentStates
+from paceline.kv_cache import cache as cache_module
+from paceline.kv_cache.recurrent_state import RecurrentStateCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
@@ -218,8 +218,8 @@ def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, 
     plain = plain_of(name, "f32", "native")
     llm = plain.open(WrongDrafter(plain.by_prompt(list(SAMPLINGS)), plain.vocab_size), enable_prefix_caching=False)
     llm.engine.speculator.policy = FixedDraftLength(4)
-    made, real = [], RecurrentStates._new_state
-    monkeypatch.setattr(RecurrentStates, "_new_state", lambda memory, **given: made.append(given) or real(memory, **given))
+    made, real = [], RecurrentStateCache._new_state
+    monkeypatch.setattr(RecurrentStateCache, "_new_state", lambda memory, **given: made.append(given) or real(memory, **given))
     before = llm.runtime.num_passes
     (output,) = llm.generate([plain.prompts[0]], params("greedy", plain.max_tokens))
     assert output.speculation.num_accepted_tokens == 0
@@ -325,20 +325,20 @@ def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Faulty, backend: str,
 
 
 def test_a_stale_cache_row_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = paged.plan_rows
-    monkeypatch.setattr(paged, "plan_rows", lambda *args: replace(real(*args), copies=()))
+    real = cache_module.plan_rows
+    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(real(*args), copies=()))
     with pytest.raises(AssertionError):
         faulty("paths")
 
 
 def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = paged.plan_rows
+    real = cache_module.plan_rows
 
     def without_masks(*args: object) -> RowPlan:
         plan = real(*args)  # type: ignore[arg-type]
         return replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths))
 
-    monkeypatch.setattr(paged, "plan_rows", without_masks)
+    monkeypatch.setattr(cache_module, "plan_rows", without_masks)
     with pytest.raises(AssertionError):
         faulty("native")
 

@@ -20,8 +20,8 @@ from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
 from harness.xlora_files import write_xlora
 from paceline import LLM, ConfigError, SamplingParams
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.prefix_index import PrefixIndex
+from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.models.checkpoint import read_model_config
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.torch.network import TorchNetwork
@@ -94,7 +94,7 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
 def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = None) -> list[Request]:
     engine, requests = llm.engine, list[Request]()
     for one in asked:
-        requests += llm._opened.requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
+        requests += llm._loaded.requests([one.prompt], one.params, {"adapter": one.adapter}, is_streamed=False)
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -108,7 +108,7 @@ def run_together(llm: LLM, asked: list[Asked], *, preempt_every: int | None = No
 def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
     for request, one in zip(requests, asked, strict=True):
         assert request.error is None
-        found = llm._opened.output(request)
+        found = llm._loaded.output(request)
         assert found.token_ids == one.answer.token_ids, one.adapter
         if llm.runtime.capabilities.numerics is Numerics.EXACT:
             assert found.logprobs == one.answer.logprobs, one.adapter
@@ -204,8 +204,8 @@ def test_layers_with_a_window_give_back_the_rows_of_both_passes(checkpoint: Call
 
 
 def share_blocks(patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    real = PrefixIndex.links
-    patch.setattr(PrefixIndex, "links", lambda index, token_ids, salt, chain, num: real(index, token_ids, b"", chain, num))
+    real = BlockPool.block_hashes
+    patch.setattr(BlockPool, "block_hashes", lambda index, token_ids, salt, chain, num: real(index, token_ids, b"", chain, num))
 
 
 def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -219,13 +219,13 @@ def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm:
 
 def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Kept paths are moved in the real keys and values alone."""
-    real, first = KeyValues.keep_path, llm.engine.cache.memories[0]
+    real, first = FullAttentionCache.keep_path, llm.engine.cache.layer_caches[0]
 
-    def keep_path(memory: KeyValues, plan: Any, commit: Any) -> None:
+    def keep_path(memory: FullAttentionCache, plan: Any, commit: Any) -> None:
         if memory is first:
             real(memory, plan, commit)
 
-    patch.setattr(KeyValues, "keep_path", keep_path)
+    patch.setattr(FullAttentionCache, "keep_path", keep_path)
 
 
 def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:

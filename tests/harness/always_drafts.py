@@ -6,7 +6,7 @@ import pytest
 
 from paceline import LLM
 from paceline.config import SpeculationConfig
-from paceline.engine import open as open_module
+from paceline.engine import loader as loader_module
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.speculator import Speculator
@@ -22,7 +22,7 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
         count = wanted if isinstance(wanted, int) else NUM_DRAFT_TOKENS
         return FixedDraftLength(count, row_budget=1 + count * speculation.tree_width)
 
-    monkeypatch.setattr(open_module, "_policy", policy)
+    monkeypatch.setattr(loader_module, "_policy", policy)
 
 
 def set_drafters(llm: LLM, *drafters: Drafter) -> None:

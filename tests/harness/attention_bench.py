@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from harness.model_configs import with_attention
 from harness.native_network import Network, make_batch, native_config
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange

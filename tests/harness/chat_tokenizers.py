@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.tokenizer.tokenizer import Tokenizer
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "</think>")
@@ -31,7 +31,7 @@ def chat_tokenizer(template: str, tool_template: str = "") -> Tokenizer:
     return Tokenizer.from_gguf(metadata, "x.gguf")
 
 
-def request_maker(template: str, tool_template: str = "", max_model_len: int = 4096) -> RequestMaker:
+def new_input_processor(template: str, tool_template: str = "", max_model_len: int = 4096) -> InputProcessor:
     """Makes prompts for a target with that tokenizer."""
     tokenizer = chat_tokenizer(template, tool_template)
-    return RequestMaker(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, eos_token_ids=tokenizer.end_token_ids)
+    return InputProcessor(tokenizer, vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, eos_token_ids=tokenizer.end_token_ids)

@@ -1,6 +1,6 @@
 """Requests without a model, and the rows that they bring to a forward pass."""
 
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.request import Request

@@ -16,7 +16,7 @@ from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
 from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
-from paceline.engine import open as open_module
+from paceline.engine import loader as loader_module
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
@@ -115,7 +115,7 @@ class Solo:
     def samplings(self) -> list[str]:
         """Those of `SAMPLINGS` that the target can serve: not every tokenizer can be held to a grammar."""
         try:
-            self.llm._maker.compiler.matcher(SAMPLINGS["grammar"]["grammar"], [1])
+            self.llm._input_processor.compiler.matcher(SAMPLINGS["grammar"]["grammar"], [1])
         except (BackendUnavailableError, RequestError):
             return [name for name in SAMPLINGS if name != "grammar"]
         return list(SAMPLINGS)
@@ -131,7 +131,7 @@ class Solo:
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
         """Each sample alone."""
-        opened = self.llm._opened
+        opened = self.llm._loaded
         requests = opened.requests([prompt], params, {}, is_streamed=False)
         for request in requests:
             request.leader = None
@@ -146,11 +146,11 @@ def _planned(num_blocks: int) -> Iterator[None]:
 
     def plan(model: ModelConfig, config: EngineConfig, *args: Any) -> CachePlan:
         largest = plan_cache(model, replace(config, kv_cache_gb=1.0), *args)
-        kept = replace(largest.states, max_kept=100 if config.enable_prefix_caching else 0)
-        return replace(largest, num_blocks=num_blocks, states=kept)
+        kept = replace(largest.checkpoints, max_checkpoints=100 if config.enable_prefix_caching else 0)
+        return replace(largest, num_blocks=num_blocks, checkpoints=kept)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(open_module, "plan_cache", plan)
+        patch.setattr(loader_module, "plan_cache", plan)
         yield
 
 
@@ -209,7 +209,7 @@ class JobMaker:
         if name == "min-tokens":
             return replace(params, stop_token_ids=ids[:6], min_tokens=int(random.integers(0, params.max_tokens + 1)))
         if name == "eos":
-            return replace(params, ignore_eos=False, logit_bias=dict.fromkeys(self._solo.llm._maker.eos_token_ids, 2.5))
+            return replace(params, ignore_eos=False, logit_bias=dict.fromkeys(self._solo.llm._input_processor.eos_token_ids, 2.5))
         return replace(params, n=int(random.integers(2, 4))) if name == "samples" else params
 
     def _prompt(self, before: Sequence[Job]) -> tuple[list[int], int | None]:

@@ -93,7 +93,7 @@ class Traffic:
 
     def make(self, index: int) -> list[Request]:
         """The samples of a job, as requests."""
-        job, opened = self.jobs[index], self.llm._opened
+        job, opened = self.jobs[index], self.llm._loaded
         options = RequestOptions(
             prediction=edited(job.beyond) if self.llm.engine.speculator.uses_predictions else None,
             namespace="one",
@@ -127,7 +127,7 @@ def edited(token_ids: Sequence[int]) -> list[int]:
 
 def compare(llm: LLM, request: Request, job: Job, sample: int) -> int:
     """Tokens of a request that ended, all equal to those it gets alone; one that was aborted has a first part of them."""
-    expected, found = job.answers[sample], llm._opened.output(request)
+    expected, found = job.answers[sample], llm._loaded.output(request)
     if request.error is not None:
         raise request.error
     told = f"{job.name}, prompt of {len(job.prompt)}, sample {sample}, preempted {request.num_preemptions} times"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import ExpertMLP

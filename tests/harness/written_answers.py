@@ -15,11 +15,11 @@ def write_down(patch: pytest.MonkeyPatch, text: str, *, piece_len: int = 3, fini
     output = RequestOutput(text, list(range(len(pieces))), [1] * 5, finish_reason, usage, Timing(0.1, 0.2), seed=1, numerics="exact")
 
     async def collect(_: Generation, job: GenerationRequest) -> list[RequestOutput]:
-        job.prompt_ids(_.engine.opened.maker)
+        job.prompt_ids(_.engine.loaded.input_processor)
         return [output]
 
     async def stream(_: Generation, job: GenerationRequest) -> AsyncGenerator[tuple[int, StreamChunk], None]:
-        job.prompt_ids(_.engine.opened.maker)
+        job.prompt_ids(_.engine.loaded.input_processor)
         for index, piece in enumerate(pieces):
             is_last = index == len(pieces) - 1
             yield 0, StreamChunk(piece, [index], [], output if is_last else None, usage=Usage(5, index + 1))

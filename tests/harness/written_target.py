@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
 from paceline.runtimes.decoder import Compose
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -26,7 +26,7 @@ class WrittenTarget(Network):
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks, block_size=8)
 
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
         raise AssertionError
 
     def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:

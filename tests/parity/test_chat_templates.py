@@ -13,9 +13,9 @@ import pytest
 from harness.checkpoints import write_byte_level_tokenizer
 from harness.markup_cases import TOOLS, Case, events_of, parsed
 from harness.tool_model import TEMPLATE
-from paceline.engine.batch import RequestMaker
 from paceline.engine.chat_messages import has_calls
 from paceline.engine.chat_prompt import chat_prompt
+from paceline.engine.input_processor import InputProcessor
 from paceline.errors import RequestError
 from paceline.parsing.registry import TOOL_CALL_FORMATS, OutputFormat
 from paceline.tokenizer.chat_template import ChatTemplate
@@ -318,8 +318,8 @@ def opened_both(path: Path) -> tuple[Any, Any]:
 
 def prompt_ids(ours: Any, source: str, messages: list[dict[str, Any]], **options: Any) -> list[int]:
     ours._pretrained.chat_template = source
-    maker = RequestMaker(ours, vocab_size=ours.vocab_size, max_model_len=1 << 16, eos_token_ids=())
-    return chat_prompt(maker, messages, **options).token_ids
+    input_processor = InputProcessor(ours, vocab_size=ours.vocab_size, max_model_len=1 << 16, eos_token_ids=())
+    return chat_prompt(input_processor, messages, **options).token_ids
 
 
 def test_prompts_have_the_ids_of_transformers_with_every_tokenizer_at_hand(mini_dir: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE
 from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, write_gemma4
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, LayerConfig
 from paceline.models.weights import Weights

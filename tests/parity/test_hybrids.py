@@ -16,7 +16,7 @@ from harness.hybrid_checkpoints import CASES, row_by_row
 from harness.parity import Reference, append, check_a_prompt, difference, make_reference, open_backend, prompt_logits, torch_logits
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, Scoring

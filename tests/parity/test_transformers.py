@@ -14,7 +14,7 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.exact_targets import skip_without_kernels
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import WeightType, read_config
 from paceline.models.weights import Weights

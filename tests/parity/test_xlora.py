@@ -10,7 +10,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.parity import difference
 from harness.xlora_files import Definition, write_xlora
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.runtimes.base import FloatArray, Network, assemble

@@ -82,7 +82,7 @@ ARROWS: dict[str, set[str]] = {
 }
 
 # The bookkeeping of a request: testable and readable without a tensor library.
-WITHOUT_TORCH = ["engine.scheduler", "kv_cache.block_pool", "kv_cache.prefix_index", "kv_cache.row_plan", "speculation.request"]
+WITHOUT_TORCH = ["engine.scheduler", "kv_cache.block_pool", "kv_cache.block_pool", "kv_cache.row_plan", "speculation.request"]
 WITHOUT_TORCH += ["__init__", "errors", "config", "hub", "sampling.params", "speculation.tree", "speculation.stats", "cli.__init__"]
 
 # The only places that import torch when they are imported; elsewhere it is looked for where it is needed.

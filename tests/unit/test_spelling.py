@@ -18,10 +18,9 @@ OF_SAMPLING = ("top_k", "max_tokens")
     [
         ("treads", "treads is no argument of f: did you mean threads?"),
         ("n_threads", "n_threads is no argument of f: did you mean threads?"),
-        ("topk", "topk is no argument of f: give params=SamplingParams(top_k=...)"),
-        ("max_new_tokens", "max_new_tokens is no argument of f: give params=SamplingParams(max_tokens=...)"),
+        ("topk", "topk is no argument of f: give sampling_params=SamplingParams(top_k=...)"),
+        ("max_new_tokens", "max_new_tokens is no argument of f: give sampling_params=SamplingParams(max_tokens=...)"),
         ("x", "x is no argument of f: it takes drafter, prompts, threads"),
-        ("use_tqdm", "use_tqdm is no argument of f: leave it out, nothing is shown while texts are made"),
     ],
 )
 def test_the_answer_is_our_name_for_it_or_all_names(name: str, text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from paceline import __version__
 from paceline.engine.inputs import RequestOptions
-from paceline.engine.open import OpenedEngine, open_engine, settings_of
+from paceline.engine.loader import LoadedEngine, load_engine, parse_settings
 from paceline.engine.request import EngineRequest
 from paceline.errors import PacelineError, RequestError
 from paceline.models.layers import ExpertMLP
@@ -46,7 +46,7 @@ class OwnModel:
         order: the first one.
 
     Raises:
-        PacelineError: it cannot be opened.
+        PacelineError: it cannot be loaded.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -64,21 +64,21 @@ class OwnModel:
         }
         if order["num_speculative_tokens"] is not None:
             options["num_speculative_tokens"] = order["num_speculative_tokens"]
-        self._opened: OpenedEngine = open_engine(*settings_of(order["model"], options))
+        self._loaded: LoadedEngine = load_engine(*parse_settings(order["model"], options))
 
     def facts(self) -> dict[str, Any]:
-        """What is worth reporting of the opened model."""
-        opened = self._opened
-        runtime, cache = opened.engine.runtime, opened.engine.cache
+        """What is worth reporting of the loaded model."""
+        loaded = self._loaded
+        runtime, cache = loaded.engine.runtime, loaded.engine.cache
         is_native = isinstance(runtime, NativeNetwork)
         library = kernels_path()
         facts: dict[str, Any] = {
             "name": "paceline",
             "version": __version__,
-            "note": opened.banner,
-            "notices": list(opened.notices),
-            "drafter": opened.drafter_name,
-            "numerics": opened.numerics,
+            "note": loaded.banner,
+            "notices": list(loaded.notices),
+            "drafter": loaded.drafter_name,
+            "numerics": loaded.numerics,
             "library": library.name if is_native and library is not None else "torch",
             "weights_bytes": None,
             "cache_bytes_per_token": None,
@@ -107,7 +107,7 @@ class OwnModel:
             if request.num_output_tokens != item["max_tokens"]:
                 raise RequestError(f"the output has {request.num_output_tokens} tokens and {item['max_tokens']} were wanted")
         answer = self._counts(requests, num_passes) | {"seconds": seconds}
-        if self._inside is not None and isinstance(self._opened.engine.runtime, NativeNetwork):
+        if self._inside is not None and isinstance(self._loaded.engine.runtime, NativeNetwork):
             answer["host_s"] = max(0.0, seconds - (self._inside.seconds - inside))
         outputs = [
             {"token_ids": list(request.output_token_ids), "times_s": own, "first_token_s": own[0]}
@@ -118,15 +118,15 @@ class OwnModel:
     def _request(self, item: dict[str, Any]) -> EngineRequest:
         params = SamplingParams(max_tokens=item["max_tokens"], temperature=item["temperature"], seed=item["seed"], ignore_eos=True)
         options: RequestOptions = {}
-        if item.get("prediction") and self._opened.engine.speculator.uses_predictions:
+        if item.get("prediction") and self._loaded.engine.speculator.uses_predictions:
             options["prediction"] = item["prediction"]
-        (request,) = self._opened.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
+        (request,) = self._loaded.requests([list(item["prompt_ids"])], params, options, is_streamed=False)
         return request
 
     def _run(self, requests: Sequence[EngineRequest], times: Sequence[list[float]], start: float) -> tuple[int, int]:
         """Passes, and of them those in front of which every request had a token."""
         num_passes = num_decoding = 0
-        with closing(self._opened.engine.run(requests)) as steps:
+        with closing(self._loaded.engine.run(requests)) as steps:
             for _ in steps:
                 now = time.perf_counter() - start
                 num_passes += 1

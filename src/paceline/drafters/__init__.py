@@ -27,8 +27,8 @@ from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
 from paceline.errors import BackendUnavailableError, CapacityError, CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.hub import gguf_models, resolve
-from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.kv_cache.recurrent import StateLimits
+from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.kv_cache.recurrent_state import CheckpointConfig
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.runtimes.base import Numerics
@@ -347,7 +347,7 @@ def _open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     runtime = load_runtime(directory, options).runtime
     num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * expansion), BLOCK_SIZE)  # one more for the timed pass
     kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
-    cache = runtime.new_cache(num_blocks, states=StateLimits(stride=target.engine.state_interval, max_kept=kept_states))
+    cache = runtime.new_cache(num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=kept_states))
     cache.prefix_caching = target.cache.prefix_caching
     passes = time_passes(runtime, cache, (READ_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, by_text = None, None

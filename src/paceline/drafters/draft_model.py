@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
 from paceline.errors import CapacityError, RequestError
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow
@@ -193,11 +193,11 @@ class DraftModelDrafter(Drafter):
             return None
         state = self._state_of(request)
         if not state.token_ids:  # rows in the prefix cache need not run again
-            state.num_agreed = self.cache.adopt_prefix(state.sequence, context)
+            state.num_agreed = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_agreed])
         state.num_read = len(request.token_ids)
         self._drop_rejected(state, context, num_unchanged)
-        self.cache.remember(state.sequence, state.token_ids)
+        self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
             return None
@@ -210,7 +210,7 @@ class DraftModelDrafter(Drafter):
         if state is None:
             state = self._states[request] = _State(self.cache.new_sequence(request.sequence.salt))
             if self._translation is None:
-                state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
+                state.num_read = self.cache.cached_prefix_len(state.sequence, request.token_ids)
         return state
 
     def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
@@ -361,7 +361,7 @@ class DraftModelDrafter(Drafter):
                 # The last row of a text may be cut and run again, for its logits; those before it are agreed.
                 num_known = len(ids) - wants_logits if len(ids) > 1 else 1
                 state = draft.state
-                plans.append(self.cache.reserve(state.sequence, range(-1, len(ids) - 1), num_known, num_firm=state.num_agreed))
+                plans.append(self.cache.reserve(state.sequence, range(-1, len(ids) - 1), num_known, pinned_len=state.num_agreed))
             except CapacityError:
                 self._advance(draft, None)
                 self.release(draft.request)

@@ -14,7 +14,7 @@ from paceline.config import (
     quant_options,
 )
 from paceline.drafters.options import HeadOptions
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network

@@ -1,4 +1,4 @@
-"""The adapters of an engine: loaded and removed while requests run, each freed when the last request that began with it has ended."""
+"""LoRA adapters of an engine: loaded and removed while requests run, and freed when the last request that uses them has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from paceline.runtimes.base import Network
 
 
 @dataclass(slots=True)
-class _Loaded:
-    """An adapter in the runtime, and how many requests that have not ended have it."""
+class _LoadedAdapter:
+    """An adapter, its number in the runtime, and the number of requests that use it."""
 
     adapter: Adapter
     number: int
@@ -20,7 +20,7 @@ class _Loaded:
 
 
 class Adapters:
-    """What requests may ask for by name. `put`, `remove`, `hold` and `release` are called between two steps.
+    """The adapters that requests can select by name. `add`, `remove`, `hold` and `release` are called between two steps.
 
     Args:
         runtime: the target.
@@ -28,21 +28,21 @@ class Adapters:
 
     def __init__(self, runtime: Network) -> None:
         self._runtime = runtime
-        self._by_name: dict[str, _Loaded] = {}
-        self._held: dict[EngineRequest, _Loaded] = {}
+        self._by_name: dict[str, _LoadedAdapter] = {}
+        self._held: dict[EngineRequest, _LoadedAdapter] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that requests may ask for now."""
+        """Names that requests can select now."""
         return tuple(self._by_name)
 
     @property
     def all(self) -> Sequence[Adapter]:
-        """The adapters themselves, in the order of `names`."""
+        """The adapters, in the order of `names`."""
         return [loaded.adapter for loaded in self._by_name.values()]
 
     def check_free(self, name: str) -> None:
-        """That no adapter has this name.
+        """Check that no adapter has this name.
 
         Raises:
             ConfigError: one has.
@@ -51,26 +51,26 @@ class Adapters:
             raise ConfigError(f"an adapter is called {name!r} already: remove it first, or give this one another name")
 
     def check_known(self, name: str | None) -> None:
-        """That an adapter has this name; None = no adapter is asked for.
+        """Check that an adapter has this name; None = no adapter.
 
         Raises:
-            RequestError: none has; the error names those there are.
+            RequestError: none has.
         """
         if name is not None and name not in self._by_name:
-            known = ", ".join(map(repr, self._by_name)) or "none"
-            raise RequestError(f"adapter is {name!r}, which is not loaded; loaded: {known}", parameter="adapter", code="adapter_not_found")
+            text = f"adapter is {name!r}, which is not loaded; loaded: {self._listed()}"
+            raise RequestError(text, parameter="adapter", code="adapter_not_found")
 
-    def put(self, adapter: Adapter, number: int) -> None:
-        """Let requests ask for an adapter that the runtime has under this number.
+    def add(self, adapter: Adapter, number: int) -> None:
+        """Make an adapter that the runtime has under this number available to requests.
 
         Raises:
             ConfigError: as `check_free`.
         """
         self.check_free(adapter.name)
-        self._by_name[adapter.name] = _Loaded(adapter, number)
+        self._by_name[adapter.name] = _LoadedAdapter(adapter, number)
 
     def remove(self, name: str) -> None:
-        """Take an adapter away from requests to come; those that have it go on with it.
+        """Make an adapter unavailable to further requests.
 
         Raises:
             ConfigError: no adapter has this name.
@@ -78,13 +78,12 @@ class Adapters:
         given: object = name
         loaded = self._by_name.pop(name, None) if isinstance(given, str) else None
         if loaded is None:
-            known = ", ".join(map(repr, self._by_name)) or "none"
-            raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {known}")
+            raise ConfigError(f"there is no adapter {name!r} to remove; loaded: {self._listed()}")
         loaded.is_removed = True
-        self._free_if_done(loaded)
+        self._free_if_unused(loaded)
 
     def hold(self, request: EngineRequest) -> None:
-        """Give a request that begins its adapter; its rows, and what drafters may show of it, are those of this adapter alone.
+        """Assign its adapter to a request that starts. Cached rows and drafters' finished outputs are shared per adapter only.
 
         Raises:
             RequestError: as `check_known`.
@@ -100,12 +99,15 @@ class Adapters:
             request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
 
     def release(self, request: EngineRequest) -> None:
-        """A request has ended."""
+        """Release the adapter of a request that has ended."""
         loaded = self._held.pop(request, None)
         if loaded is not None:
             loaded.num_requests -= 1
-            self._free_if_done(loaded)
+            self._free_if_unused(loaded)
 
-    def _free_if_done(self, loaded: _Loaded) -> None:
+    def _listed(self) -> str:
+        return ", ".join(map(repr, self._by_name)) or "none"
+
+    def _free_if_unused(self, loaded: _LoadedAdapter) -> None:
         if loaded.is_removed and loaded.num_requests == 0:
             self._runtime.unload_adapter(loaded.number)

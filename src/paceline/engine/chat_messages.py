@@ -42,6 +42,15 @@ def typed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": _typed(function["parameters"], is_root=True)}}
 
 
+def with_plain_texts(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Join contents that are lists of text parts by line ends, as vLLM does.
+
+    Raises:
+        RequestError: a part is not text.
+    """
+    return [_with_plain_text(message) for message in messages]
+
+
 def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer_role: bool) -> list[Message]:
     """Complete messages for templates, which read many fields unchecked.
 
@@ -280,3 +289,25 @@ def _folded(messages: Sequence[Message], first: int) -> list[Message]:
 
 def _joined(first: Any, second: Any, separator: str = "\n\n") -> str:
     return separator.join(str(text) for text in (first, second) if text)
+
+
+def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    given: object = message
+    content = given.get("content") if isinstance(given, Mapping) else None  # other forms are rejected later
+    return {**message, "content": "\n".join(map(_text_of, content))} if isinstance(content, list | tuple) else message
+
+
+def _text_of(part: object) -> str:
+    way_out = "give {'type': 'text', 'text': ...}"
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise RequestError(f"a message holds the part {part!r}: {way_out}", parameter="messages")
+    kind, text = part.get("type"), part.get("text")
+    if kind is None:
+        raise RequestError(f"a part of a message has no type: {way_out}", parameter="messages")
+    if kind != "text":
+        raise RequestError(f"a message holds a part of the type {kind!r}: this model reads text only", parameter="messages")
+    if not isinstance(text, str):
+        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {way_out}", parameter="messages")
+    return text

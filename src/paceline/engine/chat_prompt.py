@@ -1,4 +1,4 @@
-"""Builds the token ids of a prompt from a conversation.
+"""Builds the token ids of a prompt from a conversation, and parses the conversation's outputs.
 
 The chat template renders the conversation. If it rejects the conversation, or omits a system message or the tools, the conversation is
 changed as little as is needed (`chat_messages`). Control tokens that a message spells out remain ordinary text
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.engine.chat_messages import (
     Adaptation,
@@ -26,16 +26,23 @@ from paceline.engine.chat_messages import (
     with_folded_system,
     with_generic_tools,
     with_merged_turns,
+    with_plain_texts,
     with_sequential_calls,
     with_short_call_ids,
     with_texts_in_reasoning,
 )
-from paceline.engine.inputs import Messages, with_plain_texts
+from paceline.engine.inputs import Messages
 from paceline.errors import RequestError
+from paceline.outputs import RequestOutput
+from paceline.parsing.parse_output import ParsedOutput
+from paceline.parsing.registry import GENERIC, OutputFormat, OutputStream
 from paceline.parsing.tool_calls.generic import generic_tool_prompt
 from paceline.parsing.tools import Tool
 from paceline.tokenizer.control_text import strings_in
 from paceline.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it builds prompts with this module
+    from paceline.engine.input_processor import InputProcessor
 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that have arguments of their own in `chat_prompt`."""
@@ -54,33 +61,15 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 _NEED_CONTENT = ("system", "developer", "user")
 """Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
+_PROMPT_TAIL = 16  # tokens at the end of a prompt that may open reasoning
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
-class PromptLimits(Protocol):
-    """Provides the tokenizer of a target, and checks the length of its prompts."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    def check_num_chars(self, num_chars: int) -> None:
-        """Raise RequestError if a text of `num_chars` characters has more tokens than the context."""
-
-    def check_num_messages(self, num_messages: int) -> None:
-        """Raise RequestError if `num_messages` messages have more tokens than the context."""
-
-    def notify(self, notice: str) -> None:
-        """Report a notice, once."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """Holds the prompt of a conversation.
+    """The prompt of a conversation.
 
     Attributes:
         token_ids: the prompt.
@@ -93,11 +82,50 @@ class ChatPrompt:
     uses_generic_tools: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOutputParser:
+    """Splits the text of one conversation's outputs into content, reasoning and tool calls.
+
+    Attributes:
+        formats: formats of the model's tool calls and reasoning.
+        tools: functions in the prompt.
+        in_reasoning: whether the prompt has opened reasoning.
+    """
+
+    formats: OutputFormat
+    tools: tuple[Tool, ...] = ()
+    in_reasoning: bool = False
+
+    @classmethod
+    def of_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
+        """Return the parser for the outputs of a prompt."""
+        if prompt.uses_generic_tools:
+            formats = replace(formats, tool_call_parser=GENERIC)
+        tail = tokenizer.decode(prompt.token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        return cls(formats, tuple(tools), formats.has_opened_reasoning(tail))
+
+    def shown_token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the special tokens whose texts the parser needs to see."""
+        ids = [tokenizer.added_token_id(text) for text in self.formats.tokens(self.tools)]
+        return [token_id for token_id in ids if token_id is not None]
+
+    def stream(self, *, sample: int = 0, several: bool = True) -> OutputStream:
+        """Return a parser of one sample whose text arrives in pieces."""
+        return self.formats.stream(self.tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
+
+    def parsed(self, output: RequestOutput) -> RequestOutput:
+        """Return a whole output with its content, reasoning and tool calls."""
+        stream = self.stream(sample=output.sample_index)
+        events = [*stream.push(output.text), *stream.finish()]
+        found = ParsedOutput.of_events(events, stream.sink.broken_off)
+        return replace(output, content=found.content, reasoning=found.reasoning, tool_calls=found.tool_calls)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """Holds a conversation with the options that render it."""
+    """A conversation with the options to render it."""
 
-    limits: PromptLimits
+    input_processor: "InputProcessor"
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
@@ -108,25 +136,20 @@ class _Conversation:
 
     @property
     def template(self) -> str:
-        return self.limits.tokenizer.template_source(has_tools=bool(self.tools))
+        return self.input_processor.tokenizer.template_source(has_tools=bool(self.tools))
 
     def text(self, messages: Sequence[Message]) -> str:
-        return self.limits.tokenizer.chat_text(
+        return self.input_processor.tokenizer.chat_text(
             messages,
             tools=self.tools,
             options=self.options,
             add_generation_prompt=self.add_generation_prompt and not self.continues,
-            max_model_len=self.limits.max_model_len,
+            max_model_len=self.input_processor.max_model_len,
         )
 
 
-def chat_prompt_ids(limits: PromptLimits, messages: Messages, **options: Any) -> list[int]:
-    """Return the token ids of a conversation; arguments and errors as for `chat_prompt`."""
-    return chat_prompt(limits, messages, **options).token_ids
-
-
 def chat_prompt(
-    limits: PromptLimits,
+    input_processor: "InputProcessor",
     messages: Messages,
     *,
     tools: Sequence[Tool | Mapping[str, Any]] = (),
@@ -138,7 +161,6 @@ def chat_prompt(
     """Build the prompt of a conversation. It takes too long for an event loop.
 
     Args:
-        limits: a `RequestMaker`.
         tools: functions that may be called.
         template_options: further variables of the chat template, such as {"enable_thinking": False}.
         add_generation_prompt: whether the assistant's turn is begun.
@@ -151,25 +173,25 @@ def chat_prompt(
         BackendUnavailableError: the template cannot be rendered here.
     """
     described = as_tools(tools)
-    plain = _checked_messages(limits, messages, [described, template_options], continue_final_message=continue_final_message)
-    check_template_options(limits.tokenizer, template_options or {})
+    plain = _checked_messages(input_processor, messages, [described, template_options], continue_final_message=continue_final_message)
+    check_template_options(input_processor.tokenizer, template_options or {})
     conversation = _Conversation(
-        limits=limits,
-        messages=template_messages(plain, has_developer_role=_has_developer_role(limits.tokenizer, plain)),
+        input_processor=input_processor,
+        messages=template_messages(plain, has_developer_role=_has_developer_role(input_processor.tokenizer, plain)),
         tools=[template_tool(tool) for tool in described],
         options=template_options or {},
         add_generation_prompt=add_generation_prompt,
         continues=continue_final_message,
         allow_special_tokens=allow_special_tokens,
     )
-    takes_tools = limits.tokenizer.template_uses("tools") or not (described or has_calls(plain))
+    takes_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_calls(plain))
     if takes_tools:
         prompt, text = _rendered(conversation)
         if all(tool.name in text for tool in described):
-            return _reported(limits, prompt)
+            return _reported(input_processor, prompt)
     messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
     prompt, _ = _rendered(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-    return _reported(limits, replace(prompt, uses_generic_tools=bool(described)))
+    return _reported(input_processor, replace(prompt, uses_generic_tools=bool(described)))
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -183,7 +205,9 @@ def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> 
             raise RequestError(f"{name} is no option of this model's chat template: leave it out", parameter="template_options")
 
 
-def _checked_messages(limits: PromptLimits, messages: Messages, others: Sequence[Any], *, continue_final_message: bool) -> Messages:
+def _checked_messages(
+    input_processor: "InputProcessor", messages: Messages, others: Sequence[Any], *, continue_final_message: bool
+) -> Messages:
     """Check the number, the form and the length of messages, and return them with plain strings as contents.
 
     Lengths are checked before anything is rendered or encoded, so that too long a conversation is refused quickly.
@@ -198,12 +222,12 @@ def _checked_messages(limits: PromptLimits, messages: Messages, others: Sequence
         raise RequestError(f"messages is {messages!r}: give a list of {{'role', 'content'}}", parameter="messages")
     if not messages:
         raise RequestError("messages is empty: send at least one message", parameter="messages")
-    limits.check_num_messages(len(messages))
+    input_processor.check_num_messages(len(messages))
     plain = with_plain_texts(messages)
     for index, one in enumerate(plain):
         _check_message(index, one)
     try:
-        limits.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
+        input_processor.check_num_chars(sum(map(len, strings_in([*plain, *others]))))
     except RecursionError:
         raise RequestError("messages or tools are nested too deeply: send them flatter", parameter="messages") from None
     last = plain[-1]
@@ -225,7 +249,7 @@ def _check_message(index: int, message: object) -> None:
 def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt and its text."""
     conversation = _with_shown_system(conversation)
-    tokenizer, template = conversation.limits.tokenizer, conversation.template
+    tokenizer, template = conversation.input_processor.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
     kept = _searched_marks(conversation.messages, template)
     escaped = tokenizer.control_texts.escape(given, others=[template], except_in=kept)
@@ -234,10 +258,10 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     end = escaped.placeholders.take_unused(1) if conversation.continues else ""
     if end:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
-    text, notices = _accepted_text(replace(conversation, messages=messages, tools=tools, options=options))
+    text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
         text = _cut_after(text, end)
-    conversation.limits.check_num_chars(len(text))
+    conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
         ids = tokenizer.control_texts.encode(escaped, text)
@@ -274,7 +298,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
     """Move system messages into user messages if the template does not render them."""
-    messages, tokenizer, has_tools = conversation.messages, conversation.limits.tokenizer, bool(conversation.tools)
+    messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
     changed = None
@@ -289,7 +313,7 @@ def _with_shown_system(conversation: _Conversation) -> _Conversation:
     return conversation
 
 
-def _accepted_text(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
+def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]:
     """Render the conversation, changed as little as the template needs; return the text and the notices of the changes.
 
     Raises:
@@ -347,8 +371,8 @@ def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, lis
     return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
 
 
-def _reported(limits: PromptLimits, prompt: ChatPrompt) -> ChatPrompt:
+def _reported(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
     """Report the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
-        limits.notify(notice)
+        input_processor.notify(notice)
     return prompt

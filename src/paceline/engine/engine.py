@@ -1,21 +1,21 @@
-"""Many requests on one target: steps until all are finished, and giving everything back however a request ends."""
+"""Runs many requests on one target: adds, steps, aborts, and frees everything however a request ends."""
 
+import os
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 from paceline.engine.adapters import Adapters
 from paceline.engine.request import EngineRequest
-from paceline.engine.scheduler import Limits, Scheduler
-from paceline.engine.step_lock import StepLock
-from paceline.engine.token_gaps import TokenGaps
-from paceline.errors import CapacityError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
-from paceline.kv_cache.paged import KVCache
+from paceline.engine.scheduler import BlockManager, Scheduler, SchedulerLimits
+from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError, as_exception, is_interrupt, prompt_too_long
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.models.adapters.adapter import Adapter
 from paceline.runtimes.base import Network
@@ -24,21 +24,36 @@ from paceline.speculation.speculator import Speculator
 from paceline.speculation.stats import SpeculationStats
 from paceline.speculation.step import PassInterrupted, step
 
+LATENCY_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper bounds of the histogram's buckets; one more has no bound."""
+
+
+@dataclass(slots=True)
+class InterTokenLatency:
+    """Histogram of the times between two steps that gave a request tokens. The tokens of one step count as one."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BUCKETS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, latency_s: float) -> None:
+        self.counts[bisect_left(LATENCY_BUCKETS_S, latency_s)] += 1
+        self.total_s += latency_s
+
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine did since it was made. Tokens and speculation are those of requests that ended without an error.
+    """Counters since the engine was made. Tokens and speculation are those of requests that ended without an error.
 
     Attributes:
-        num_steps: passes of the target, prompt chunks included; a scaling pass is part of the one it is for.
-        num_scaling_passes: further passes, in front of those with rows of an X-LoRA adapter.
-        num_preemptions: how often a request's rows were dropped to make room; they ran again.
+        num_steps: passes of the target, prefill chunks included. A scaling pass is not counted here.
+        num_scaling_passes: additional passes for rows of X-LoRA adapters.
+        num_preemptions: how often a request's rows were dropped to make room, and computed again.
         num_finished, num_aborted, num_failed: requests by how they ended.
-        num_running, num_waiting: now.
-        prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are those prompt tokens whose rows were in the cache.
-        drafter_failures: how often the drafter raised or answered nonsense; the steps were plain.
-        token_gaps: times between the steps that gave a request tokens, of all requests together.
-        speculation: counters of all requests together.
+        num_running, num_waiting: requests now.
+        prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are the prompt tokens of prefix hits.
+        drafter_failures: how often a drafter raised or returned an invalid draft; the step was plain.
+        inter_token_latency: of all requests together.
+        speculation: of all requests together.
     """
 
     num_steps: int = 0
@@ -53,83 +68,128 @@ class EngineStats:
     num_cached_tokens: int = 0
     completion_tokens: int = 0
     drafter_failures: int = 0
-    token_gaps: TokenGaps = field(default_factory=TokenGaps)
+    inter_token_latency: InterTokenLatency = field(default_factory=InterTokenLatency)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {**asdict(self), "speculation": self.speculation.as_dict()}
 
+    def count(self, request: EngineRequest) -> None:
+        """Count a request that has ended."""
+        if request.error is not None:
+            self.num_failed += 1
+            return
+        if request.finish_reason is FinishReason.ABORT:
+            self.num_aborted += 1
+        else:
+            self.num_finished += 1
+        self.prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += request.num_cached_tokens
+        self.completion_tokens += request.num_output_tokens
+        self.speculation.add(request.stats)
 
-class CacheBlocks:
-    """The scheduler's `BlockManager`: the target's cache, and the drafter's where rows are dropped."""
 
-    def __init__(self, engine: "Engine") -> None:
-        self._engine = engine
+class StepLock:
+    """Serialises steps: one thread holds it to step, or to read what a step changes. Other threads put their changes into queues.
+
+    Args:
+        drain: applies the queues. Called with the lock held, after it was acquired and before it is released.
+        after_fork: called in a forked process before the lock is acquired there for the first time.
+    """
+
+    def __init__(self, drain: Callable[[], None], after_fork: Callable[[], None]) -> None:
+        self._drain, self._after_fork = drain, after_fork
+        self._lock = Lock()
+        self._process_id = os.getpid()
+        self._owner: int | None = None  # the thread that holds it
+        self._is_drain_due = False
 
     @property
-    def num_free(self) -> int:
-        return self._engine.cache.pool.num_free
+    def is_mine(self) -> bool:
+        """Whether this thread holds the lock."""
+        return self._owner == get_ident()
 
-    def num_needed(self, request: EngineRequest, num_rows: int) -> int:
-        return self._engine.cache.num_needed(request.sequence, range(-1, num_rows - 1))
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait for the lock and hold it.
 
-    def count_prefix(self, request: EngineRequest) -> int:
-        return 0 if request.needs_prompt_logits else self._engine.cache.count_prefix(request.sequence, request.token_ids)
+        Raises:
+            ConfigError: this thread holds it already, or the process was forked while another thread held it.
+        """
+        self._check()
+        try:
+            with self._lock:
+                try:
+                    self._owner = get_ident()
+                    self._drain()
+                    yield
+                finally:
+                    try:
+                        self._drain()
+                    finally:
+                        self._owner = None
+        finally:
+            self._drain_if_due()
 
-    def adopt_prefix(self, request: EngineRequest) -> None:
-        if request.needs_prompt_logits:
-            return
-        num_cached = self._engine.cache.adopt_prefix(request.sequence, request.token_ids)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = num_cached
+    def request_drain(self) -> None:
+        """Drain the queues now, or let the thread that holds the lock do it; never wait."""
+        self._is_drain_due = True
+        self._drain_if_due()
 
-    def return_prefix(self, request: EngineRequest) -> None:
-        self._engine.cache.return_prefix(request.sequence)
+    def _drain_if_due(self) -> None:
+        """Drain if the lock is free. If another thread holds it, that thread calls this after releasing it."""
+        while self._is_drain_due and not self.is_mine and self._lock.acquire(blocking=False):
+            try:
+                self._owner, self._is_drain_due = get_ident(), False
+                self._drain()
+            finally:
+                self._owner = None
+                self._lock.release()
 
-    def free(self, request: EngineRequest) -> None:
-        cache = self._engine.cache
-        if request.started_s:  # it ran before, so a drafter may know it
-            self._engine.speculator.preempt(request)
-            request.num_preemptions += 1
-        cache.release(request.sequence)
-        request.sequence = cache.new_sequence(request.prefix_salt)
+    def _check(self) -> None:
+        if self._process_id != os.getpid():
+            if self._owner is not None:
+                raise ConfigError("this process was forked while another thread used the model: load the model in each process")
+            self._lock, self._process_id = Lock(), os.getpid()
+            self._after_fork()
+        if self.is_mine:
+            raise ConfigError("the model was called from within its own step, by a processor or a drafter: call it from outside")
 
 
 class Engine:
-    """Runs requests to their end, as many at once as fit.
-
-    Several threads may use it: a step of one waits for the step under way and advances the requests of all.
+    """Scheduler and step loop of one target. Several threads may use it: each step advances the requests of all.
 
     Args:
         runtime, cache: the target.
-        speculator: drafter and policy.
-        limits: what a pass may hold.
+        speculator: drafters and draft length policy.
+        limits: of a pass.
     """
 
-    def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: Limits) -> None:
+    def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: SchedulerLimits) -> None:
         self.runtime, self.cache, self.speculator = runtime, cache, speculator
-        self.scheduler: Scheduler[EngineRequest] = Scheduler(CacheBlocks(self), limits, self._is_ready)
+        blocks = BlockManager(cache, lambda request: self.speculator.preempt(request))
+        self.scheduler = Scheduler(blocks, limits, self._is_ready)
         self.adapters = Adapters(runtime)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # the thread that stepped for it last, its requests
+        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # the thread of its last step, its requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
         self._to_add: deque[EngineRequest] = deque()
         self._to_abort: deque[EngineRequest] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, no open run and no `held`."""
+        """Whether there is no request, no open `run` and no `held`."""
         return not self._runs and not self.has_work
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """Whether there are requests to advance."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._to_add)
 
     @property
     def stats(self) -> EngineStats:
-        """Counters so far, and the requests of now; a copy."""
+        """A copy of the counters."""
         with nullcontext() if self._lock.is_mine else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -139,7 +199,7 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps the engine from being idle, for a caller about to run requests."""
+        """Keep the engine from being idle, for a caller that is about to run requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:
@@ -148,7 +208,7 @@ class Engine:
             self._runs.pop(run, None)
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """While this is held no other thread steps, so that what requests hold can be read.
+        """Keep other threads from stepping, to read the state of requests.
 
         Raises:
             ConfigError: as `step`.
@@ -156,23 +216,23 @@ class Engine:
         return self._lock.held()
 
     def add_adapter(self, adapter: Adapter) -> None:
-        """Let requests ask for an adapter from now on; others go on meanwhile.
+        """Load an adapter for requests to come, while others run.
 
         Raises:
-            ConfigError: one of its name is there, or it does not fit the target.
+            ConfigError: its name is in use, or it does not fit the target.
             BackendUnavailableError: the target's runtime runs no adapters.
         """
         self.adapters.check_free(adapter.name)
         number = self.runtime.load_adapter(adapter)
         try:
             with self.between_steps():
-                self.adapters.put(adapter, number)
+                self.adapters.add(adapter, number)
         except BaseException:
             self.runtime.unload_adapter(number)
             raise
 
     def remove_adapter(self, name: str) -> None:
-        """Refuse requests for an adapter from now on; those that are here end with it, then it is freed.
+        """Reject requests for an adapter from now on. It is freed when the last request that uses it has ended.
 
         Raises:
             ConfigError: there is none of this name.
@@ -181,28 +241,24 @@ class Engine:
             self.adapters.remove(name)
 
     def check(self, request: EngineRequest) -> None:
-        """Whether a request can be served at all.
+        """Check that a request can be served at all.
 
         Raises:
-            CapacityError: it alone is larger than the cache.
-            RequestError: it asks for a drafter or an adapter that is not loaded.
+            CapacityError: it needs more blocks than the cache has.
+            RequestError: it names a drafter or an adapter that is not loaded.
         """
         if self._blocks_of(request) > self.cache.pool.num_blocks:
             raise CapacityError(self._too_long(request))
         self.adapters.check_known(request.adapter)
-        name, names = request.drafter, self.speculator.drafter_names
-        if name is not None and name not in names:
+        drafter, names = request.drafter, self.speculator.drafter_names
+        if drafter is not None and drafter not in names:
             loaded = ", ".join(sorted(names)) or "none"
-            raise RequestError(f"speculation.drafter is {name!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter")
-
-    def _too_long(self, request: EngineRequest) -> str:
-        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
-        if request.num_prompt_tokens < size:
-            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
-        return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
+            raise RequestError(
+                f"speculation.drafter is {drafter!r}, which is not loaded; loaded: {loaded}", parameter="speculation.drafter"
+            )
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a new request; its blocks are given back when it ends.
+        """Queue a new request.
 
         Raises:
             CapacityError, RequestError: as `check`; nothing was changed.
@@ -212,43 +268,69 @@ class Engine:
         self._lock.request_drain()
 
     def abort(self, request: EngineRequest) -> None:
-        """End a request; nothing happens where it has ended. While a thread steps, it ends with the step."""
+        """End a request that has not ended; at the end of the step if a thread is stepping."""
         self._to_abort.append(request)
         self._lock.request_drain()
 
     def step(self) -> list[EngineRequest]:
-        """Advance the requests that can run by one pass.
+        """Advance the scheduled requests by one pass.
 
-        What goes wrong with one request ends this one alone, with `Request.error`; a pass that fails as a whole ends those in it. An
-        interrupt within the target's pass ends none: the next step does the same again. Elsewhere in a step it ends those in it.
+        An error of one request ends that request, with `Request.error`. A pass that fails as a whole ends the requests in it. An interrupt
+        within the target's pass ends none, and the next step repeats it; elsewhere it ends the requests of the pass.
 
         Returns:
-            those that took part; the finished ones among them are released.
+            the requests of the pass; those that have finished are freed.
 
         Raises:
-            ConfigError: it is called from within a step, or in a process that was forked within one.
+            ConfigError: called from within a step, or in a process that was forked within one.
         """
         with self._lock.held():
             scheduled = self.scheduler.next_pass()
             if not scheduled:
                 return self._fail_oldest()
-            picked = [one.request for one in scheduled]
+            requests = [one.request for one in scheduled]
             try:
-                self._step(picked, [one.num_rows for one in scheduled])
+                self._step(requests, [one.num_rows for one in scheduled])
             finally:
-                for request in picked:
-                    if request.is_finished and self.scheduler.remove(request):  # first, so that it is released once even if that raises
+                for request in requests:
+                    if request.is_finished and self.scheduler.remove(request):  # first, so that it is freed once even if that raises
                         self._release(request)
-            return picked
+            return requests
+
+    def run(self, requests: Sequence[EngineRequest]) -> Generator[None, None, None]:
+        """Step until all of `requests` have finished, and yield after every step; other requests advance as well.
+
+        All are freed when the iterator ends, is closed or raises.
+
+        Raises:
+            CapacityError: one of the requests needs more blocks than the cache has; nothing ran.
+            PacelineError: the error of the first request that failed.
+        """
+        run = object()
+        self._runs[run] = get_ident(), requests
+        try:
+            for request in requests:
+                self.check(request)
+            for request in requests:
+                self.add(request)
+            while not all(request.is_released for request in requests):
+                self._runs[run] = get_ident(), requests
+                self.step()
+                raise_error(requests)
+                yield
+            raise_error(requests)
+        finally:
+            self._runs.pop(run, None)
+            for request in requests:
+                self.abort(request)
 
     def _apply_adds_and_aborts(self) -> None:
-        """Do what `add` and `abort` left in their queues."""
         while self._to_add:
             request = self._to_add.popleft()
             request.stats.acceptance = self.speculator.acceptance.value
             try:
                 self.adapters.hold(request)
-            except RequestError as error:  # its adapter was removed since it was checked
+            except RequestError as error:  # its adapter was removed after `check`
                 request.fail(error)
             request.sequence = self.cache.new_sequence(request.prefix_salt)
             if request.is_finished:
@@ -262,96 +344,66 @@ class Engine:
                     request.finish_reason = FinishReason.ABORT
                 self._release(request)
 
-    def run(self, requests: Sequence[EngineRequest]) -> Generator[None, None, None]:
-        """Advance until all of `requests` are finished, yielding after every step; others that are here advance as well.
-
-        All are released when the iterator ends, breaks off or raises.
-
-        Raises:
-            CapacityError: one request alone is larger than the cache; nothing ran.
-            PacelineError: what the first of them that failed failed with.
-        """
-        run = object()
-        self._runs[run] = get_ident(), requests
-        try:
-            for request in requests:
-                self.check(request)
-            for request in requests:
-                self.add(request)
-            while not all(request.is_released for request in requests):
-                self._runs[run] = get_ident(), requests
-                self.step()
-                self._raise_error(requests)
-                yield
-            self._raise_error(requests)
-        finally:
-            self._runs.pop(run, None)
-            for request in requests:
-                self.abort(request)
-
     def _abort_runs_of_other_threads(self) -> None:
-        """In a forked process the other threads do not exist, so none waits for their requests."""
+        """Abort requests of threads that do not exist in a forked process."""
         for run, (thread, requests) in list(self._runs.items()):
             if thread != get_ident():
                 del self._runs[run]
                 self._to_abort.extend(requests)
 
-    def _step(self, picked: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
+    def _step(self, requests: Sequence[EngineRequest], num_rows: Sequence[int]) -> None:
         now = time.perf_counter()
-        for request in picked:
+        for request in requests:
             if not request.started_s:
                 request.started_s = now
         self._stats.num_steps += 1
-        num_before = [len(request.token_ids) for request in picked]
+        num_before = [len(request.token_ids) for request in requests]
         try:
-            step(picked, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_num_batched_tokens)
+            step(requests, num_rows, self.runtime, self.cache, self.speculator, max_rows=self.scheduler.limits.max_num_batched_tokens)
         except PassInterrupted as error:  # nothing was changed
             raise error.__cause__ or error from None
         except BaseException as error:
             if not is_interrupt(error):
-                self._fail_pass(picked, as_exception(error))
+                self._fail_pass(requests, as_exception(error))
                 return
-            # outside of the pass it is not known how far the step came
-            self._fail_pass(picked, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
+            # an interrupt outside the pass may have left any part of the step undone
+            self._fail_pass(requests, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
-        for request, num_tokens in zip(picked, num_before, strict=True):
+        for request, num_tokens in zip(requests, num_before, strict=True):
             if len(request.token_ids) == num_tokens:
                 continue
             if request.first_token_s:
-                self._stats.token_gaps.add(now - request.last_token_s)
+                self._stats.inter_token_latency.add(now - request.last_token_s)
             else:
                 request.first_token_s = now
             request.last_token_s = now
 
-    def _fail_pass(self, picked: Sequence[EngineRequest], error: Exception) -> None:
-        """A pass that failed as a whole ends those in it; if it was for want of blocks, one of them makes room."""
-        for request in picked:
+    def _fail_pass(self, requests: Sequence[EngineRequest], error: Exception) -> None:
+        """End the requests of a pass that failed as a whole. If blocks were lacking, preempt the youngest request instead."""
+        for request in requests:
             self.cache.cancel(request.sequence)
         if isinstance(error, CapacityError) and len(self.scheduler.running) > 1:
             self.scheduler.preempt(self.scheduler.running[-1])
             return
-        for request in picked:
+        for request in requests:
             request.fail(error)
 
     def _fail_oldest(self) -> list[EngineRequest]:
-        """Nothing fits although at most one request holds blocks: something else than this engine's requests must hold them."""
+        """End the oldest request: nothing fits although no other request owns blocks, so a caller outside the engine must own them."""
         if not self.has_work:
             return []
         request = (self.scheduler.running or self.scheduler.waiting)[0]
         self.scheduler.remove(request)
         num_rows = request.num_next_tokens(self.scheduler.limits.prefill_chunk_size)
-        request.fail(
-            CapacityError(
-                f"{num_rows} rows of a request found no room: {self.cache.pool.num_free} of "
-                f"{self.cache.pool.num_blocks} blocks are free and none can be made free; raise kv_cache_gb"
-            )
-        )
+        pool = self.cache.pool
+        free = f"{pool.num_free} of {pool.num_blocks} blocks are free and none can be freed"
+        request.fail(CapacityError(f"{num_rows} rows of a request do not fit in the cache: {free}; raise kv_cache_gb"))
         self._release(request)
         return [request]
 
     def _is_ready(self, request: EngineRequest) -> bool:
-        """Whether a request may begin: further samples of a prompt wait until the first one's rows can be adopted."""
+        """Return whether a request may start. Further samples of a prompt wait until the first one's rows are cached."""
         leader = request.leader
         if leader is None or leader.is_finished:
             return True
@@ -360,31 +412,25 @@ class Engine:
     def _blocks_of(self, request: EngineRequest) -> int:
         return blocks_for(request.max_len, self.cache.block_size)
 
-    def _raise_error(self, requests: Sequence[EngineRequest]) -> None:
-        for request in requests:
-            if request.error is not None:
-                raise request.error
+    def _too_long(self, request: EngineRequest) -> str:
+        size, way_out = self.cache.max_slots, "shorten the prompt, lower max_tokens or raise kv_cache_gb"
+        if request.num_prompt_tokens < size:
+            return f"prompt and output of {request.max_len} tokens do not fit the cache of {size} tokens: {way_out}"
+        return prompt_too_long(request.num_prompt_tokens, size, way_out, why=f" (of the cache of {size} tokens)")
 
     def _release(self, request: EngineRequest) -> None:
-        """Give back what a request holds and count it; it is out of the scheduler."""
+        """Count a request that is out of the scheduler, and free what it holds."""
         request.finished_s = time.perf_counter()
         request.leader = None
-        self._count(request)
+        self._stats.count(request)
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
-        request.drafting.clear()  # its caller may keep it for long
+        request.drafting.clear()  # the caller may keep the request
 
-    def _count(self, request: EngineRequest) -> None:
-        stats = self._stats
+
+def raise_error(requests: Sequence[EngineRequest]) -> None:
+    """Raise the error of the first request that failed."""
+    for request in requests:
         if request.error is not None:
-            stats.num_failed += 1
-            return
-        if request.finish_reason is FinishReason.ABORT:
-            stats.num_aborted += 1
-        else:
-            stats.num_finished += 1
-        stats.prompt_tokens += request.num_prompt_tokens
-        stats.num_cached_tokens += request.num_cached_tokens
-        stats.completion_tokens += request.num_output_tokens
-        stats.speculation.add(request.stats)
+            raise request.error

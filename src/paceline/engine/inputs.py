@@ -1,4 +1,4 @@
-"""What callers hand in, in the forms they know: prompts, conversations and sampling parameters."""
+"""Forms of prompts, conversations, sampling parameters and options that callers pass."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,16 +17,16 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may go with prompts besides their sampling, as keyword arguments; none of it but the adapter changes a token.
+    """Options of prompts other than sampling, as keyword arguments. Only the adapter changes tokens.
 
     Attributes:
-        adapter: name of a loaded adapter whose tokens are wanted; None = the target's own. A list has one, or None, for each prompt.
-        prediction: text or token ids the outputs will resemble; a list has one, or None, for each prompt. Needs the drafter "prediction".
-        namespace: whose finished outputs a suffix store may offer as guesses and remember these in; None = nobody's.
+        adapter: name of a loaded adapter; None = the target's own weights. A list has one, or None, for each prompt.
+        prediction: text or token ids that the output will resemble; a list has one, or None, for each prompt. Needs the drafter
+            "prediction".
+        namespace: requests with the same one may draft from each other's finished outputs; None = no sharing.
         speculation: how these requests may be drafted for: a `SpeculationOptions`, or a mapping such as {"enabled": False}.
         cache_salt: only requests with the same one share cached rows of their prompts.
-        shown_token_ids: special tokens that are part of the outputs' texts, and of the text that stop strings are looked for in; the
-            others are not.
+        shown_token_ids: special tokens that are part of the output's text, in which stop strings are searched for. Others are not.
     """
 
     adapter: str | Sequence[str | None] | None
@@ -38,16 +38,16 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ChatOptions(RequestOptions, total=False):
-    """What may go with a conversation, as keyword arguments.
+    """Options of a conversation, as keyword arguments.
 
     Attributes:
         tools: functions that may be called: {"type": "function", "function": {"name", "description", "parameters"}}.
         chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
-        add_generation_prompt: whether the assistant's turn is begun; True by default.
-        continue_final_message: whether the output continues the text of the last message, an assistant's. No turn is begun then.
-        allow_special_tokens: whether control tokens that the messages spell out, such as "<|im_end|>", are control tokens. By default
-            they are ordinary text.
-        tool_call_parser, reasoning_parser: how the model writes calls and reasoning; "auto" = as its chat template shows.
+        add_generation_prompt: whether to begin the assistant's turn; True by default.
+        continue_final_message: whether the output continues the text of the last message, an assistant's. Then no turn is begun.
+        allow_special_tokens: whether control tokens in the text of messages, such as "<|im_end|>", are control tokens. By default they
+            are ordinary text.
+        tool_call_parser, reasoning_parser: format of the model's tool calls and reasoning; "auto" = as its chat template shows.
     """
 
     tools: Sequence[Tool | Mapping[str, Any]]
@@ -70,14 +70,14 @@ _PARSER_NAMES = ("tool_call_parser", "reasoning_parser")
 
 
 def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOptions]:
-    """The arguments of `chat_prompt.chat_prompt` in these options, and the options of the request."""
+    """Return the arguments of `chat_prompt.chat_prompt` in these options, and the options of the request."""
     prompt = {_CHAT_OPTION_NAMES[name]: value for name, value in options.items() if name in _CHAT_OPTION_NAMES and value is not None}
     request = {name: value for name, value in options.items() if name not in (*_CHAT_OPTION_NAMES, *_PARSER_NAMES)}
     return prompt, cast(RequestOptions, request)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt is a string, a list of ids or a mapping; anything else is a list of prompts.
+    """Return a list of prompts. A string, a list of ids or a mapping is one prompt, anything else a list of prompts.
 
     Raises:
         RequestError: the list is empty.
@@ -90,10 +90,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def text_or_ids(prompt: Prompt) -> str | list[int]:
-    """What a prompt holds; a mapping holds one of both by name.
+    """Return the text or the token ids of a prompt.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it has another form.
     """
     if not isinstance(prompt, Mapping):
         return prompt if isinstance(prompt, str) else as_ids(prompt, "prompt")
@@ -107,10 +107,10 @@ def text_or_ids(prompt: Prompt) -> str | list[int]:
 
 
 def as_ids(ids: object, name: str) -> list[int]:
-    """Token ids from any iterable of whole numbers.
+    """Return token ids from any iterable of whole numbers.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is something else.
     """
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray):
         raise RequestError(f"{name} is {ids!r}: give a string or a list of token ids", parameter=name)
@@ -126,19 +126,8 @@ def _as_id(item: object, name: str) -> int:
     raise RequestError(f"{name} holds {item!r}, which is no token id: give a string or whole numbers", parameter=name)
 
 
-def one_of(params: Params, sampling_params: Params) -> Params:
-    """`sampling_params` is another name of `params`.
-
-    Raises:
-        RequestError: both are given.
-    """
-    if params is not None and sampling_params is not None:
-        raise RequestError("params and sampling_params are one thing: give one of them", parameter="params")
-    return sampling_params if params is None else params
-
-
 def params_of_each(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
-    """Those of each prompt; None = the defaults.
+    """Return the sampling parameters of each prompt; None = the defaults.
 
     Raises:
         RequestError: they are something else, or not as many as prompts.
@@ -147,38 +136,9 @@ def params_of_each(params: Params, num_prompts: int) -> Sequence[SamplingParams]
         return [params or SamplingParams()] * num_prompts
     given: object = params
     if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
-        raise RequestError(f"params is {params!r}: give SamplingParams, or a list with one for each prompt", parameter="params")
+        text = f"sampling_params is {params!r}: give SamplingParams, or a list with one for each prompt"
+        raise RequestError(text, parameter="sampling_params")
     if len(params) != num_prompts:
-        raise RequestError(f"{len(params)} params for {num_prompts} prompts: give one for all of them, or one for each", parameter="params")
+        text = f"{len(params)} sampling_params for {num_prompts} prompts: give one for all of them, or one for each"
+        raise RequestError(text, parameter="sampling_params")
     return params
-
-
-def with_plain_texts(messages: Messages) -> Messages:
-    """The same messages, where the content of each is a string: parts are joined by line ends, as vLLM does.
-
-    Raises:
-        RequestError: a part is none of text.
-    """
-    return [_with_plain_text(message) for message in messages]
-
-
-def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    given: object = message
-    content = given.get("content") if isinstance(given, Mapping) else None  # whoever renders them says what is wrong with others
-    return {**message, "content": "\n".join(map(_text_of, content))} if isinstance(content, list | tuple) else message
-
-
-def _text_of(part: object) -> str:
-    way_out = "give {'type': 'text', 'text': ...}"
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping):
-        raise RequestError(f"a message holds the part {part!r}: {way_out}", parameter="messages")
-    kind, text = part.get("type"), part.get("text")
-    if kind is None:
-        raise RequestError(f"a part of a message has no type: {way_out}", parameter="messages")
-    if kind != "text":
-        raise RequestError(f"a message holds a part of the type {kind!r}: this model reads text only", parameter="messages")
-    if not isinstance(text, str):
-        raise RequestError(f"a part of a message is of the type 'text' and its text is {text!r}: {way_out}", parameter="messages")
-    return text

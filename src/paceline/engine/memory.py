@@ -1,9 +1,9 @@
-"""How much memory keys and values get. The context depends on the model or `max_model_len` alone, never on the memory.
+"""Sizes the cache. The context length depends on the model or `max_model_len` only, not on memory.
 
-    kv_cache_gb given   as many blocks as that holds
-    else             a few full contexts, within a share of the machine's memory and of what is free
+    kv_cache_gb given   as many blocks as fit
+    else                a few full contexts, within a share of the machine's memory and of what is free
 
-Blocks are reserved, not filled: on the CPU the system provides a block's memory when a row is first written to it.
+On the CPU the system provides a block's memory when a row is first written to it.
 """
 
 from bisect import bisect_right
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 
 from paceline.config import MAX_NUM_SEQS, EngineConfig
 from paceline.errors import CapacityError, ConfigError
-from paceline.kv_cache.paged import BLOCK_SIZE, blocks_in
-from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
+from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import blocks_for
-from paceline.kv_cache.window import PassLimits, window_blocks
+from paceline.kv_cache.sliding_window import PassLimits, num_window_blocks
 from paceline.machine import available_memory_bytes, total_memory_bytes
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 
 DEFAULT_CONTEXTS = 4
-"""Full contexts that the cache holds where `kv_cache_gb` is not given."""
+"""Full contexts in the cache if `kv_cache_gb` is not given."""
 DEFAULT_TOKENS_PER_SEQUENCE = 2048
-"""Tokens that it then holds at least of each request that may run, where the context is that long."""
+"""Tokens per running request that the cache then holds at least, if the context is that long."""
 
-_DRAFT_BLOCKS_PER_SEQUENCE = 2  # room for drafts beyond the longest a request may become
-_RECORDS_PER_SEQUENCE = 32  # rows of a tree and those committed before it, of layers with a state
-_MAX_KEPT_STATES = 64
+_DRAFT_BLOCKS_PER_SEQUENCE = 2  # for drafts after the maximum length of a request
+_RECORDS_PER_SEQUENCE = 32  # replay records of a tree and of the pending rows before it
+_MAX_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class CachePlan:
     """The size of a cache.
 
     Attributes:
-        num_blocks: to allocate.
-        max_model_len: prompt and output of a request, at most.
-        way_out: for the error of a prompt that is longer.
-        num_bytes: that the cache may take, states of recurrent layers included.
-        notice: on what does not fit; None = everything does.
-        states: how many states of recurrent layers are kept, and where.
-        max_num_seqs: requests that there are states for; no more can run at a time.
+        num_blocks: number of blocks.
+        max_model_len: maximum length of prompt and output of a request.
+        way_out: advice in the error for a longer prompt.
+        num_bytes: maximum size, states of recurrent layers included.
+        notice: a warning if one context or `max_num_seqs` requests do not fit; None = everything fits.
+        checkpoints: which states of recurrent layers are kept for other sequences.
+        max_num_seqs: running requests that there are states for.
     """
 
     num_blocks: int
@@ -49,16 +49,16 @@ class CachePlan:
     way_out: str
     num_bytes: int = 0
     notice: str | None = None
-    states: StateLimits = DEFAULT_STATES
+    checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS
     max_num_seqs: int = MAX_NUM_SEQS
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that fit in the cache, for all requests together."""
+        """Number of tokens that fit in the cache, of all requests together."""
         return self.num_blocks * BLOCK_SIZE
 
     def describe(self) -> str:
-        """One line on the size, for the user."""
+        """Return one line on the size, for the user."""
         contexts = f"{self.num_tokens / self.max_model_len:.3g} contexts of {self.max_model_len:,}"
         return f"cache: up to {self.num_bytes / 1e9:.2g} GB ({self.num_tokens:,} tokens, {contexts}), memory is taken as it is used"
 
@@ -69,13 +69,13 @@ def plan_cache(
     """Size the cache: `kv_cache_gb`, else `DEFAULT_CONTEXTS` full contexts within what `_default_bytes` allows.
 
     Args:
-        kv_cache_dtype: of the keys and values.
-        limits: as `Network.new_cache` gets them; None = layers with a window keep every row.
-        num_sets: of keys and values: 2 where scaling passes keep theirs.
+        kv_cache_dtype: type of the keys and values.
+        limits: as for `Network.new_cache`; None = layers with a window keep every row.
+        num_sets: sets of keys and values: 2 if scaling passes have their own.
 
     Raises:
-        ConfigError: `max_model_len` is beyond what the model was made for.
-        CapacityError: there is no room for one block, or for one context although `max_model_len` is given.
+        ConfigError: `max_model_len` exceeds the model's maximum.
+        CapacityError: not even one block fits, or not one context although `max_model_len` is given.
     """
     if config.max_model_len is not None and config.max_model_len > model.max_positions:
         raise ConfigError(
@@ -86,12 +86,16 @@ def plan_cache(
     per_context = blocks_for(context, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE
     limit = int(config.kv_cache_gb * 1e9) if config.kv_cache_gb is not None else _default_bytes(config, cache_bytes(per_context))
     states, max_num_seqs, state_bytes = _plan_states(model, config, limit)
-    blocks_in(limit - state_bytes, cache_bytes(1))
+    available, block_bytes = limit - state_bytes, cache_bytes(1)
+    if available < block_bytes:
+        raise CapacityError(
+            f"a cache of {available / 1e9:.2g} GB holds no block of {block_bytes} bytes: raise kv_cache_gb above {block_bytes / 1e9:.2g}"
+        )
     if config.kv_cache_gb is None:
         wanted = _default_blocks(context, config.max_num_seqs)
     else:
-        wanted = cache_bytes.most_in(limit - state_bytes, config.max_num_seqs * per_context)
-    num_blocks = cache_bytes.blocks_in(limit - state_bytes, most=wanted)
+        wanted = cache_bytes.most_in(available, config.max_num_seqs * per_context)
+    num_blocks = cache_bytes.blocks_in(available, most=wanted)
     num_tokens = num_blocks * BLOCK_SIZE
     if num_tokens < context and config.max_model_len is not None:
         raise CapacityError(
@@ -104,9 +108,9 @@ def plan_cache(
 
 
 def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
-    """Bytes that the cache may take: a quarter of the machine's memory and half of what is free, so that it can be filled.
+    """Return the default size: at most a quarter of the machine's memory and half of what is free.
 
-    One context of a length that the user gave may take three quarters of what is free.
+    One context of a given `max_model_len` may take three quarters of what is free.
     """
     free = available_memory_bytes()
     allowed = min(total_memory_bytes() // 4, free // 2)
@@ -114,7 +118,7 @@ def _default_bytes(config: EngineConfig, context_bytes: int) -> int:
 
 
 def _default_blocks(context: int, max_num_seqs: int) -> int:
-    """Blocks of a few contexts, and of a part of each request that may run."""
+    """Return the blocks of a few contexts, or of a part of each running request if that is more."""
     per_sequence = min(context, DEFAULT_TOKENS_PER_SEQUENCE)
     of_contexts, of_sequences = (
         count * (blocks_for(length, BLOCK_SIZE) + _DRAFT_BLOCKS_PER_SEQUENCE)
@@ -124,7 +128,7 @@ def _default_blocks(context: int, max_num_seqs: int) -> int:
 
 
 def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: int) -> list[str]:
-    """Lines on what the cache does not hold."""
+    """Return warnings about what does not fit in the cache."""
     found = []
     if num_tokens < context:
         found.append(
@@ -138,37 +142,32 @@ def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: 
     return found
 
 
-def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[StateLimits, int, int]:
-    """How the states of recurrent layers are used, the texts that may run, and bytes.
+def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tuple[CheckpointConfig, int, int]:
+    """Return the checkpoints of recurrent states, the number of requests that may run, and the bytes of both.
 
-    Those of running texts get half of the cache, and others a quarter of what is left.
+    States of running requests get half of the cache, checkpoints a quarter of the rest.
 
     Raises:
-        CapacityError: there is no room for one text's.
+        CapacityError: the states of one request do not fit.
     """
     layout = StateLayout.of(model.recurrents)
-    of_state, of_text = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
-    if of_state == 0:
-        return StateLimits(stride=config.state_interval, max_kept=0), config.max_num_seqs, 0
-    least = of_state + of_text  # and one that a prompt's chunk is bringing forward
+    state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
+    if state_bytes == 0:
+        return CheckpointConfig(interval=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
+    least = state_bytes + request_bytes  # a prefill chunk writes to a second state
     if least > num_bytes:
         raise CapacityError(
             f"the state of recurrent layers takes {least / 1e9:.2g} GB for one text, {num_bytes / 1e9:.2g} GB of cache are to be had: "
             "raise kv_cache_gb"
         )
-    count = min(config.max_num_seqs, max(1, (num_bytes // 2 - of_state) // of_text))
-    running = of_state + count * of_text
-    kept = min(_MAX_KEPT_STATES, (num_bytes - running) // 4 // of_state) if config.enable_prefix_caching else 0
-    return StateLimits(stride=config.state_interval, max_kept=kept), count, running + kept * of_state
+    count = min(config.max_num_seqs, max(1, (num_bytes // 2 - state_bytes) // request_bytes))
+    running = state_bytes + count * request_bytes
+    kept = min(_MAX_CHECKPOINTS, (num_bytes - running) // 4 // state_bytes) if config.enable_prefix_caching else 0
+    return CheckpointConfig(interval=config.state_interval, max_checkpoints=kept), count, running + kept * state_bytes
 
 
 class _CacheBytes:
-    """Bytes of a cache by its number of blocks.
-
-    Args:
-        limits: what layers with a window have memory for; None = for every block.
-        num_sets: how often keys and values are kept.
-    """
+    """Computes the bytes of a cache of a number of blocks; arguments as for `plan_cache`."""
 
     def __init__(self, model: ModelConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None, num_sets: int) -> None:
         self._block_bytes: dict[int | None, int] = {}
@@ -182,20 +181,20 @@ class _CacheBytes:
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
     def blocks_in(self, num_bytes: int, *, most: int) -> int:
-        """Blocks that fit `num_bytes`."""
+        """Return the number of blocks that fit in `num_bytes`, at most `most`."""
         return bisect_right(range(1, most + 1), num_bytes, key=self)
 
     def most_in(self, num_bytes: int, wanted: int) -> int:
-        """More than fit; where no layer sees the whole text any number may, and those that are wanted are enough."""
+        """Return an upper bound for `blocks_in`. If all layers have windows any number may fit, and `wanted` is enough."""
         of_whole_text = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(wanted, num_bytes // of_whole_text) if of_whole_text else wanted
 
     def _count(self, window: int | None, num_blocks: int) -> int:
-        return num_blocks if window is None else window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
+        return num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
 def _way_out(model: ModelConfig, context: int) -> str:
-    """For a prompt that a context of the size asked for does not hold."""
+    """Return the advice for a prompt that is longer than the context."""
     if context < model.max_positions or model.may_grow:
         return "shorten the prompt or raise max_model_len"
     return f"shorten the prompt (the model was made for {model.max_positions} tokens)"

@@ -1,4 +1,4 @@
-"""Stop strings, found in the text as it is made, across token borders."""
+"""Finds stop strings in the text of generated tokens, across token borders."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,10 @@ from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
 
 class TextStop:
-    """Collects a request's text and ends it at the first stop string.
-
-    `text` is what may be shown: it never holds a part of a stop string that later turns out to be one.
+    """Collects a request's text and ends it at the first stop string. Text that may begin a stop string is held until that is decided.
 
     Attributes:
-        found: the stop string that ended it, if one did.
+        found: the stop string that ended the text; None = none.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str], *, include_stop: bool) -> None:
@@ -30,11 +28,11 @@ class TextStop:
 
     @property
     def can_stop(self) -> bool:
-        """Whether a text can end the request."""
+        """Whether there are stop strings."""
         return bool(self._stop)
 
     def copy(self) -> "TextStop":
-        """Another one that finds the same stops in what follows; its `text` begins here."""
+        """Return a copy for a look ahead; its text begins here."""
         other = TextStop(self._detokenizer.copy(), self._stop, include_stop=self._include_stop)
         other._held, other.found = self._held, self.found
         return other
@@ -45,18 +43,18 @@ class TextStop:
         return "".join(self._shown)
 
     def take_new(self) -> str:
-        """The text that became final since the last call."""
+        """Return the text that became final since the last call."""
         new = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return new
 
     def push(self, token_id: int) -> bool:
-        """Add a token; True when a stop string is complete: the request ends with this token."""
+        """Add a token; return whether a stop string is complete, so that the request ends."""
         self._take(self._detokenizer.push(token_id))
         return self.is_stopped
 
     def finish(self) -> str:
-        """Make everything final, once no token will follow, and return the whole text."""
+        """End the text, after which no token follows, and return all of it."""
         if not self.is_stopped:
             self._take(self._detokenizer.flush())
             self._show(len(self._held))
@@ -64,7 +62,7 @@ class TextStop:
 
     def _take(self, piece: str) -> None:
         self._held += piece
-        # The one complete first wins, wherever token borders fall.
+        # the first complete one, independent of token borders
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
@@ -75,7 +73,7 @@ class TextStop:
         self._show(len(self._held) - self._open_len())
 
     def _open_len(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

@@ -1,75 +1,177 @@
-"""Which cache blocks can be had and how many owners each other one has. Pure bookkeeping: no tensor is touched here."""
+"""Physical blocks of a cache: reference counts, and an index of full blocks by the prefix they hold. No tensor is touched here.
 
-from collections import Counter
-from collections.abc import Iterable
+A full block is identified by a hash of all tokens up to its end, so one hash stands for a whole prefix:
+
+    hash of block 0 = H(H(secret, salt), tokens of block 0)      hash of block i = H(hash of block i - 1, tokens of block i)
+
+A hit also compares the block's own tokens, and `secret` is drawn anew for every cache. A wrong block would need a collision of two
+128-bit hashes: among a million blocks the probability is 10^-27.
+"""
+
+import secrets
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.prefix_index import PrefixIndex
+
+KEY_BYTES = 16
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Counters of the prefix cache.
+
+    Attributes:
+        queried_tokens: tokens of the prompts that were looked up.
+        hit_tokens: of them, those whose rows were cached.
+        evicted_blocks: cached blocks that were evicted to make room.
+    """
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+
+class BlockHash(NamedTuple):
+    """Identifies a full block: the hash of its prefix, and its own token ids as bytes."""
+
+    key: bytes
+    token_bytes: bytes
 
 
 class BlockPool:
-    """Reference-counted blocks 0 … num_blocks - 1.
+    """Reference-counted blocks 0 … num_blocks - 1, some of them indexed by block hash.
 
-    A block without owners is free, or idle while the index knows what it holds: it can be shared again, and is
-    evicted when nothing else is free.
+    A block without owners is free, or idle if it is indexed: its rows are still valid, and it is evicted when no block is free, least
+    recently used first. An indexed block must not be written to: call `unregister` first.
+
+    Args:
+        block_size: tokens per block.
+        on_evict: called with each block hash that leaves the index.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, block_size: int, on_evict: Callable[[BlockHash], None] = lambda _: None) -> None:
         if num_blocks < 1:
             raise CapacityError(f"a cache needs at least 1 block, got {num_blocks}; raise kv_cache_gb")
-        self.num_blocks = num_blocks
-        self._index = index
-        self._free = list(reversed(range(num_blocks)))  # low ids are handed out first
+        self.num_blocks, self.stats = num_blocks, PrefixStats()
+        self._block_size, self._on_evict = block_size, on_evict
+        self._secret = secrets.token_bytes(KEY_BYTES)
+        self._free = list(reversed(range(num_blocks)))  # low ids are allocated first
         self._owners = [0] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, idle ones included."""
-        return len(self._free) + self._index.num_idle
+        """Number of blocks that can be allocated now, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_indexed(self) -> int:
+        """Number of indexed blocks, owned or idle."""
+        return len(self._hash_of)
 
     def num_owners(self, block: int) -> int:
-        """How many block tables hold `block`."""
+        """Return the number of block tables that contain `block`."""
         return self._owners[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one owner: free ones, then idle ones, least recently used first.
+        """Allocate blocks with one owner each: free ones, then idle ones, least recently used first.
 
         Raises:
-            CapacityError: fewer can be had; none is taken or evicted.
+            CapacityError: fewer than `count` are free; nothing was changed.
         """
         if count > self.num_free:
             raise CapacityError(
                 f"the KV cache is full: {count} blocks wanted, {self.num_free} of {self.num_blocks} free; "
                 "raise kv_cache_gb, or run fewer or shorter sequences at once"
             )
-        blocks = [self._free.pop() if self._free else self._index.evict() for _ in range(count)]
-        for block in blocks:
+        blocks = []
+        for _ in range(count):
+            if not self._free:
+                self.unregister(next(iter(self._idle)))
+                self.stats.evicted_blocks += 1
+            block = self._free.pop()
             self._owners[block] = 1
+            blocks.append(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one owner to each of `blocks`, all owned or idle."""
         for block in blocks:
-            if self._owners[block] == 0 and not self._index.revive(block):
-                raise RuntimeError(f"block {block} is free: nobody can share it")
+            if self._owners[block] == 0:
+                if block not in self._idle:
+                    raise RuntimeError(f"block {block} is free and cannot be shared")
+                del self._idle[block]
             self._owners[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one owner from each of `blocks`; those without any become free, or idle if the index knows them."""
+        """Remove one owner from each of `blocks`. One without owners becomes idle if it is indexed, else free."""
         for block in blocks:
             if self._owners[block] <= 0:
-                raise RuntimeError(f"block {block} was released more often than it was taken")
+                raise RuntimeError(f"block {block} was released more often than it was allocated or shared")
             self._owners[block] -= 1
-            if self._owners[block] == 0 and not self._index.retire(block):
+            if self._owners[block] == 0:
+                if block in self._hash_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def block_hashes(self, token_ids: Sequence[int], salt: bytes, known: Sequence[BlockHash], num_blocks: int) -> Iterator[BlockHash]:
+        """Yield the hashes of the blocks after `known`, up to `num_blocks` of `token_ids`; `salt` is used for the first block only."""
+        size = self._block_size
+        key = known[-1].key if known else blake2b(self._secret + salt, digest_size=KEY_BYTES).digest()
+        for start in range(len(known) * size, num_blocks * size, size):
+            token_bytes = array("I", token_ids[start : start + size]).tobytes()
+            key = blake2b(key + token_bytes, digest_size=KEY_BYTES).digest()
+            yield BlockHash(key, token_bytes)
+
+    def find_block(self, block_hash: BlockHash) -> int | None:
+        """Return the block with this hash, None if there is none."""
+        block = self._block_of.get(block_hash.key)
+        return block if block is not None and self._hash_of[block].token_bytes == block_hash.token_bytes else None
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        """Return the hash of `block`, None if it is not indexed."""
+        return self._hash_of.get(block)
+
+    def register(self, block_hash: BlockHash, block: int) -> None:
+        """Index an owned block, unless it is indexed already or another block has this hash."""
+        if block_hash.key not in self._block_of and block not in self._hash_of:
+            self._block_of[block_hash.key] = block
+            self._hash_of[block] = block_hash
+
+    def unregister(self, block: int) -> None:
+        """Remove `block` from the index, if it is there; if it is idle, it becomes free."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash.key]
+            if block in self._idle:
+                del self._idle[block]
                 self._free.append(block)
+            self._on_evict(block_hash)
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Mark the block with this hash, if it is idle, as the most recently used one."""
+        block = self._block_of.get(block_hash.key)
+        if block is not None and block in self._idle:
+            self._idle.move_to_end(block)
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
-        """Raise RuntimeError unless the blocks of `tables` are owned, each as often as it appears there, and all others can be had."""
-        wanted = Counter(block for table in tables for block in table)
+        """Raise RuntimeError unless each block is owned as often as it appears in `tables`, and is free or idle if it does not."""
+        expected = Counter(block for table in tables for block in table)
         for block in range(self.num_blocks):
-            if wanted[block] != self._owners[block]:
-                raise RuntimeError(f"block {block} has {self._owners[block]} owners but stands in {wanted[block]} block tables")
-        unowned = [block for block in range(self.num_blocks) if not wanted[block]]
-        self._index.check(block for block in unowned if self._index.link_of(block) is not None)
-        if sorted(self._free) != [block for block in unowned if self._index.link_of(block) is None]:
+            if expected[block] != self._owners[block]:
+                raise RuntimeError(f"block {block} has {self._owners[block]} owners but is in {expected[block]} block tables")
+        if {block_hash.key: block for block, block_hash in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("the hashes and the blocks of the prefix index do not belong together")
+        unowned = {block for block in range(self.num_blocks) if not expected[block]}
+        if (idle := unowned & self._hash_of.keys()) != self._idle.keys():
+            raise RuntimeError(f"blocks {sorted(self._idle.keys() ^ idle)} are idle or indexed without owners, not both")
+        if sorted(self._free) != sorted(unowned - idle):
             raise RuntimeError("the free list does not match the block tables")

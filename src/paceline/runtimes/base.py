@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import BackendUnavailableError
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import KVCache
-from paceline.kv_cache.recurrent import DEFAULT_STATES, StateLimits
+from paceline.kv_cache.cache import KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
+from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
@@ -229,7 +229,7 @@ class Network(ABC):
         return False
 
     def keep_scaling_passes(self, cache: KVCache) -> None:
-        """Let X-LoRA adapters be loaded: what scaling passes remember of a row lies in `cache` too, in memories of its own, from now on.
+        """Let X-LoRA adapters be loaded: scaling passes keep keys and values in layer caches of their own, which are added to `cache`.
 
         Args:
             cache: as `new_cache` gave it last, still empty.
@@ -247,7 +247,7 @@ class Network(ABC):
         return False
 
     @abstractmethod
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
         """Allocate the keys and values of `num_blocks` blocks, which this network and those beside it read and write from now on.
 
         There is one for each size that layers' keys have (`ModelConfig.kv_groups`).
@@ -256,12 +256,12 @@ class Network(ABC):
             CapacityError: the memory cannot be had.
         """
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
-        """A cache of what its layers remember, as `new_key_values`.
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
+        """Allocate a cache for this network, as `new_key_values` does.
 
         Args:
             limits: what will run in it at a time: layers with a window may take memory for that alone.
-            states: how those of recurrent layers are used.
+            checkpoints: which states of recurrent layers are kept for other sequences.
         """
         return KVCache(self.new_key_values(num_blocks), num_blocks, self.capabilities.tree_layout)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.runtimes.base import Network, assemble
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
@@ -207,13 +207,13 @@ class _TimedSequence:
 
     def extend_cache(self, num_rows: int, room: int) -> bool:
         """Add so many cached rows without a pass; return False if they do not fit or a layer keeps more than keys and values."""
-        memories = [memory for memory in self._cache.memories if isinstance(memory, KeyValues)]
-        if len(memories) != len(self._cache.memories) or room < self._cached_len + num_rows:
+        layer_caches = [one for one in self._cache.layer_caches if isinstance(one, FullAttentionCache)]
+        if len(layer_caches) != len(self._cache.layer_caches) or room < self._cached_len + num_rows:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
-        for memory in memories:
+        for layer_cache in layer_caches:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                memory.fill_block(block)  # the system has no pages for memory that was never written, so reading it is too fast
+                layer_cache.fill_block(block)  # the system has no pages for memory that was never written, so reading it is too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
         return True
 

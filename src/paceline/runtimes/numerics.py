@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.errors import CheckpointError
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 

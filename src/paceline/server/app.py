@@ -44,13 +44,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
     """
     settings = settings or ServerSettings()
-    engine.opened.maker.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
-    name = settings.served_model_name or served_model_name(engine.opened.config.model)
-    formats = OutputFormat.of(engine.opened.maker.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
-    admission = AdmissionControl(engine.opened.engine.scheduler.limits.max_num_seqs, settings.max_queue)
-    metrics = Metrics(engine.opened, name)
+    engine.loaded.input_processor.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
+    name = settings.served_model_name or served_model_name(engine.loaded.config.model)
+    formats = OutputFormat.of(engine.loaded.input_processor.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+    admission = AdmissionControl(engine.loaded.engine.scheduler.limits.max_num_seqs, settings.max_queue)
+    metrics = Metrics(engine.loaded, name)
     generation = Generation(engine, settings, admission, metrics)
-    chat, texts = ChatService(generation, formats), TokenTexts(engine.opened.maker.tokenizer)
+    chat, texts = ChatService(generation, formats), TokenTexts(engine.loaded.input_processor.tokenizer)
     service = Service(engine, settings, name, admission, metrics, generation, chat, texts)
     for adapter in filter(service.is_own_name, engine.adapters):
         raise ConfigError(f"an adapter is called {adapter!r}, as the model is: give it another name, or the model with served_model_name")

@@ -6,9 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.batch import RequestMaker
-from paceline.engine.chat_output import ChatOutputParser
-from paceline.engine.chat_prompt import RESERVED_OPTIONS, check_template_options
+from paceline.engine.chat_prompt import RESERVED_OPTIONS, ChatOutputParser, check_template_options
+from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import RequestOptions
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
@@ -53,7 +52,7 @@ class ChatService:
     def prompt_ids(self, request: ChatRequest) -> list[int]:
         """Return the token ids of a request's prompt, with the errors of `check` and of the chat template. Slow: call it in a thread."""
         self.check(request)
-        return request.prompt(self._generation.engine.opened.maker).token_ids
+        return request.prompt(self._generation.engine.loaded.input_processor).token_ids
 
     def thinking_options(self, fields: Fields, *, thinks: bool | None = None, effort: str | None = None) -> dict[str, Any]:
         """Return the chat template's variables for whether to think, and how much. What it has no variable for is ignored.
@@ -117,11 +116,11 @@ class ChatService:
         """The same error, about the schema of a tool where that is what does not compile."""
         if not request.offered_tools or not str(error).startswith("grammar: "):  # as those of the compiler do
             return error
-        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.opened.maker.compiler)
+        return await asyncio.to_thread(schema_error, request, error, self._generation.engine.loaded.input_processor.compiler)
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        return self._generation.engine.opened.maker.tokenizer
+        return self._generation.engine.loaded.input_processor.tokenizer
 
     def _turn(self, request: ChatRequest) -> "_Turn":
         self.check(request)
@@ -172,10 +171,10 @@ class _Turn:
         """The whole of a sample."""
         return Answer.of(self.events(output.sample_index, output.text, output))
 
-    def _prompt_ids(self, maker: RequestMaker) -> list[list[int]]:
-        prompt = self.request.prompt(maker)
+    def _prompt_ids(self, input_processor: InputProcessor) -> list[list[int]]:
+        prompt = self.request.prompt(input_processor)
         self.parser = ChatOutputParser.of_prompt(self.tokenizer, self.formats, prompt, self.request.offered_tools)
-        return [maker.prompt_ids(prompt.token_ids)]
+        return [input_processor.prompt_ids(prompt.token_ids)]
 
     def _grammar(self) -> Grammar | None:
         return answer_grammar(

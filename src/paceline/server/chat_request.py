@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.engine.chat_prompt import ChatPrompt, PromptLimits, chat_prompt
+from paceline.engine.chat_prompt import ChatPrompt, chat_prompt
+from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Messages, RequestOptions
 from paceline.errors import RequestError
 from paceline.parsing.tools import Tool, ToolUse
@@ -53,10 +54,10 @@ class ChatRequest:
         """The tools that the prompt lists."""
         return () if self.tool_use is ToolUse.NONE else self.tools
 
-    def prompt(self, limits: PromptLimits) -> ChatPrompt:
+    def prompt(self, input_processor: InputProcessor) -> ChatPrompt:
         """Return the conversation as the model reads it, with the errors of `chat_prompt`. Slow: call it in a thread."""
         return chat_prompt(
-            limits,
+            input_processor,
             self.messages,
             tools=self.offered_tools,
             template_options=self.template_options,

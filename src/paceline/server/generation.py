@@ -6,9 +6,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import RequestOptions
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
@@ -30,7 +30,7 @@ class GenerationRequest:
         grammar: called after the prompts are made, replaces the grammar of `params`; None = keep that of `params`.
     """
 
-    prompt_ids: Callable[[RequestMaker], list[list[int]]]
+    prompt_ids: Callable[[InputProcessor], list[list[int]]]
     num_prompts: int = 1
     params: SamplingParams
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
@@ -100,12 +100,12 @@ class Generation:
 
     def _prepared(self, request: GenerationRequest) -> tuple[list[list[int]], list[SamplingParams]]:
         """Tokenise the prompts and build their parameters. Slow: called in a thread."""
-        prompts = request.prompt_ids(self.engine.opened.maker)
+        prompts = request.prompt_ids(self.engine.loaded.input_processor)
         params = request.params if request.grammar is None else replace(request.params, grammar=request.grammar())
         if not request.takes_the_rest:
             return prompts, [params] * len(prompts)
-        opened = self.engine.opened
-        room = min(opened.maker.max_model_len, opened.engine.cache.max_slots - BLOCK_SIZE)
+        loaded = self.engine.loaded
+        room = min(loaded.input_processor.max_model_len, loaded.engine.cache.max_slots - BLOCK_SIZE)
         return prompts, [replace(params, max_tokens=max(1, room - len(ids))) for ids in prompts]
 
     def _finish(self, output: RequestOutput, deadline_s: float, request: GenerationRequest) -> None:

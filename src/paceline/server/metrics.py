@@ -8,9 +8,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from paceline.engine.engine import EngineStats
-from paceline.engine.open import OpenedEngine
-from paceline.engine.token_gaps import BOUNDS_S
+from paceline.engine.engine import LATENCY_BUCKETS_S, EngineStats
+from paceline.engine.loader import LoadedEngine
 from paceline.outputs import RequestOutput
 
 PREFIX = "paceline:"
@@ -25,9 +24,9 @@ class Metrics:
         model: name of the served model, the label `model_name`.
     """
 
-    def __init__(self, opened: OpenedEngine, model: str) -> None:
+    def __init__(self, loaded: LoadedEngine, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(opened, model)
+        self._engine = _EngineCollector(loaded, model)
         self._registry.register(self._engine)
         self._model = model
 
@@ -36,7 +35,7 @@ class Metrics:
             return made.labels(model, "0")
 
         self._first_token = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _SECONDS)
-        self._between = histogram("request_time_per_output_token_seconds", "Mean time between two tokens of a request.", BOUNDS_S)
+        self._between = histogram("request_time_per_output_token_seconds", "Mean time between two tokens of a request.", LATENCY_BUCKETS_S)
         self._whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _SECONDS)
         self._queue = histogram("request_queue_time_seconds", "From a request's arrival to its first pass.", _SECONDS)
         self._prefill = histogram("request_prefill_time_seconds", "From a sample's first pass to its first token.", _SECONDS)
@@ -82,14 +81,14 @@ class Metrics:
 class _EngineCollector(Collector):
     """The engine's counters; those of speculation include finished requests only."""
 
-    def __init__(self, opened: OpenedEngine, model: str) -> None:
-        self._opened = opened
+    def __init__(self, loaded: LoadedEngine, model: str) -> None:
+        self._loaded = loaded
         self._labels = {"model_name": model, "engine": "0"}
         self.stats = EngineStats()
 
     def collect(self) -> Iterable[Metric]:
         stats, speculation = self.stats, self.stats.speculation
-        pool = self._opened.engine.cache.pool
+        pool = self._loaded.engine.cache.pool
         yield self._gauge("num_requests_running", "Samples that take part in passes.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait for room in the engine.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", 1.0 - pool.num_free / pool.num_blocks)
@@ -102,8 +101,8 @@ class _EngineCollector(Collector):
         yield self._counter("scaling_passes", "Further passes, for the scalings of X-LoRA adapters.", stats.num_scaling_passes)
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
         yield self._counter("request_aborts", "Samples that were aborted.", stats.num_aborted)
-        yield self._gaps()
-        drafter = {"drafter": self._opened.drafter_name}
+        yield self._inter_token_latency()
+        drafter = {"drafter": self._loaded.drafter_name}
         drafts = speculation.steps - speculation.plain_steps
         yield self._counter("spec_decode_num_drafts", "Steps with drafts.", drafts, drafter)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.num_draft_tokens, drafter)
@@ -111,7 +110,7 @@ class _EngineCollector(Collector):
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
         by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth from 0.", ("drafter", "position"))
         for position, accepted in enumerate(speculation.num_accepted_tokens_by_position or [0]):
-            by_position.add_metric([*self._labels.values(), self._opened.drafter_name, str(position)], accepted)
+            by_position.add_metric([*self._labels.values(), self._loaded.drafter_name, str(position)], accepted)
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
         for reason, count in speculation.skip_counts.items():
@@ -129,11 +128,11 @@ class _EngineCollector(Collector):
         family.add_metric(list(labels.values()), value)
         return family
 
-    def _gaps(self) -> Metric:
-        gaps, text = self.stats.token_gaps, "Between two steps that brought a sample tokens; a step may bring several."
+    def _inter_token_latency(self) -> Metric:
+        latency, text = self.stats.inter_token_latency, "Between two steps that brought a sample tokens; a step may bring several."
         family = HistogramMetricFamily(PREFIX + "inter_token_latency_seconds", text, labels=list(self._labels))
-        ends = [*map(floatToGoString, BOUNDS_S), "+Inf"]
-        family.add_metric(list(self._labels.values()), list(zip(ends, accumulate(gaps.counts), strict=True)), gaps.total_s)
+        ends = [*map(floatToGoString, LATENCY_BUCKETS_S), "+Inf"]
+        family.add_metric(list(self._labels.values()), list(zip(ends, accumulate(latency.counts), strict=True)), latency.total_s)
         return family
 
     def _family(self, name: str, text: str, more: tuple[str, ...]) -> CounterMetricFamily:

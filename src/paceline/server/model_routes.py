@@ -46,7 +46,7 @@ class DetokenizeFields(Fields, at=("tokenize", "detokenize")):
 def model_routes(service: Service) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["openai"])
-    maker = service.engine.opened.maker
+    input_processor = service.engine.loaded.input_processor
     started_s = int(time.time())
 
     def described(adapter: str | None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def model_routes(service: Service) -> APIRouter:
             "object": "model",
             "created": started_s,
             "owned_by": "paceline",
-            "max_model_len": maker.max_model_len,
+            "max_model_len": input_processor.max_model_len,
             "drafters": sorted(service.drafters),
             **({} if adapter is None else {"parent": service.model}),
         }
@@ -91,11 +91,11 @@ def model_routes(service: Service) -> APIRouter:
 
 
 def _props(service: Service) -> dict[str, Any]:
-    opened = service.engine.opened
-    tokenizer = opened.maker.tokenizer
+    loaded = service.engine.loaded
+    tokenizer = loaded.input_processor.tokenizer
     return {
-        "default_generation_settings": {"n_ctx": opened.maker.max_model_len},
-        "total_slots": opened.engine.scheduler.limits.max_num_seqs,
+        "default_generation_settings": {"n_ctx": loaded.input_processor.max_model_len},
+        "total_slots": loaded.engine.scheduler.limits.max_num_seqs,
         "model_alias": service.model,
         "model_path": service.model,
         "chat_template": tokenizer.template_source() if tokenizer.has_chat_template else "",
@@ -107,7 +107,7 @@ def _props(service: Service) -> dict[str, Any]:
 def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
     ids = _ids(fields, service)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.opened.maker.max_model_len, "tokens": ids}
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.loaded.input_processor.max_model_len, "tokens": ids}
     if fields.return_token_strs:
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
     if fields.with_pieces:
@@ -116,7 +116,7 @@ def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
 
 
 def _ids(fields: TokenizeFields, service: Service) -> list[int]:
-    maker, settings = service.engine.opened.maker, service.settings
+    input_processor, settings = service.engine.loaded.input_processor, service.settings
     given = [name for name in ("prompt", "messages", "content") if getattr(fields, name) is not None]
     if len(given) != 1:
         raise invalid(given[0] if given else "prompt", "must be sent alone: send one of prompt, messages and content")
@@ -126,8 +126,8 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
         check_length(given[0], len(text), settings)
         adds_special = bool(fields.add_special) if fields.prompt is None else fields.add_special_tokens is not False
         if fields.parse_special is False:
-            return (maker.tokenizer.encode("") if adds_special else []) + maker.tokenizer.encode_as_text(text)
-        return maker.tokenizer.encode(text, add_special_tokens=adds_special)
+            return (input_processor.tokenizer.encode("") if adds_special else []) + input_processor.tokenizer.encode_as_text(text)
+        return input_processor.tokenizer.encode(text, add_special_tokens=adds_special)
     return service.chat.prompt_ids(
         ChatRequest(
             messages=conversation(fields.messages, settings),
@@ -142,10 +142,10 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
 
 def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
     service.adapter_of(fields.model)
-    maker = service.engine.opened.maker
+    input_processor = service.engine.loaded.input_processor
     check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)
     for token_id in fields.tokens:
-        if not 0 <= token_id < maker.vocab_size:
-            raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {maker.vocab_size - 1}")
-    text = maker.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+        if not 0 <= token_id < input_processor.vocab_size:
+            raise invalid("tokens", f"holds an id that is none of this model's, which go from 0 to {input_processor.vocab_size - 1}")
+    text = input_processor.tokenizer.decode(fields.tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}

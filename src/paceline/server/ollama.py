@@ -154,7 +154,7 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.get("/api/ps")
     async def running() -> Response:
         """The same: all of them are loaded, and stay so."""
-        context = service.engine.opened.maker.max_model_len
+        context = service.engine.loaded.input_processor.max_model_len
         more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": context}
         return JSONResponse({"models": [{**one, **more} for one in _models(service)]})
 
@@ -190,7 +190,7 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     generation = _generation(fields, service, adapter)
     request: ChatRequest | GenerationRequest
     if fields.raw:
-        request = GenerationRequest(prompt_ids=lambda maker: [maker.prompt_ids(prompt)], **generation)
+        request = GenerationRequest(prompt_ids=lambda input_processor: [input_processor.prompt_ids(prompt)], **generation)
     else:
         messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
         request = ChatRequest(messages=messages, template_options=_template_options(fields, service), **generation)
@@ -230,7 +230,7 @@ def _sampling(fields: RequestFields) -> SamplingFields:
 
 def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
     """Fields that a `ChatRequest` and a `GenerationRequest` share."""
-    options, longest = fields.options or Options(), service.engine.opened.maker.max_model_len
+    options, longest = fields.options or Options(), service.engine.loaded.input_processor.max_model_len
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
@@ -398,12 +398,12 @@ def _adapter_of(service: Service, name: str | None) -> str | None:
 
 def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
     adapter = _adapter_of(service, fields.model or fields.name)
-    opened = service.engine.opened
-    family, tokenizer = opened.engine.runtime.config.family, opened.maker.tokenizer
+    loaded = service.engine.loaded
+    family, tokenizer = loaded.engine.runtime.config.family, loaded.input_processor.tokenizer
     variables = {"tools": "tools", "thinking": "enable_thinking"} if tokenizer.has_chat_template else {}
     return {
         "details": _details(service, adapter),
-        "model_info": {"general.architecture": family, f"{family}.context_length": opened.maker.max_model_len},
+        "model_info": {"general.architecture": family, f"{family}.context_length": loaded.input_processor.max_model_len},
         "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_uses(variable))],
         "parameters": "",
         "template": "",
@@ -421,7 +421,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 
 def _details(service: Service, adapter: str | None) -> dict[str, Any]:
-    config = service.engine.opened.engine.runtime.config
+    config = service.engine.loaded.engine.runtime.config
     return {
         "parent_model": "" if adapter is None else service.model,
         "format": "",

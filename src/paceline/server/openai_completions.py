@@ -75,7 +75,7 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
     request = GenerationRequest(
-        prompt_ids=lambda maker: [maker.prompt_ids(prompt) for prompt in prompts],
+        prompt_ids=lambda input_processor: [input_processor.prompt_ids(prompt) for prompt in prompts],
         num_prompts=len(prompts),
         params=params,
         options=request_options(fields, fields.prediction, adapter=adapter),

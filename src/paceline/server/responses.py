@@ -304,7 +304,7 @@ class _Response:
 
     def _usage(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
         """Token counts; those of the reasoning are what its text has by itself."""
-        tokenizer, usage = self.service.engine.opened.maker.tokenizer, output.usage
+        tokenizer, usage = self.service.engine.loaded.input_processor.tokenizer, output.usage
         texts = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
         num_reasoning = sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return {

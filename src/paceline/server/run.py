@@ -44,12 +44,12 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
     with listening_socket(settings) as listening, ShutdownWatchdog() as watchdog:
         engine = AsyncEngine.open(**arguments)
         try:
-            for notice in engine.opened.notices:
+            for notice in engine.loaded.notices:
                 say(notice)
             app = create_app(engine, settings)
             if not quiet:
-                say(engine.opened.banner)
-                say(engine.opened.cache_banner)
+                say(engine.loaded.banner)
+                say(engine.loaded.cache_banner)
             serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
         finally:
             asyncio.run(engine.close())

@@ -65,14 +65,14 @@ class Service:
     @property
     def drafters(self) -> Collection[str]:
         """Names of the drafters that a request may name."""
-        return self.engine.opened.engine.speculator.drafter_names
+        return self.engine.loaded.engine.speculator.drafter_names
 
     @property
     def reads_predictions(self) -> bool:
         """Whether a drafter has a use for what a request predicts."""
-        return self.engine.opened.engine.speculator.uses_predictions
+        return self.engine.loaded.engine.speculator.uses_predictions
 
     @property
     def fingerprint(self) -> str:
         """What answers depend on apart from the request: OpenAI's `system_fingerprint`."""
-        return f"paceline-{__version__}-{self.engine.opened.numerics}"
+        return f"paceline-{__version__}-{self.engine.loaded.numerics}"

@@ -10,7 +10,7 @@ from time import perf_counter
 from types import TracebackType
 
 from paceline.errors import CapacityError, is_interrupt
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
 from paceline.speculation.constrained import constrain_draft
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -212,7 +212,7 @@ def reserve(batch: Sequence[RequestRows], cache: KVCache) -> list[RowPlan]:
             try:
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
             except CapacityError:
-                _shrink_others(batch, cache, cache.num_needed(sequence, range(-1, rows.root)))
+                _shrink_others(batch, cache, cache.num_blocks_needed(sequence, range(-1, rows.root)))
                 _shrink(rows, cache, cache.pool.num_free)
                 rows.plan = cache.reserve(sequence, rows.parents, rows.num_new_tokens)
     except BaseException:
@@ -237,5 +237,5 @@ def _shrink(rows: RequestRows, cache: KVCache, num_blocks: int) -> None:
     """Prune a draft so that the request's rows fit in `num_blocks` blocks."""
     tree, sequence = rows.tree, rows.request.sequence
     if tree is not None and tree.num_draft_tokens > 0:
-        kept = tree.prune(lambda parents: cache.num_needed(sequence, rows.parents_with(parents)) <= num_blocks)
+        kept = tree.prune(lambda parents: cache.num_blocks_needed(sequence, rows.parents_with(parents)) <= num_blocks)
         rows.set_draft(kept, tree.num_draft_tokens, SkipReason.NO_MEMORY)

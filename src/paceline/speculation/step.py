@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.errors import CheckpointError, as_exception, is_interrupt
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import Network, assemble
 from paceline.sampling.path_sampler import LogitsView, sample_paths
 from paceline.speculation.commit import commit, prompt_logprobs, token_logprobs
@@ -96,7 +96,7 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
         _accept(rows, rows.tree, speculator)
     rows.is_observed = request.is_speculative
     cache.keep_path(request.sequence, rows.kept_nodes[-1])
-    cache.remember(request.sequence, request.token_ids)
+    cache.register_prefix(request.sequence, request.token_ids)
 
 
 def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
@@ -121,7 +121,7 @@ def _fail(request: Request, error: Exception, cache: KVCache) -> None:
     """Finish a request with its own error. Rows with damaged numbers are removed from the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
-        cache.forget(request.sequence)
+        cache.evict(request.sequence)
         if request.adapter is not None:
             error = CheckpointError(f"with the adapter {request.adapter!r}, whose values may be too large, {error}")
     request.fail(error)

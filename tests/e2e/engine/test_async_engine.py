@@ -23,7 +23,7 @@ Serve = Callable[..., AsyncEngine]
 
 @pytest.fixture
 def serve(open_llm: Open) -> Serve:
-    return lambda num_blocks=60, drafter="ngram", **options: AsyncEngine(open_llm(num_blocks, drafter, **options)._opened)
+    return lambda num_blocks=60, drafter="ngram", **options: AsyncEngine(open_llm(num_blocks, drafter, **options)._loaded)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> 
 
     asyncio.run(all_of_it())
     assert not engine._worker.thread.is_alive()
-    cache = engine.opened.engine.cache
+    cache = engine.loaded.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks
-    assert engine.opened.engine.is_idle
+    assert engine.loaded.engine.is_idle
     assert engine._worker._listeners == {}
 
 
@@ -63,7 +63,7 @@ async def collect(stream: Any) -> tuple[str, list[int], RequestOutput]:
 
 def test_callers_that_stream_and_wait_at_once_get_what_they_get_alone(serve: Serve, solo: dict[str, list[RequestOutput]]) -> None:
     async def work(engine: AsyncEngine) -> None:
-        engine.opened.engine.speculator.policy = FixedDraftLength(4)
+        engine.loaded.engine.speculator.policy = FixedDraftLength(4)
         streams = [collect(engine.stream(prompt, SAMPLED)) for prompt in PROMPTS]
         whole = [engine.generate(prompt, GREEDY) for prompt in PROMPTS]
         *streamed, outputs = await asyncio.gather(*streams, asyncio.gather(*whole))
@@ -139,10 +139,10 @@ def test_an_error_reaches_its_own_caller_and_nobody_else(serve: Serve, solo: dic
             await engine.generate([[5], []], GREEDY)
         with pytest.raises(RequestError, match="drafter is 'eagle', which is not loaded; loaded: ngram"):
             await anext(engine.stream(PROMPTS[0], GREEDY, speculation={"drafter": "eagle"}))
-        engine.opened.engine._blocks_of = lambda request: 1000  # type: ignore[method-assign]
+        engine.loaded.engine._blocks_of = lambda request: 1000  # type: ignore[method-assign]
         with pytest.raises(CapacityError, match="do not fit the cache"):
             await engine.generate(PROMPTS[0], GREEDY)
-        del engine.opened.engine._blocks_of
+        del engine.loaded.engine._blocks_of
         assert (await other)[0].token_ids == solo["greedy"][1].token_ids
         await until_idle(engine)
 
@@ -153,15 +153,15 @@ def test_a_step_that_breaks_ends_those_in_the_engine_and_serves_those_that_come(
     serve: Serve, solo: dict[str, list[RequestOutput]], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(engine: AsyncEngine) -> None:
-        real = engine.opened.engine.scheduler.next_pass
+        real = engine.loaded.engine.scheduler.next_pass
 
         def broken() -> list[Any]:
             raise AssertionError("a fault of ours")
 
-        engine.opened.engine.scheduler.next_pass = broken  # type: ignore[method-assign]
+        engine.loaded.engine.scheduler.next_pass = broken  # type: ignore[method-assign]
         with pytest.raises(AssertionError, match="a fault of ours"):
             await engine.generate(PROMPTS, GREEDY)
-        engine.opened.engine.scheduler.next_pass = real  # type: ignore[method-assign]
+        engine.loaded.engine.scheduler.next_pass = real  # type: ignore[method-assign]
         assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo["greedy"][0].token_ids
 
     run(serve(), work)
@@ -209,8 +209,8 @@ def test_callers_may_live_in_loops_of_their_own(serve: Serve, solo: dict[str, li
 def test_an_engine_is_opened_with_the_options_of_an_llm(directory: Any) -> None:
     options: dict[str, Any] = {"threads": 2, "device": "cpu", "kv_cache_gb": 0.01}
     engine = AsyncEngine.open(directory, drafter=["ngram", "suffix"], max_num_seqs=3, **options)
-    assert engine.opened.drafter_name == "ngram+suffix"
-    assert engine.opened.config.max_num_seqs == 3
+    assert engine.loaded.drafter_name == "ngram+suffix"
+    assert engine.loaded.config.max_num_seqs == 3
     asyncio.run(engine.close())
     with pytest.raises(ConfigError, match=r"max_seqs is no argument of LLM: did you mean max_num_seqs\?"):
         AsyncEngine.open(directory, max_seqs=3)
@@ -245,7 +245,7 @@ def test_a_closed_engine_says_so_before_it_is_asked(serve: Serve) -> None:
 def test_a_prompt_that_leaves_no_room_has_a_code_for_programs(serve: Serve) -> None:
     async def work(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError) as caught:
-            await engine.generate([1] * engine.opened.maker.max_model_len)
+            await engine.generate([1] * engine.loaded.input_processor.max_model_len)
         assert caught.value.code == "context_length_exceeded"
 
     run(serve(), work)

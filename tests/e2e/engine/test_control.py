@@ -92,7 +92,7 @@ def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path,
 def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
     llm = open_llm(40, enable_prefix_caching=False)
     assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.engine.cache.num_cached_blocks == 0
+    assert llm.engine.cache.pool.num_indexed == 0
 
 
 # Samples
@@ -128,7 +128,7 @@ def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> 
 def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
-    samples = llm._opened.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
+    samples = llm._loaded.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
     for sample in samples:
         llm.engine.add(sample)
     llm.engine.abort(samples[0])

@@ -140,8 +140,8 @@ def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatc
     llm = spare(open_llm(9, max_model_len=200), 2)
     prompts = [[5] * 64 + [6], [5] * 64 + [7, *range(20, 50)], [9] * 3, [5] * 64 + [8]]
     refusals = []
-    refuse = llm.engine.scheduler._blocks.return_prefix
-    monkeypatch.setattr(llm.engine.scheduler._blocks, "return_prefix", lambda request: (refusals.append(request), refuse(request)))
+    refuse = llm.engine.scheduler._blocks.release_prefix
+    monkeypatch.setattr(llm.engine.scheduler._blocks, "release_prefix", lambda request: (refusals.append(request), refuse(request)))
     outputs = llm.generate(prompts, replace(GREEDY, max_tokens=50))
     stats = llm.engine.cache.stats
     assert len(refusals) > 1
@@ -196,7 +196,7 @@ def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_ll
     (expected,) = llm.generate([[8] * 40], GREEDY)
     held = llm.engine.cache.new_sequence()
     llm.engine.cache.reserve(held, range(-1, 95))
-    with pytest.raises(CapacityError, match=r"40 rows of a request found no room: 1 of 4 blocks are free"):
+    with pytest.raises(CapacityError, match=r"40 rows of a request do not fit in the cache: 1 of 4 blocks are free"):
         llm.generate([[8] * 40], GREEDY)
     assert llm.generate([[8]], replace(GREEDY, max_tokens=4))[0].finish_reason == "length"
     llm.engine.cache.release(held)
@@ -233,7 +233,7 @@ def test_an_abort_frees_everything_and_touches_nobody(open_llm: Open, solo: list
     run_to_end(llm)
     assert [list(request.output_token_ids) for request in requests] == solo
     assert (llm.stats().num_aborted, llm.stats().num_finished) == (2, len(PROMPTS))
-    output = llm._opened.output(victims[0])
+    output = llm._loaded.output(victims[0])
     assert (output.finish_reason, output.usage.completion_tokens) == ("abort", len(output.token_ids))
     assert output.timing.prompt_s >= 0
     assert_clean(llm)

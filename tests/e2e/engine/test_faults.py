@@ -99,7 +99,7 @@ def serve(open_llm: Open, drafter: str | Drafter = "none", policy: FixedDraftLen
     llm = open_llm(60, drafter)
     if policy is not None:
         llm.engine.speculator.policy = policy
-    return AsyncEngine(llm._opened)
+    return AsyncEngine(llm._loaded)
 
 
 def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:
@@ -195,16 +195,16 @@ def test_a_pass_that_fails_in_any_way_ends_those_in_it_and_the_next_are_served(
     open_llm: Open, solo: list[list[int]], kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(engine: AsyncEngine) -> None:
-        real = engine.opened.engine.runtime.forward
+        real = engine.loaded.engine.runtime.forward
 
         def broken(*arguments: object) -> None:
             raise kind("out of a pass")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.opened.engine.runtime, "forward", broken)
+            patch.setattr(engine.loaded.engine.runtime, "forward", broken)
             with pytest.raises(Exception, match="out of a pass"):
                 await engine.generate(PROMPTS, GREEDY)
-        assert engine.opened.engine.runtime.forward == real
+        assert engine.loaded.engine.runtime.forward == real
         assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo[0]
 
     run(serve(open_llm), work)

@@ -13,8 +13,8 @@ from harness.engine_traffic import check_clean
 from harness.gemma4_checkpoints import write_gemma4
 from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
-from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.kv_cache.window import WindowKeyValues
+from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.proof.checkpoint_facts import read_checkpoint
 from paceline.proof.memory_estimate import estimate_memory
 from paceline.runtimes.native.network import NativeNetwork
@@ -53,8 +53,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_of_those_that_share(open_llm: Open) -> None:
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "prefill_chunk_size": 64}
     llm = open_llm(drafter="none", kv_cache_gb=0.006, max_model_len=None, **smallest)
-    (local,) = (memory for memory in llm.engine.cache.memories if isinstance(memory, WindowKeyValues))
-    (whole,) = (memory for memory in llm.engine.cache.memories if memory is not local)
+    (local,) = (memory for memory in llm.engine.cache.layer_caches if isinstance(memory, SlidingWindowCache))
+    (whole,) = (memory for memory in llm.engine.cache.layer_caches if memory is not local)
     num_blocks = llm.engine.cache.pool.num_blocks
     assert whole.num_bytes == num_blocks * BLOCK_SIZE * GLOBAL_ROW
     assert local.num_bytes == local.storage.shape[1] * BLOCK_SIZE * LOCAL_ROW
@@ -64,7 +64,7 @@ def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_o
     assert len(output.token_ids) == 20
     check_clean(llm)
     local.check()
-    assert local.num_free == local.storage.shape[1]
+    assert local.pool.num_free == local.storage.shape[1]
 
 
 def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from harness.expert_checkpoints import CASES
 from harness.gemma4_assistants import write_assistant, write_target
 from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
-from paceline.kv_cache.paged import BLOCK_SIZE
-from paceline.kv_cache.window import WindowKeyValues
+from paceline.kv_cache.cache import BLOCK_SIZE
+from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.runtimes.native.network import NativeNetwork
 
 WINDOW = 64
@@ -47,8 +47,8 @@ def open_llm(directory: Path) -> Iterator[Open]:
         llm.close()
 
 
-def memory_of(llm: LLM) -> WindowKeyValues:
-    (memory,) = (memory for memory in llm.engine.cache.memories if isinstance(memory, WindowKeyValues))
+def memory_of(llm: LLM) -> SlidingWindowCache:
+    (memory,) = (memory for memory in llm.engine.cache.layer_caches if isinstance(memory, SlidingWindowCache))
     return memory
 
 
@@ -58,14 +58,15 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     length, most = 32_000 if large_counts else 3_000, [0]
-    keep_path = WindowKeyValues.keep_path
+    keep_path = SlidingWindowCache.keep_path
 
-    def watched(memory: WindowKeyValues, plan: Any, commit: Any) -> None:
-        most[0] = max(most[0], memory.num_held(plan.sequence_id))
+    def watched(memory: SlidingWindowCache, plan: Any, commit: Any) -> None:
+        table = memory._tables[plan.sequence_id]
+        most[0] = max(most[0], table.end - table.first)
         keep_path(memory, plan, commit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WindowKeyValues, "keep_path", watched)
+        patch.setattr(SlidingWindowCache, "keep_path", watched)
         llm = open_llm()
         (held,) = llm.generate([prompt_of(length)], GREEDY)
     assert 0 < most[0] * BLOCK_SIZE <= WINDOW + 1024
@@ -146,7 +147,7 @@ def test_aborts_leak_no_block(
     tally["requests over windows, most of them aborted"] += count
     memory.check()
     check_clean(llm)
-    assert memory.num_free == memory.storage.shape[1]
+    assert memory.pool.num_free == memory.storage.shape[1]
     assert llm.stats().drafter_failures == 0
     assert llm.stats().speculation.num_draft_tokens > 0
     llm.close()

@@ -14,20 +14,20 @@ from paceline.server.settings import ServerSettings
 
 @pytest.fixture(scope="package")
 def engine() -> Iterator[AsyncEngine]:
-    yield from _opened()
+    yield from _loaded()
 
 
 @pytest.fixture(scope="package")
 def short_engine() -> Iterator[AsyncEngine]:
     """One for answers that take all of the context: of 2,048 tokens each takes seconds."""
-    yield from _opened(max_model_len=128)
+    yield from _loaded(max_model_len=128)
 
 
-def _opened(**options: Any) -> Iterator[AsyncEngine]:
+def _loaded(**options: Any) -> Iterator[AsyncEngine]:
     engine = AsyncEngine.open("mini", drafter=["prediction", "ngram"], max_num_seqs=8, threads=1, **options)
     yield engine
     asyncio.run(_until_idle(engine))
-    cache = engine.opened.engine.cache
+    cache = engine.loaded.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks
     asyncio.run(engine.close())

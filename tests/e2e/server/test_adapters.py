@@ -26,14 +26,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     """The mini with one adapter, `first`; the directory of another is `folder / "second"`."""
     engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
     folder = tmp_path_factory.mktemp("adapters")
-    asyncio.run(engine.load_adapter("first", write_adapter_of(engine.opened.engine.runtime.config, folder / "first", seed=1)))
+    asyncio.run(engine.load_adapter("first", write_adapter_of(engine.loaded.engine.runtime.config, folder / "first", seed=1)))
     yield engine
     asyncio.run(engine.close())
 
 
 @pytest.fixture(scope="module")
 def second(engine: AsyncEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_adapter_of(engine.opened.engine.runtime.config, tmp_path_factory.mktemp("second"), seed=2)
+    return write_adapter_of(engine.loaded.engine.runtime.config, tmp_path_factory.mktemp("second"), seed=2)
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -170,7 +170,7 @@ def test_an_adapter_without_memory_for_it_is_no_mistake_of_the_request(
 ) -> None:
     client, fields = served({"x-api-key": KEY}, **ALLOWED), {"lora_name": "second", "lora_path": str(second)}
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.engine.open.available_memory_bytes", lambda: 100)
+        patch.setattr("paceline.engine.loader.available_memory_bytes", lambda: 100)
         answer = client.post("/v1/load_lora_adapter", fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (507, "server_error", "out_of_memory")

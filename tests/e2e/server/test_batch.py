@@ -65,7 +65,7 @@ def run(engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Answers lines with the engine that is open already; what was said is in `run.said`."""
 
     class Kept:
-        opened = engine.opened
+        opened = engine.loaded
 
         def __getattr__(self, name: str) -> Any:
             return getattr(engine, name)
@@ -156,7 +156,7 @@ def test_output_of_another_model_is_refused(run: Run) -> None:
 
 def test_batch_with_adapters_continues_after_a_stop(run: Run, engine: AsyncEngine, tmp_path: Path) -> None:
     lines = [{**request(index), "body": {**request(index)["body"], "model": ("mini", "half")[index % 2]}} for index in range(4)]
-    adapter = write_adapter_of(engine.opened.engine.runtime.config, tmp_path / "adapter", seed=1)
+    adapter = write_adapter_of(engine.loaded.engine.runtime.config, tmp_path / "adapter", seed=1)
     asyncio.run(engine.load_adapter("half", adapter))
     try:
         run(lines)

@@ -28,7 +28,7 @@ def reasons(events: list[dict[str, Any]], index: int = 0) -> list[str]:
 
 def test_an_answer_is_what_the_engine_says(client: HttpClient, engine: AsyncEngine) -> None:
     answer = client.json(PATH, GREEDY)
-    maker = engine.opened.maker
+    input_processor = engine.loaded.input_processor
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "mini"
     assert answer["system_fingerprint"].endswith("-exact")
@@ -37,7 +37,7 @@ def test_an_answer_is_what_the_engine_says(client: HttpClient, engine: AsyncEngi
     assert choice["message"]["content"]
     assert choice["finish_reason"] in ("stop", "length")
     usage = answer["usage"]
-    assert usage["prompt_tokens"] == len(maker.chat_ids(MESSAGES))
+    assert usage["prompt_tokens"] == len(input_processor.chat_ids(MESSAGES))
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert answer["speculation"]["num_emitted_tokens"] == usage["completion_tokens"]
 
@@ -119,7 +119,7 @@ def test_a_schema_holds_the_answer(client: HttpClient) -> None:
 def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = short_client.json(PATH, fields)["usage"]
-    assert usage["total_tokens"] == short_engine.opened.maker.max_model_len
+    assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len
 
 
 def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpClient) -> None:
@@ -154,7 +154,7 @@ def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> 
 
 
 def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.opened.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
+    monkeypatch.setattr(engine.loaded.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
     fields = {**GREEDY, **predicted, "speculation": {"trees": True, "drafter": "prediction"}}

@@ -20,7 +20,7 @@ def joined(events: list[dict[str, Any]], index: int = 0) -> str:
 
 
 def ids_of(engine: AsyncEngine, text: str) -> list[int]:
-    return engine.opened.maker.prompt_ids(text)
+    return engine.loaded.input_processor.prompt_ids(text)
 
 
 def test_a_completion_is_in_openais_shape(client: HttpClient) -> None:
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: 
 
 def test_models_are_listed_and_found(client: HttpClient, engine: AsyncEngine) -> None:
     (listed,) = client.get("/v1/models").json()["data"]
-    assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.opened.maker.max_model_len)
+    assert (listed["id"], listed["object"], listed["max_model_len"]) == ("mini", "model", engine.loaded.input_processor.max_model_len)
     assert listed["drafters"] == ["ngram", "prediction"]
     assert client.get("/v1/models/mini").json() == listed
     assert client.get("/v1/models/other").status_code == 404
@@ -150,7 +150,7 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     assert answer["count"] == len(answer["tokens"])
     assert client.json("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "The old fisherman", "content": "The old fisherman"}
     messages = [{"role": "user", "content": "Hello"}]
-    assert client.json("/tokenize", {"messages": messages})["tokens"] == engine.opened.maker.chat_ids(messages)
+    assert client.json("/tokenize", {"messages": messages})["tokens"] == engine.loaded.input_processor.chat_ids(messages)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     assert client.json("/tokenize", {"messages": parts}) == client.json("/tokenize", {"messages": messages})
     assert client.refusal("/tokenize", {"prompt": "a", "messages": messages})["param"] == "prompt"

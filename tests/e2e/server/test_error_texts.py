@@ -188,7 +188,7 @@ def test_limits_that_are_told_are_the_ones_applied(short_client: HttpClient, dia
 
 
 def test_token_ids_that_no_model_has_are_told_no_limit_that_is_not_this_models(client: HttpClient, engine: AsyncEngine) -> None:
-    last = engine.opened.maker.vocab_size - 1
+    last = engine.loaded.input_processor.vocab_size - 1
     for token_id in (-1, last + 1, 2**31 - 1, 2**31):
         for more in (
             {"stop_token_ids": [token_id]},

@@ -51,7 +51,7 @@ def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: C
 
 
 def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient, engine: AsyncEngine) -> None:
-    sandbox = engine.opened.maker.compiler.sandbox = CompileSandbox(0.02)
+    sandbox = engine.loaded.input_processor.compiler.sandbox = CompileSandbox(0.02)
     with sandbox._lock:
         answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "grammar_busy")

@@ -74,7 +74,7 @@ def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, 
         assert not [message for message in visitor.sent if message["type"] == "http.response.start"] or is_streamed
 
     run(work)
-    cache = engine.opened.engine.cache
+    cache = engine.loaded.engine.cache
     cache.check()
     assert cache.pool.num_free == cache.pool.num_blocks
 
@@ -116,7 +116,7 @@ def test_a_client_that_goes_away_together_with_a_token_is_given_up(engine: Async
 def test_a_full_queue_says_when_to_come_again(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine, ServerSettings(max_queue=2))
-        num_seqs = engine.opened.config.max_num_seqs
+        num_seqs = engine.loaded.config.max_num_seqs
         visitors = [Visitor(app, CHAT, ENDLESS) for _ in range(num_seqs + 2)]
         await until_running(engine, num_seqs)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:

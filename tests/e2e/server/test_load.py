@@ -29,7 +29,7 @@ def resident_bytes() -> int:
 def check_idle(server: LiveServer, engine: AsyncEngine) -> None:
     """Nothing of any request is left."""
     until(lambda: server.num_open == 0)
-    inner = engine.opened.engine
+    inner = engine.loaded.engine
     until(lambda: inner.is_idle)
     inner.cache.check()
     assert inner.cache.pool.num_free == inner.cache.pool.num_blocks

@@ -81,7 +81,7 @@ def test_an_idle_engine_has_nothing_running(client: HttpClient) -> None:
 def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncEngine) -> None:
     client.json(CHAT, FIELDS)
     numbers = read(client)
-    drafter = (("drafter", engine.opened.drafter_name),)
+    drafter = (("drafter", engine.loaded.drafter_name),)
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert (f"spec_decode_{name}_total", drafter) in numbers
     assert {name for name, _ in numbers} >= {"num_preemptions_total", "prefix_cache_hits_total", "drafter_failures_total"}

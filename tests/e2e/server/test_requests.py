@@ -419,7 +419,7 @@ def test_limit_of_minus_one_is_the_rest_of_the_context(short_client: HttpClient,
     for path, prompt in ((CHAT.path, {"messages": [USER]}), ("/v1/completions", {"prompt": "I need"})):
         for limit in ({"max_tokens": -1}, {"n_predict": -1}):
             usage = short_client.json(path, {**prompt, **limit, "ignore_eos": True, "temperature": 0})["usage"]
-            assert usage["total_tokens"] == short_engine.opened.maker.max_model_len
+            assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len
 
 
 def test_paths_are_served_without_v1_too(picky: HttpClient) -> None:

@@ -243,7 +243,7 @@ CALLED = [
 
 def test_calls_and_results_are_rendered_by_the_template(tooled: Callable[..., HttpClient], tool_engine: AsyncEngine) -> None:
     ids = tooled().json("/tokenize", {"messages": CALLED, "tools": DESCRIBED})["tokens"]
-    text = tool_engine.opened.maker.tokenizer.decode(ids, skip_special_tokens=False)
+    text = tool_engine.loaded.input_processor.tokenizer.decode(ids, skip_special_tokens=False)
     assert '{"name": "cancel", "description": "", "parameters": {"type": "object", "properties": {}}}}\n' in text
     assert '<think>\nso\n</think>\n\n<tool_call>{"name": "book", "arguments": {"kind": "bus"}}</tool_call><|im_end|>' in text
     assert "<tool_response>book: done</tool_response>" in text

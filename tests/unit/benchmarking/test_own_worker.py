@@ -71,7 +71,7 @@ def test_a_request_does_not_help_the_next_one(own_kernels: None, monkeypatch: py
     first, second = (model.answer(long) for _ in range(2))
     assert first["num_draft_tokens"] == second["num_draft_tokens"]
     assert first["passes"] == second["passes"]
-    assert model._opened.engine.stats.num_cached_tokens == 0
+    assert model._loaded.engine.stats.num_cached_tokens == 0
 
 
 def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:

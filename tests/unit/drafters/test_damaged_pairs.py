@@ -10,7 +10,7 @@ from paceline.drafters.eagle.network import true_pairs
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.pairs.drafter import PairDrafter
 from paceline.drafters.pairs.head import PairHead
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.weights import Weights
 from paceline.runtimes.load import open_head

@@ -12,7 +12,7 @@ from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import CATCH_UP_ROWS, DraftModelDrafter
 from paceline.errors import CapacityError, RequestError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime

@@ -20,7 +20,7 @@ from paceline.drafters.medusa.guesses import RankAccuracy
 from paceline.drafters.medusa.network import HeadOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.runtimes.ranking import Draws, Ranking, ranked_rows
 from paceline.runtimes.torch.ranking import rank_rows

@@ -18,7 +18,7 @@ from paceline.drafters.options import OPTIONS, TREES, HeadOptions
 from paceline.drafters.pairs import opening
 from paceline.drafters.pairs.config import PairVariant
 from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.engine.open import settings_of
+from paceline.engine.loader import parse_settings
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -116,7 +116,7 @@ def test_a_drafter_that_is_made_takes_no_options(target: Path) -> None:
     with pytest.raises(ConfigError, match="came with a drafter that is made already"):
         open_llm(target, **options)
     with pytest.raises(ConfigError, match="came with a drafter that is made already"):
-        settings_of(str(target), options)
+        parse_settings(str(target), options)
 
 
 def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:

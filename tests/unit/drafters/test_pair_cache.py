@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from paceline.drafters.pairs.cache import PairCache, PairRows
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
 from paceline.runtimes.decoder import Compose
@@ -28,8 +28,8 @@ class SilentHead(Network):
     def embed(self, token_ids: IntArray) -> FloatArray:
         raise AssertionError
 
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
-        return [KeyValues(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+        return [FullAttentionCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
     def beside(self, compose: Compose) -> Network:
         return self
@@ -58,7 +58,7 @@ class Bench:
         start = request.sequence.committed_len
         self.cache.reserve(request.sequence, range(-1, count - 1))
         self.cache.keep_path(request.sequence, count - 1)
-        self.cache.remember(request.sequence, request.token_ids)
+        self.cache.register_prefix(request.sequence, request.token_ids)
         if observed:
             self.pairs.observe(request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)]))
 
@@ -137,7 +137,7 @@ def test_an_adopted_prefix_goes_on_with_the_feature_of_its_last_token(shared: in
     bench.commit(first, 96)
     bench.run(first, with_root=True)
     second = bench.request([*text(97)[:shared], *text(20, seed=1)])
-    adopted = bench.cache.adopt_prefix(second.sequence, second.token_ids)
+    adopted = bench.cache.match_prefix(second.sequence, second.token_ids)
     assert adopted == shared // BLOCK_SIZE * BLOCK_SIZE
     bench.commit(second, len(second.token_ids) - 1 - adopted)
     rows = bench.run(second, with_root=True)
@@ -152,13 +152,13 @@ def test_a_prefix_drafted_in_part_is_seen_in_part() -> None:
     first = bench.request(text(65))
     bench.commit(first, 64, observed=False)
     second = bench.request(text(65) + text(70, seed=2))
-    assert bench.cache.adopt_prefix(second.sequence, second.token_ids) == 64
+    assert bench.cache.match_prefix(second.sequence, second.token_ids) == 64
     bench.commit(second, 70)
     rows = bench.run(second, with_root=True)
     assert rows is not None
     assert rows.rows.first_slot == rows.rows.cached_len == 65  # the pair of token 64 needs a feature nobody has
     third = bench.request([*second.token_ids[:130], 5, 6, 7])
-    assert bench.cache.adopt_prefix(third.sequence, third.token_ids) == 128
+    assert bench.cache.match_prefix(third.sequence, third.token_ids) == 128
     bench.commit(third, 4)
     rows = bench.run(third, with_root=True)
     assert rows is not None
@@ -172,7 +172,7 @@ def test_a_preempted_request_begins_anew() -> None:
     bench.run(request, with_root=True)
     bench.cache.release(request.sequence)
     request.sequence = bench.cache.new_sequence()
-    assert bench.cache.adopt_prefix(request.sequence, request.token_ids) == 64
+    assert bench.cache.match_prefix(request.sequence, request.token_ids) == 64
     bench.commit(request, 25)
     rows = bench.run(request, with_root=True)
     assert rows is not None
@@ -202,7 +202,7 @@ def test_any_order_of_events_leaves_rows_of_the_right_text(seed: int, large_coun
         if event < 3 and bench.cache.pool.num_free > 8 and len(running) < 5:
             beginning = text(int(random.integers(1, 90)), seed=int(random.integers(0, 3)))
             request = bench.request([*beginning, *text(int(random.integers(1, 30)), seed=int(random.integers(0, 10_000)))])
-            bench.cache.adopt_prefix(request.sequence, request.token_ids)
+            bench.cache.match_prefix(request.sequence, request.token_ids)
             running.append(request)
         elif running:
             request = running[int(random.integers(0, len(running)))]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.prediction import MATCHES, MAX_REPLACED, NEAR, Prediction, PredictionDrafter
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget

@@ -9,7 +9,7 @@ import pytest
 from paceline.drafters.suffix.automaton import MAX_FOLLOWERS, MAX_SIBLINGS, SEPARATOR, SuffixAutomaton
 from paceline.drafters.suffix.drafter import LEAST_PROB, MIN_MATCH, SuffixDrafter, SuffixStore
 from paceline.errors import ConfigError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

@@ -11,7 +11,7 @@ from harness.loaded_targets import make_drafter
 from harness.vocabulary_pairs import reorder_vocabulary
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget, Drafter, DrafterTraits

@@ -9,7 +9,7 @@ from paceline.config import EngineConfig
 from paceline.engine import memory
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.errors import CapacityError
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.kv_cache_dtype import KVCacheDtype
 
 FULL = make_config(num_layers=2, max_positions=100_000)
@@ -23,7 +23,7 @@ def plan_of(config, kv_cache_gb, limits=LIMITS):
     return plan_cache(config, EngineConfig(model="", kv_cache_gb=kv_cache_gb, max_num_seqs=2), KVCacheDtype.F32, limits)
 
 
-def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contexts():
+def test_windows_take_memory_for_running_requests_only():
     mixed = replace(FULL, layers=(FULL.layers[0], SLIDING.layers[0]))
     full, half, windows = (plan_of(config, 0.01) for config in (FULL, mixed, SLIDING))
     assert full.num_blocks < half.num_blocks < 2.01 * full.num_blocks
@@ -31,7 +31,7 @@ def test_a_window_takes_what_runs_at_a_time_and_leaves_the_rest_to_longer_contex
     assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
-def test_a_cache_too_small_for_one_block_is_refused():
+def test_cache_too_small_for_one_block_is_rejected():
     with pytest.raises(CapacityError, match="holds no block"):
         plan_of(SLIDING, 1e-6)
 
@@ -57,7 +57,7 @@ def default_plan(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
-def test_the_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
+def test_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
     plan = default_plan(max_num_seqs=max_num_seqs)
     wanted = max(min(4, max_num_seqs) * 8192, max_num_seqs * 2048)
     assert wanted <= plan.num_tokens <= wanted + 64 * max_num_seqs
@@ -65,26 +65,26 @@ def test_the_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs)
     assert plan.num_bytes == plan.num_tokens * ROW_BYTES
 
 
-def test_the_default_cache_holds_all_contexts_of_a_short_model(default_plan):
+def test_default_cache_holds_all_contexts_of_a_short_model(default_plan):
     assert default_plan(make_config(num_layers=2, max_positions=512)).num_tokens == 16 * (512 + 64)
 
 
 @pytest.mark.parametrize("free", [1000 * GB, 1e8, 1e7, 1e6])
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
-def test_the_context_does_not_depend_on_memory_or_batch_settings(default_plan, free, max_num_seqs):
+def test_context_does_not_depend_on_memory_or_batch_settings(default_plan, free, max_num_seqs):
     plan = default_plan(free=free, total=4 * free, max_num_seqs=max_num_seqs)
     assert plan.max_model_len == 8192
     assert plan.num_bytes <= free / 2
     assert (plan.notice is not None) == (plan.num_tokens < 8192)
 
 
-def test_the_default_cache_takes_a_quarter_of_the_memory_and_half_of_what_is_free(default_plan):
+def test_default_cache_takes_a_quarter_of_memory_and_half_of_free_memory(default_plan):
     context_bytes = 8192 * ROW_BYTES
     assert 0.99 * context_bytes <= default_plan(total=4 * context_bytes).num_bytes <= context_bytes
     assert 0.99 * context_bytes <= default_plan(free=2 * context_bytes).num_bytes <= context_bytes
 
 
-def test_a_context_that_the_user_gave_takes_more_where_it_is_needed(default_plan):
+def test_given_max_model_len_takes_more_memory_if_needed(default_plan):
     context_bytes = (8192 + 64) * ROW_BYTES
     plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_model_len=8192)
     assert 8192 <= plan.num_tokens <= 8192 + 64
@@ -92,18 +92,18 @@ def test_a_context_that_the_user_gave_takes_more_where_it_is_needed(default_plan
         default_plan(free=context_bytes, max_model_len=8192)
 
 
-def test_memory_for_less_than_a_block_is_refused(default_plan):
+def test_free_memory_for_less_than_a_block_is_rejected(default_plan):
     with pytest.raises(CapacityError, match="holds no block"):
         default_plan(free=40 * ROW_BYTES)
 
 
-def test_a_cache_smaller_than_the_context_is_noticed_with_the_way_out():
+def test_cache_smaller_than_the_context_has_a_notice():
     plan = plan_of(FULL, 0.01)
     assert plan.notice is not None
     assert f"the cache holds {plan.num_tokens} tokens, less than the context of 100000" in plan.notice
     assert plan.notice.endswith("raise kv_cache_gb or lower max_model_len")
 
 
-def test_the_banner_names_the_most_that_the_cache_takes(default_plan):
+def test_banner_names_the_maximum_size(default_plan):
     line = default_plan(max_num_seqs=1).describe()
     assert line.startswith(f"cache: up to {8256 * ROW_BYTES / 1e9:.2g} GB (8,256 tokens, 1.01 contexts of 8,192)")

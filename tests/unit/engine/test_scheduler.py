@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.engine.scheduler import MAX_OVERTAKEN, Limits, Scheduler, share_rows
+from paceline.engine.scheduler import MAX_OVERTAKEN, Scheduler, SchedulerLimits, share_rows
 
 BLOCK_SIZE = 4
 
@@ -55,15 +55,15 @@ class CountedBlocks:
     def num_free(self) -> int:
         return self.num_blocks - self.num_taken
 
-    def num_needed(self, job: Job, num_rows: int) -> int:
+    def num_blocks_needed(self, job: Job, num_rows: int) -> int:
         return -(-(job.num_cached + num_rows) // BLOCK_SIZE) - job.num_blocks
 
-    def count_prefix(self, job: Job) -> int:
+    def cached_prefix_len(self, job: Job) -> int:
         return min(self.shared, job.num_known - 1, self.num_free * BLOCK_SIZE) // BLOCK_SIZE * BLOCK_SIZE
 
-    def adopt_prefix(self, job: Job) -> None:
+    def match_prefix(self, job: Job) -> None:
         self.begun.append(job.name)
-        job.num_cached = self.count_prefix(job)
+        job.num_cached = self.cached_prefix_len(job)
         self.take(job, job.num_cached // BLOCK_SIZE)
 
     def take(self, job: Job, count: int) -> None:
@@ -71,10 +71,10 @@ class CountedBlocks:
         self.num_taken += count
         assert self.num_taken <= self.num_blocks, "more blocks were promised than there are"
 
-    def return_prefix(self, job: Job) -> None:
+    def release_prefix(self, job: Job) -> None:
         self._give_back(job)
 
-    def free(self, job: Job) -> None:
+    def free_blocks(self, job: Job) -> None:
         job.num_preemptions += job.num_cached > self.shared
         self._give_back(job)
 
@@ -88,8 +88,10 @@ class Simulation:
 
     def __init__(self, num_blocks: int, *, shared: int = 0, **limits: int) -> None:
         self.blocks = CountedBlocks(num_blocks, shared=shared)
-        self.limits = Limits(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk_size": 8, "spare_blocks": 0, **limits})
-        self.scheduler: Scheduler[Job] = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
+        self.limits = SchedulerLimits(
+            **{"max_num_seqs": 4, "max_num_batched_tokens": 16, "prefill_chunk_size": 8, "spare_blocks": 0, **limits}
+        )
+        self.scheduler: Scheduler = Scheduler(self.blocks, self.limits, lambda job: job.is_ready)
         self.passes: list[list[str]] = []
         self.rows: list[list[int]] = []
         self.num_kept_waiting = 0  # passes without a row for somebody who decodes: only for want of blocks
@@ -117,12 +119,12 @@ class Simulation:
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         self.num_kept_waiting += len([job for job in decoding if job in self.scheduler.running and job not in picked])
         for one in scheduled:
-            self.blocks.take(one.request, self.blocks.num_needed(one.request, one.num_rows))
+            self.blocks.take(one.request, self.blocks.num_blocks_needed(one.request, one.num_rows))
         for job, num_rows in zip(picked, self.rows[-1], strict=True):
             job.run(num_rows)
             if job.is_finished:
                 assert self.scheduler.remove(job)
-                self.blocks.free(job)
+                self.blocks.free_blocks(job)
         return picked
 
 
@@ -130,7 +132,7 @@ def _decoding(name: str, num_cached: int) -> Job:
     return Job(name, num_cached + 1, num_output=8, num_cached=num_cached)
 
 
-def test_requests_begin_in_the_order_they_came_and_no_more_than_may():
+def test_requests_start_in_order_of_arrival_up_to_the_limit():
     simulation = Simulation(100, max_num_seqs=2)
     simulation.add(*(Job(name, 3, num_output=count) for name, count in (("a", 3), ("b", 1), ("c", 2), ("d", 1))))
     for _ in range(4):
@@ -138,7 +140,7 @@ def test_requests_begin_in_the_order_they_came_and_no_more_than_may():
     assert simulation.passes == [["a", "b"], ["a", "c"], ["a", "c"], ["d"]]
 
 
-def test_prompts_share_the_chunk_rows_that_a_pass_has_next_to_decoding():
+def test_prompts_share_the_rows_next_to_decoding_requests():
     simulation = Simulation(100)
     simulation.add(Job("decoding", 1, num_output=20), Job("long", 20, num_output=2), Job("other", 20, num_output=2))
     for _ in range(6):
@@ -147,7 +149,7 @@ def test_prompts_share_the_chunk_rows_that_a_pass_has_next_to_decoding():
     assert simulation.passes[0] == ["decoding", "long"], "of two equal prompts the older one runs first"
 
 
-def test_a_chunk_shrinks_to_the_rows_that_are_left():
+def test_prefill_chunk_shrinks_to_the_rows_left():
     simulation = Simulation(100, max_num_batched_tokens=4)
     simulation.add(Job("a", 10))
     for _ in range(3):
@@ -156,7 +158,7 @@ def test_a_chunk_shrinks_to_the_rows_that_are_left():
 
 
 @pytest.mark.parametrize("prefill_chunk_size", [1, 4, 8, 100])
-def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_has(prefill_chunk_size):
+def test_long_prompt_advances_next_to_decoding_with_few_rows(prefill_chunk_size):
     simulation = Simulation(100, max_num_batched_tokens=4, prefill_chunk_size=prefill_chunk_size)
     simulation.run_already(*(_decoding(name, 3) for name in "abc"))
     simulation.add(Job("long", 5))
@@ -165,7 +167,7 @@ def test_a_long_prompt_goes_on_beside_those_that_decode_however_few_rows_a_pass_
     assert simulation.rows == [[1, 1, 1, 1]] * 5
 
 
-def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
+def test_every_decoding_request_has_a_row_in_a_full_pass():
     simulation = Simulation(100, max_num_batched_tokens=8)
     simulation.run_already(Job("long", 30), *(_decoding(name, 3) for name in "abc"))
     simulation.step()
@@ -173,7 +175,7 @@ def test_everybody_who_decodes_has_a_row_however_full_the_pass_is():
     assert simulation.rows == [[5, 1, 1, 1]]
 
 
-def test_nobody_who_decodes_waits_where_there_are_blocks(seed):
+def test_decoding_requests_never_wait_while_blocks_are_free(seed):
     generator = np.random.default_rng(seed)
     for case in range(40):
         limits = {
@@ -188,14 +190,14 @@ def test_nobody_who_decodes_waits_where_there_are_blocks(seed):
         assert simulation.num_kept_waiting == 0
 
 
-def test_no_more_run_at_a_time_than_a_pass_has_rows():
+def test_running_requests_are_limited_by_the_rows_of_a_pass():
     simulation = Simulation(100, max_num_batched_tokens=3, max_num_seqs=8)
     simulation.add(*(Job(name, 1, num_output=3) for name in "abcdef"))
     simulation.step()
     assert simulation.passes == [["a", "b", "c"]]
 
 
-def test_the_youngest_makes_room_and_is_the_first_to_begin_again():
+def test_youngest_is_preempted_and_resumes_first():
     simulation = Simulation(5)
     old, young, waiting = _decoding("old", 12), _decoding("young", 7), Job("waiting", 9)
     simulation.run_already(old, young)
@@ -211,7 +213,7 @@ def test_the_youngest_makes_room_and_is_the_first_to_begin_again():
     assert waiting.is_finished
 
 
-def test_several_that_are_preempted_at_once_keep_their_order():
+def test_requests_preempted_together_keep_their_order():
     simulation = Simulation(6)
     old, jobs = _decoding("old", 12), [_decoding(name, 3) for name in "bcd"]
     old.num_known += 8  # a prompt that goes on: two more blocks
@@ -221,7 +223,7 @@ def test_several_that_are_preempted_at_once_keep_their_order():
     assert simulation.scheduler.num_preemptions == 2
 
 
-def test_nobody_begins_in_a_pass_in_which_somebody_found_no_room():
+def test_no_request_starts_in_a_pass_with_a_preemption():
     simulation = Simulation(6)
     simulation.run_already(_decoding("old", 12), _decoding("young", 9))
     simulation.add(Job("new", 1))
@@ -229,7 +231,7 @@ def test_nobody_begins_in_a_pass_in_which_somebody_found_no_room():
     assert simulation.passes == [["old"]], "three blocks came free, for whoever was there before"
 
 
-def test_who_finds_no_room_and_has_nobody_younger_keeps_what_it_has():
+def test_youngest_request_without_blocks_keeps_its_rows():
     simulation = Simulation(4)
     old, young = _decoding("old", 6), _decoding("young", 8)
     simulation.run_already(old, young)
@@ -242,21 +244,21 @@ def test_who_finds_no_room_and_has_nobody_younger_keeps_what_it_has():
 
 
 @pytest.mark.parametrize(("spare_blocks", "begin"), [(0, "abc"), (1, "ab"), (2, "a")])
-def test_blocks_are_left_for_those_that_run_when_others_begin(spare_blocks, begin):
+def test_spare_blocks_are_left_when_a_request_starts(spare_blocks, begin):
     simulation = Simulation(6, spare_blocks=spare_blocks, max_num_batched_tokens=100, prefill_chunk_size=100)
     simulation.add(*(Job(name, 7, num_output=9) for name in "abcd"))
     simulation.step()
     assert simulation.passes == [list(begin)]
 
 
-def test_who_would_run_alone_needs_to_leave_nothing():
+def test_single_request_needs_no_spare_blocks():
     simulation = Simulation(2, spare_blocks=5)
     simulation.add(Job("a", 7))
     simulation.step()
     assert simulation.passes == [["a"]]
 
 
-def test_a_request_that_lacks_blocks_is_looked_up_again_after_one_is_freed():
+def test_prefix_is_looked_up_again_after_a_block_is_freed():
     simulation = Simulation(4, shared=4, max_num_batched_tokens=100, prefill_chunk_size=100)
     first, large, small = Job("first", 7, num_output=5), Job("large", 15), Job("small", 1)
     simulation.add(first, large, small)
@@ -271,7 +273,7 @@ def test_a_request_that_lacks_blocks_is_looked_up_again_after_one_is_freed():
     assert simulation.blocks.begun == ["first", "large", "small", "large"]
 
 
-def test_who_is_not_ready_is_passed_by_the_others():
+def test_request_that_is_not_ready_is_overtaken():
     simulation = Simulation(100)
     sibling = Job("sibling", 3, is_ready=False)
     simulation.add(sibling, Job("a", 3, num_output=2))
@@ -282,14 +284,14 @@ def test_who_is_not_ready_is_passed_by_the_others():
     assert simulation.passes[-1] == ["sibling", "a"], "in the order of arrival"
 
 
-def test_a_pass_is_empty_where_others_hold_all_blocks():
+def test_pass_is_empty_if_all_blocks_are_held_elsewhere():
     simulation = Simulation(4)
     simulation.blocks.num_taken = 4
     simulation.add(Job("a", 3))
     assert simulation.step() == []
 
 
-def test_removing_whoever_it_is_says_whether_it_was_there():
+def test_remove_returns_whether_the_request_was_here():
     simulation = Simulation(100, max_num_seqs=1)
     running, waiting = Job("running", 3, num_output=5), Job("waiting", 3)
     simulation.add(running, waiting)
@@ -301,7 +303,7 @@ def test_removing_whoever_it_is_says_whether_it_was_there():
 
 
 @pytest.mark.parametrize("spare_blocks", [0, 1])
-def test_whatever_comes_everybody_comes_to_an_end_and_the_oldest_always_goes_on(spare_blocks, seed, large_counts):
+def test_every_request_finishes_and_the_oldest_always_advances(spare_blocks, seed, large_counts):
     generator = np.random.default_rng([seed, spare_blocks])
     num_preemptions = 0
     for case in range(2000 if large_counts else 60):
@@ -359,7 +361,7 @@ def _passes_until_begun(simulation: Simulation, job: Job) -> int:
 
 @pytest.mark.parametrize("order", ["equal", "growing", "shrinking"])
 @pytest.mark.parametrize("num_long", [1, 2, 8, 40])
-def test_a_short_prompt_runs_in_one_pass_next_to_any_number_of_long_ones(num_long, order):
+def test_short_prompt_runs_in_one_pass_next_to_many_long_ones(num_long, order):
     lengths = {"equal": [6000] * num_long, "growing": range(3000, 3000 + num_long), "shrinking": range(3000 + num_long, 3000, -1)}[order]
     simulation = Simulation(1_000_000, **DEFAULTS)
     for index, length in enumerate(lengths):
@@ -372,7 +374,7 @@ def test_a_short_prompt_runs_in_one_pass_next_to_any_number_of_long_ones(num_lon
         assert sum(simulation.rows[-1]) <= 256 + 16, "a pass takes no longer however many prompts there are"
 
 
-def test_several_short_prompts_take_half_of_the_rows_until_all_have_run():
+def test_short_prompts_take_half_of_the_rows_until_done():
     simulation = Simulation(1_000_000, **DEFAULTS)
     simulation.add(Job("a", 6000), Job("b", 6000))
     simulation.step()
@@ -383,7 +385,7 @@ def test_several_short_prompts_take_half_of_the_rows_until_all_have_run():
     assert all(job.is_finished for job in shorts)
 
 
-def test_long_prompts_keep_half_of_the_rows_under_a_stream_of_short_ones():
+def test_long_prompts_keep_half_of_the_rows_next_to_short_ones():
     simulation = Simulation(1_000_000, **DEFAULTS)
     longs = [Job(f"long {index}", 2000) for index in range(3)]
     simulation.add(*longs)
@@ -395,7 +397,7 @@ def test_long_prompts_keep_half_of_the_rows_under_a_stream_of_short_ones():
     assert count <= 3 * -(-2000 // 128)
 
 
-def test_a_prompt_between_the_oldest_and_the_shortest_runs_after_the_older_ones():
+def test_middle_prompt_runs_after_older_ones():
     simulation = Simulation(1_000_000, **DEFAULTS)
     old, middle = Job("old", 2000), Job("middle", 1000)
     simulation.add(old, middle)
@@ -407,7 +409,7 @@ def test_a_prompt_between_the_oldest_and_the_shortest_runs_after_the_older_ones(
     assert count <= -(-3000 // 128) + 1
 
 
-def test_all_prompt_rows_of_a_pass_are_used_while_there_are_prompts(seed):
+def test_all_prompt_rows_are_used_while_prompts_remain(seed):
     generator = np.random.default_rng(seed)
     lengths = [int(length) for length in generator.integers(1, 2000, 40)]
     simulation = Simulation(1_000_000, **DEFAULTS)
@@ -417,7 +419,7 @@ def test_all_prompt_rows_of_a_pass_are_used_while_there_are_prompts(seed):
     assert len(simulation.passes) == -(-sum(lengths) // 256)
 
 
-def test_the_wait_of_a_short_prompt_does_not_depend_on_when_it_arrives():
+def test_short_prompt_latency_does_not_depend_on_its_arrival():
     for place in range(5):
         simulation = Simulation(1_000_000, **DEFAULTS)
         jobs = [Job(f"long {index}", 3000) for index in range(4)]
@@ -427,7 +429,7 @@ def test_the_wait_of_a_short_prompt_does_not_depend_on_when_it_arrives():
         assert _passes_until_begun(simulation, short) == 1
 
 
-def test_half_of_the_seats_are_left_to_short_prompts():
+def test_half_of_the_running_requests_are_left_to_short_prompts():
     simulation = Simulation(1_000_000, **{**DEFAULTS, "max_num_seqs": 4})
     for length in range(3000, 800, -400):  # each shorter than what is left of the one before
         simulation.add(Job(str(length), length))
@@ -439,7 +441,7 @@ def test_half_of_the_seats_are_left_to_short_prompts():
     assert _passes_until_begun(simulation, short) == 1
 
 
-def test_prefixes_in_the_cache_make_a_long_prompt_a_short_one():
+def test_cached_prefix_makes_a_long_prompt_short():
     simulation = Simulation(1_000_000, **DEFAULTS)
     simulation.add(Job("a", 6000), Job("b", 5000))
     simulation.step()
@@ -449,7 +451,7 @@ def test_prefixes_in_the_cache_make_a_long_prompt_a_short_one():
     assert _passes_until_begun(simulation, again) == 1
 
 
-def test_further_samples_begin_once_the_rows_of_the_first_are_there():
+def test_further_samples_start_after_the_first_ones_prompt():
     simulation = Simulation(1_000_000, **DEFAULTS)
     sample = Job("sample", 4030, is_ready=False)
     simulation.add(Job("a", 3000), sample, Job("b", 2000))
@@ -458,7 +460,7 @@ def test_further_samples_begin_once_the_rows_of_the_first_are_there():
     assert _passes_until_begun(simulation, sample) == 1
 
 
-def test_a_request_that_lacks_blocks_is_overtaken_a_bounded_number_of_times():
+def test_request_without_blocks_is_overtaken_a_bounded_number_of_times():
     simulation = Simulation(40, max_num_seqs=4, max_num_batched_tokens=256, prefill_chunk_size=128, spare_blocks=0)
     holder, large = Job("holder", 60, num_output=90), Job("large", 100, num_output=4)  # 25 blocks while 15 of 40 are held
     simulation.add(holder)
@@ -475,7 +477,7 @@ def test_a_request_that_lacks_blocks_is_overtaken_a_bounded_number_of_times():
         simulation.step()
 
 
-def test_a_queue_of_many_is_served_in_the_same_order_every_time(seed):
+def test_long_queue_is_served_in_a_fixed_order(seed):
     def passes() -> list[list[str]]:
         generator = np.random.default_rng(seed)
         simulation = Simulation(400, **DEFAULTS)
@@ -498,5 +500,5 @@ def test_a_queue_of_many_is_served_in_the_same_order_every_time(seed):
         ([], []),
     ],
 )
-def test_rows_go_half_to_the_oldest_and_half_to_the_shortest(num_uncached, shares):
+def test_share_rows_gives_half_to_the_oldest_and_half_to_the_shortest(num_uncached, shares):
     assert share_rows(num_uncached, [min(count, 256) for count in num_uncached], 256) == shares

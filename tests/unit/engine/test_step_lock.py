@@ -8,7 +8,7 @@ from collections import deque
 
 import pytest
 
-from paceline.engine.step_lock import StepLock
+from paceline.engine.engine import StepLock
 from paceline.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ class Counter:
         assert self.num_inside <= 2, "another thread is inside"  # the holder, and its own draining
 
 
-def test_what_is_queued_while_another_thread_holds_the_lock_is_always_drained(large_counts: bool) -> None:
+def test_queued_items_are_drained_while_another_thread_holds_the_lock(large_counts: bool) -> None:
     counter = Counter()
     count = 20_000 if large_counts else 2_000
 
@@ -59,7 +59,7 @@ def test_what_is_queued_while_another_thread_holds_the_lock_is_always_drained(la
     assert (counter.total, list(counter.queue), counter.num_inside) == (3 * count, [], 0)
 
 
-def test_a_drain_is_requested_without_waiting_and_done_by_the_holder() -> None:
+def test_request_drain_does_not_wait_and_the_holder_drains() -> None:
     counter = Counter()
     with counter.lock.held():
         asker = threading.Thread(target=lambda: (counter.queue.append(5), counter.lock.request_drain()))
@@ -73,7 +73,7 @@ def test_a_drain_is_requested_without_waiting_and_done_by_the_holder() -> None:
     assert counter.total == 7
 
 
-def test_an_error_releases_the_lock_and_loses_nothing() -> None:
+def test_error_releases_the_lock_and_loses_nothing() -> None:
     counter = Counter()
 
     def fail() -> None:
@@ -89,7 +89,7 @@ def test_an_error_releases_the_lock_and_loses_nothing() -> None:
     assert not counter.lock.is_mine
 
 
-def test_a_call_from_within_is_refused_and_others_wait() -> None:
+def test_nested_call_raises_and_other_threads_wait() -> None:
     counter = Counter()
     with counter.lock.held(), pytest.raises(ConfigError, match="from within its own step"), counter.lock.held():
         pass
@@ -110,7 +110,7 @@ def test_a_call_from_within_is_refused_and_others_wait() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_forked_process_has_a_lock_of_its_own_unless_it_was_forked_while_held(is_held: bool) -> None:
+def test_forked_process_has_its_own_lock_unless_forked_while_held(is_held: bool) -> None:
     counter, is_inside, may_leave = Counter(), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,24 +1,34 @@
+"""Reference counts, block hashes, and the order of eviction."""
+
+from hashlib import blake2b
+
 import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.block_pool import BlockPool
-from paceline.kv_cache.prefix_index import PrefixIndex
+from paceline.kv_cache import block_pool
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+
+SIZE = 4
 
 
-def test_every_block_can_be_taken():
-    pool = BlockPool(4, PrefixIndex(4))
+def _hashes(pool: BlockPool, token_ids: list[int], salt: bytes = b"") -> list[BlockHash]:
+    return list(pool.block_hashes(token_ids, salt, (), len(token_ids) // SIZE))
+
+
+def test_allocate_returns_every_block():
+    pool = BlockPool(4, SIZE)
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
     assert pool.num_free == 0
 
 
-def test_a_pool_without_blocks_is_refused():
+def test_pool_without_blocks_is_refused():
     with pytest.raises(CapacityError, match="at least 1 block"):
-        BlockPool(0, PrefixIndex(4))
+        BlockPool(0, SIZE)
 
 
-def test_taking_too_many_blocks_takes_none():
-    pool = BlockPool(4, PrefixIndex(4))
+def test_allocate_too_many_allocates_none():
+    pool = BlockPool(4, SIZE)
     held = pool.allocate(2)
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 4 free"):
         pool.allocate(3)
@@ -26,8 +36,8 @@ def test_taking_too_many_blocks_takes_none():
     pool.check([held])
 
 
-def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
-    pool = BlockPool(2, PrefixIndex(4))
+def test_shared_block_is_free_after_its_last_owner_released_it():
+    pool = BlockPool(2, SIZE)
     held = pool.allocate(1)
     pool.share(held)
     pool.release(held)
@@ -38,8 +48,8 @@ def test_a_shared_block_is_free_only_after_its_last_owner_let_go():
     pool.check([])
 
 
-def test_a_block_cannot_be_released_more_often_than_it_was_taken():
-    pool = BlockPool(2, PrefixIndex(4))
+def test_release_more_often_than_allocated_raises():
+    pool = BlockPool(2, SIZE)
     held = pool.allocate(1)
     pool.release(held)
     with pytest.raises(RuntimeError, match="released more often"):
@@ -49,21 +59,34 @@ def test_a_block_cannot_be_released_more_often_than_it_was_taken():
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
-        pytest.param([[0]], "block 1 has 1 owners but stands in 0", id="a leaked block"),
-        pytest.param([[0, 1], [1]], "block 1 has 1 owners but stands in 2", id="a block of two tables with one owner"),
+        pytest.param([[0]], "block 1 has 1 owners but is in 0", id="a leaked block"),
+        pytest.param([[0, 1], [1]], "block 1 has 1 owners but is in 2", id="a block of two tables with one owner"),
         pytest.param([[0, 1, 2]], "block 2 has 0 owners", id="a free block in a table"),
     ],
 )
-def test_the_check_notices(tables, complaint):
-    pool = BlockPool(3, PrefixIndex(4))
+def test_check_finds_wrong_owners(tables, complaint):
+    pool = BlockPool(3, SIZE)
     pool.allocate(2)
     with pytest.raises(RuntimeError, match=complaint):
         pool.check(tables)
 
 
-def test_counts_are_those_of_the_tables_over_random_use(seed):
+@pytest.mark.parametrize("spoil", ["_idle", "_free"])
+def test_check_finds_wrong_idle_and_free_blocks(spoil):
+    pool = BlockPool(8, SIZE)
+    held = pool.allocate(2)
+    for block_hash, block in zip(_hashes(pool, list(range(8))), held, strict=True):
+        pool.register(block_hash, block)
+    pool.release(held)
+    pool.check([])
+    getattr(pool, spoil).pop(next(iter(pool._idle))) if spoil == "_idle" else pool._free.pop()
+    with pytest.raises(RuntimeError, match="idle or indexed without owners" if spoil == "_idle" else "free list"):
+        pool.check([])
+
+
+def test_owner_counts_match_the_tables_over_random_use(seed):
     generator = np.random.default_rng(seed)
-    pool = BlockPool(12, PrefixIndex(4))
+    pool = BlockPool(12, SIZE)
     tables: list[list[int]] = []
     for _ in range(2_000):
         action = int(generator.integers(3))
@@ -78,3 +101,120 @@ def test_counts_are_those_of_the_tables_over_random_use(seed):
     for table in tables:
         pool.release(table)
     assert pool.num_free == 12
+
+
+def test_hash_depends_on_every_token_up_to_the_end_of_its_block():
+    pool = BlockPool(8, SIZE)
+    hashes = _hashes(pool, list(range(12)))
+    assert _hashes(pool, list(range(12))) == hashes
+    assert len({one.key for one in hashes}) == len(hashes) == 3
+    for position in range(12):
+        changed = _hashes(pool, [token + 1000 * (place == position) for place, token in enumerate(range(12))])
+        same = [old.key == new.key for old, new in zip(hashes, changed, strict=True)]
+        assert same == [block < position // SIZE for block in range(3)]
+
+
+def test_hashes_continue_after_known_ones():
+    pool = BlockPool(8, SIZE)
+    hashes = _hashes(pool, list(range(20)), b"mine")
+    assert hashes[:2] + list(pool.block_hashes(list(range(20)), b"ignored here", hashes[:2], 5)) == hashes
+
+
+def test_hashes_differ_by_salt_and_by_pool():
+    pool = BlockPool(8, SIZE)
+    lists = [_hashes(pool, list(range(8)), salt) for salt in (b"", b"a", b"b")] + [_hashes(BlockPool(8, SIZE), list(range(8)))]
+    assert len({one.key for hashes in lists for one in hashes}) == 8
+
+
+def test_hashes_differ_by_any_byte_of_an_id():
+    pool = BlockPool(8, SIZE)
+    keys = {_hashes(pool, [token, 0, 0, 0])[0].key for token in (0, 1, 256, 65_536, 16_777_216, 2**32 - 1)}
+    assert len(keys) == 6
+
+
+def test_register_a_second_time_changes_nothing():
+    pool = BlockPool(8, SIZE)
+    first, second = _hashes(pool, list(range(8)))
+    pool.allocate(8)
+    pool.register(first, 5)
+    pool.register(first, 6)
+    pool.register(second, 5)
+    assert pool.find_block(first) == 5
+    assert pool.find_block(second) is None
+    assert pool.hash_of(6) is None
+    assert pool.num_indexed == 1
+
+
+def test_find_with_a_hash_collision_compares_the_tokens(monkeypatch):
+    monkeypatch.setattr(block_pool, "blake2b", lambda data, digest_size: blake2b(b"all the same", digest_size=digest_size))
+    pool = BlockPool(8, SIZE)
+    (one,), (other,) = _hashes(pool, [1, 2, 3, 4]), _hashes(pool, [1, 2, 3, 5])
+    assert one.key == other.key
+    pool.register(one, 5)
+    assert pool.find_block(one) == 5
+    assert pool.find_block(other) is None
+
+
+def test_removed_block_is_not_found_and_can_be_registered_again():
+    pool = BlockPool(8, SIZE)
+    (block_hash,) = _hashes(pool, [1, 2, 3, 4])
+    pool.allocate(8)
+    pool.register(block_hash, 5)
+    pool.unregister(5)
+    pool.unregister(5)
+    assert pool.find_block(block_hash) is None
+    pool.register(block_hash, 6)
+    assert pool.find_block(block_hash) == 6
+    pool.check([range(8)])
+
+
+def test_eviction_takes_the_least_recently_used_block_first(seed):
+    """Compared with a plain list over random use."""
+    generator = np.random.default_rng(seed)
+    evicted: list[BlockHash] = []
+    pool = BlockPool(30, SIZE, evicted.append)
+    hashes = [_hashes(pool, [block] * SIZE)[0] for block in range(30)]
+    owned, idle = pool.allocate(30), list[int]()
+    num_evictions = 0
+    for _ in range(3_000):
+        action, block = int(generator.integers(6)), int(generator.integers(30))
+        is_indexed = pool.hash_of(block) is not None
+        if action == 0 and block in owned:
+            pool.register(hashes[block], block)
+        elif action in (1, 2) and block in owned:
+            owned.remove(block)
+            pool.release([block])
+            if is_indexed:
+                idle.append(block)
+        elif action == 3 and block in idle:
+            if generator.random() < 0.5:
+                pool.touch(hashes[block])
+                idle.append(block)
+            else:
+                pool.share([block])
+                owned.append(block)
+            idle.remove(block)
+        elif action == 4 and pool.num_free:
+            has_free = len(owned) + len(idle) < 30
+            (allocated,) = pool.allocate(1)
+            owned.append(allocated)
+            if not has_free:
+                num_evictions += 1
+                assert (allocated, evicted[-1]) == (idle[0], hashes[idle.pop(0)])
+        elif action == 5 and generator.random() < 0.2:
+            pool.unregister(block)
+            idle = [one for one in idle if one != block]
+        pool.check([owned])
+        assert list(pool._idle) == idle
+        assert pool.num_free == 30 - len(owned)
+    assert pool.stats.evicted_blocks == num_evictions > 50
+
+
+def test_touch_of_an_owned_or_unknown_block_changes_nothing():
+    pool = BlockPool(8, SIZE)
+    known, unknown = _hashes(pool, list(range(8)))
+    held = pool.allocate(8)
+    pool.register(known, 5)
+    pool.touch(known)
+    pool.touch(unknown)
+    pool.check([held])

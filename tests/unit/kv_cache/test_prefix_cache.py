@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.block_pool import BlockPool
-from paceline.kv_cache.key_values import KeyValues, PagedRows
-from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.prefix_index import Link, PrefixIndex
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 
 SIZE = 4
@@ -30,18 +29,18 @@ class Text:
 class CheckedCache:
     """A cache whose rows are labels that depend on the salt and on every token up to the row, as keys and values do.
 
-    A further memory, the companion, gets the same labels when rows are committed.
+    A further layer cache, the companion, gets the same labels when rows are committed.
     """
 
     def __init__(self, layout: TreeLayout = TreeLayout.PATHS, num_blocks: int = NUM_BLOCKS) -> None:
         self.storage = np.zeros((2, num_blocks, 1, SIZE, 1), np.int64)
-        self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=SIZE)
+        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, layout, block_size=SIZE)
         self.companion = np.zeros((1, num_blocks, SIZE), np.int64)
-        self.cache.add(PagedRows(self.companion))
+        self.cache.add_layer_cache(PagedCache(self.companion))
         self.texts: list[Text] = []
         self.num_adopted = 0
         self._labels: dict[tuple[object, ...], int] = {}
-        self._known: dict[int, tuple[Link, list[int]]] = {}
+        self._known: dict[int, tuple[BlockHash, list[int]]] = {}
 
     def start(self, token_ids: Sequence[int], salt: bytes = b"") -> Text:
         """A new sequence that adopts what it can: exactly the longest run of blocks that are known to hold its rows."""
@@ -53,7 +52,7 @@ class CheckedCache:
         expected = []
         while (rows := tuple(wanted[len(expected) * SIZE : (len(expected) + 1) * SIZE])) in held:
             expected.append(held[rows])
-        num_adopted = self.cache.adopt_prefix(text.sequence, token_ids)
+        num_adopted = self.cache.match_prefix(text.sequence, token_ids)
         assert text.sequence.block_table == expected
         assert num_adopted == text.sequence.committed_len == len(expected) * SIZE
         self.num_adopted += len(expected)
@@ -70,7 +69,7 @@ class CheckedCache:
                 slot = start + row
                 self.storage[:, path.block_table[slot // SIZE], :, slot % SIZE] = self._label(text, start, before)
 
-    def keep(self, text: Text, node: int, *, remember: bool = True) -> None:
+    def keep(self, text: Text, node: int, *, register: bool = True) -> None:
         """Commit a node's path; a token that no row was computed from yet follows it."""
         start, parents = text.sequence.committed_len, text.sequence.plan.parents
         kept = [text.drafted[one] for one in path_to(parents, node)]
@@ -81,8 +80,8 @@ class CheckedCache:
         labels = self.labels(text)
         for slot in range(start, text.sequence.committed_len):
             self.companion[:, text.sequence.block_table[slot // SIZE], slot % SIZE] = labels[slot]
-        if remember:
-            self.cache.remember(text.sequence, text.token_ids)
+        if register:
+            self.cache.register_prefix(text.sequence, text.token_ids)
 
     def extend(self, text: Text) -> None:
         """Run and remember everything but the last token."""
@@ -120,17 +119,19 @@ class CheckedCache:
         self.cache.check()
         for text in self.texts:
             assert self._rows(text.sequence.block_table, text.sequence.committed_len) == self.labels(text)[: text.sequence.committed_len]
-        links = {block: self.cache.prefix_index.link_of(block) for block in range(self.cache.pool.num_blocks)}
-        known: dict[int, tuple[Link, list[int]]] = {}
-        for block, link in links.items():
-            if link is not None:
-                known[block] = (link, self._rows([block], SIZE))
-                assert self._known.get(block, known[block]) == known[block] or self._known[block][0] is not link, "a known block changed"
+        hashes = {block: self.cache.pool.hash_of(block) for block in range(self.cache.pool.num_blocks)}
+        known: dict[int, tuple[BlockHash, list[int]]] = {}
+        for block, block_hash in hashes.items():
+            if block_hash is not None:
+                known[block] = (block_hash, self._rows([block], SIZE))
+                assert self._known.get(block, known[block]) == known[block] or self._known[block][0] is not block_hash, (
+                    "a known block changed"
+                )
         self._known = known
         owned = {block for text in self.texts for block in text.sequence.block_table}
         owned |= {block for text in self.texts if text.sequence.plan for block in text.sequence.plan.fresh_blocks}
         assert self.cache.pool.num_free == self.cache.pool.num_blocks - len(owned)
-        assert self.cache.num_cached_blocks == len(known)
+        assert self.cache.pool.num_indexed == len(known)
 
     def _label(self, text: Text, start: int, tokens: Sequence[int]) -> int:
         key = (text.sequence.salt, *text.token_ids[:start], *tokens)
@@ -170,7 +171,7 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
     if draw < 0.76 and text.sequence.plan is not None:
         nodes = len(text.sequence.plan.parents)
         is_chunk = len(text.token_ids) - text.sequence.committed_len >= nodes > 1
-        checked.keep(text, nodes - 1 if is_chunk else int(generator.integers(nodes)), remember=generator.random() < 0.9)
+        checked.keep(text, nodes - 1 if is_chunk else int(generator.integers(nodes)), register=generator.random() < 0.9)
     elif draw < 0.76:
         _random_pass(checked, text, generator)
     elif draw < 0.79:
@@ -178,7 +179,7 @@ def _random_event(checked: CheckedCache, generator: np.random.Generator) -> None
     elif draw < 0.84:
         checked.truncate(text, int(generator.integers(text.sequence.committed_len + 1)))
     elif draw < 0.89:
-        checked.cache.forget(text.sequence)
+        checked.cache.evict(text.sequence)
     else:
         checked.release(text)
 
@@ -205,7 +206,7 @@ def _run_events(layout: TreeLayout, seed: int, num_schedules: int, num_events: i
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_adopted_block_holds_the_rows_asked_for(layout, seed, large_counts, tally):
+def test_matched_blocks_hold_the_rows_of_the_prefix(layout, seed, large_counts, tally):
     num_schedules = 100 if large_counts else 5
     num_adopted, num_evicted, num_refused = _run_events(layout, seed, num_schedules)
     tally["prefix cache events"] += num_schedules * 250
@@ -214,31 +215,38 @@ def test_an_adopted_block_holds_the_rows_asked_for(layout, seed, large_counts, t
     assert min(num_adopted, num_evicted, num_refused) > 10 * num_schedules
 
 
-def _own_tokens_only(index: PrefixIndex, token_ids, salt, chain, num_blocks):
-    for block in range(len(chain), num_blocks):
-        yield from index_links(index, token_ids[block * SIZE : (block + 1) * SIZE], salt, (), 1)
+def _own_tokens_only(pool: BlockPool, token_ids, salt, known, num_blocks):
+    for block in range(len(known), num_blocks):
+        yield from real_hashes(pool, token_ids[block * SIZE : (block + 1) * SIZE], salt, (), 1)
 
 
-index_links = PrefixIndex.links
+def _release_to_the_free_list(pool: BlockPool, blocks: Sequence[int]) -> None:
+    for block in blocks:
+        pool._owners[block] -= 1
+        if pool._owners[block] == 0:
+            pool._free.append(block)
+
+
+real_hashes = BlockPool.block_hashes
 BREAKAGES = {
-    "a key that stands for its own block only": (PrefixIndex, "links", _own_tokens_only),
-    "a salt that does not count": (PrefixIndex, "links", lambda self, tokens, salt, *rest: index_links(self, tokens, b"", *rest)),
-    "a block that is written while it is known": (PrefixIndex, "forget", lambda self, block: self._idle.pop(block, None)),
-    "a further memory that is left behind": (KVCache, "add", lambda self, memory: None),
-    "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._index.revive(block) for block in blocks]),
+    "a key that stands for its own block only": (BlockPool, "block_hashes", _own_tokens_only),
+    "a salt that does not count": (BlockPool, "block_hashes", lambda self, tokens, salt, *rest: real_hashes(self, tokens, b"", *rest)),
+    "a block that is written while it is known": (BlockPool, "unregister", lambda self, block: self._idle.pop(block, None)),
+    "a further layer cache that is not notified": (KVCache, "add_layer_cache", lambda self, layer_cache: None),
+    "blocks given to two sequences": (BlockPool, "share", lambda self, blocks: [self._idle.pop(block, None) for block in blocks]),
     "idle blocks that are never given up": (BlockPool, "num_free", property(lambda self: len(self._free))),
-    "blocks that are not known again": (PrefixIndex, "retire", lambda self, block: False),
+    "blocks that are not known again": (BlockPool, "release", _release_to_the_free_list),
 }
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES.values(), ids=BREAKAGES)
-def test_the_random_events_notice(breakage, seed, monkeypatch):
+def test_random_events_find_planted_faults(breakage, seed, monkeypatch):
     monkeypatch.setattr(*breakage)
     with pytest.raises((AssertionError, RuntimeError)):
         _run_events(TreeLayout.PATHS, seed, 8)
 
 
-def test_the_same_prompt_again_runs_its_last_block_only():
+def test_repeated_prompt_matches_all_but_its_last_block():
     checked = CheckedCache()
     for length in (1, 4, 5, 8, 9, 11, 12, 13):
         prompt = [length] * length
@@ -251,36 +259,36 @@ def test_the_same_prompt_again_runs_its_last_block_only():
         checked.release(again)
 
 
-def test_a_prompt_is_found_after_its_sequence_ended_and_only_under_its_salt():
+def test_prefix_of_a_released_sequence_is_matched_with_its_salt_only():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
     assert checked.cache.pool.num_free == NUM_BLOCKS
-    assert checked.cache.num_cached_blocks == 3
+    assert checked.cache.pool.num_indexed == 3
     assert checked.start(range(13), b"salt").sequence.committed_len == 0
     assert checked.start(range(13)).sequence.committed_len == 12
     assert checked.start([*range(8), 99, *range(9, 13)]).sequence.committed_len == 8
     checked.check()
-    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens, checked.cache.stats.missed_tokens) == (52, 20, 32)
+    assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (52, 20)
 
 
-def test_a_prefix_that_is_returned_counts_for_nothing_and_can_be_adopted_again():
+def test_released_prefix_is_not_counted_and_can_be_matched_again():
     checked = CheckedCache()
     checked.release(checked.prompt(range(13)))
     before = replace(checked.cache.stats)
     again = checked.start(range(10))
     assert again.sequence.committed_len == 8
     for _ in range(2):
-        checked.cache.return_prefix(again.sequence)
+        checked.cache.release_prefix(again.sequence)
         checked.check()
-        assert (again.sequence.committed_len, again.sequence.block_table, again.sequence.chain) == (0, [], [])
+        assert (again.sequence.committed_len, again.sequence.block_table, again.sequence.block_hashes) == (0, [], [])
         assert checked.cache.pool.num_free == NUM_BLOCKS
         assert checked.cache.stats == before
-    assert checked.cache.adopt_prefix(again.sequence, range(10)) == 8
+    assert checked.cache.match_prefix(again.sequence, range(10)) == 8
     assert (checked.cache.stats.queried_tokens, checked.cache.stats.hit_tokens) == (before.queried_tokens + 10, before.hit_tokens + 8)
     checked.release(again)
 
 
-def test_output_is_found_as_well_as_prompts():
+def test_output_blocks_are_matched_too():
     checked = CheckedCache()
     text = checked.prompt(range(6))
     checked.run(text, [-1, 0, 0, 1, 2, 4], [7, 8, 9, 10, 11])
@@ -291,18 +299,18 @@ def test_output_is_found_as_well_as_prompts():
     assert checked.start([*range(6), 7, 9, 11]).sequence.committed_len == 4
 
 
-def test_nothing_is_remembered_or_adopted_with_prefix_caching_off():
+def test_prefix_caching_off_registers_and_matches_nothing():
     cache = KVCache([], 9, block_size=SIZE, prefix_caching=False)
     sequence = cache.new_sequence()
     cache.reserve(sequence, range(-1, 11))
     cache.keep_path(sequence, 11)
-    cache.remember(sequence, range(12))
-    assert cache.num_cached_blocks == 0
-    assert cache.adopt_prefix(cache.new_sequence(), range(12)) == 0
+    cache.register_prefix(sequence, range(12))
+    assert cache.pool.num_indexed == 0
+    assert cache.match_prefix(cache.new_sequence(), range(12)) == 0
     assert cache.stats.queried_tokens == 0
 
 
-def test_remembering_reads_committed_tokens_only_and_nothing_while_no_block_became_full():
+def test_register_prefix_reads_committed_tokens_of_new_full_blocks_only():
     reads: list[slice] = []
 
     class Watched(list):
@@ -313,23 +321,23 @@ def test_remembering_reads_committed_tokens_only_and_nothing_while_no_block_beca
     checked = CheckedCache()
     text = checked.start(range(11))
     checked.run(text, range(-1, 5))
-    checked.keep(text, 5, remember=False)
+    checked.keep(text, 5, register=False)
     tokens = Watched(text.token_ids)
     for _ in range(2):
-        checked.cache.remember(text.sequence, tokens)
+        checked.cache.register_prefix(text.sequence, tokens)
         assert reads == [slice(0, 4)]
     checked.extend(text)
-    checked.cache.remember(text.sequence, tokens)
+    checked.cache.register_prefix(text.sequence, tokens)
     assert reads == [slice(0, 4)]
     adopting = checked.start([*text.token_ids, 1, 2, 3])
     assert adopting.sequence.committed_len == 8
     checked.run(adopting, range(-1, 4))
-    checked.keep(adopting, 4, remember=False)
-    checked.cache.remember(adopting.sequence, Watched(adopting.token_ids))
+    checked.keep(adopting, 4, register=False)
+    checked.cache.register_prefix(adopting.sequence, Watched(adopting.token_ids))
     assert reads == [slice(0, 4), slice(8, 12)]
 
 
-def test_of_two_that_computed_the_same_the_first_stays_known():
+def test_first_of_two_equal_blocks_stays_indexed():
     checked = CheckedCache()
     first, second = checked.start(range(9)), checked.start(range(9))
     for text in (first, second):
@@ -339,14 +347,14 @@ def test_of_two_that_computed_the_same_the_first_stays_known():
     assert checked.start(range(9)).sequence.block_table == first.sequence.block_table[:2]
 
 
-def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
+def test_equal_block_is_indexed_after_the_first_was_evicted():
     checked = CheckedCache(num_blocks=7)
     first, second = checked.start(range(9)), checked.start(range(9))
     checked.extend(first)
     checked.extend(second)
     checked.release(first)
     blocks = checked.cache.pool.allocate(5)  # everything but the copies
-    assert checked.cache.num_cached_blocks == 0
+    assert checked.cache.pool.num_indexed == 0
     checked.cache.pool.release(blocks)
     kept = second.sequence.block_table[:2]
     checked.release(second)
@@ -354,7 +362,7 @@ def test_a_copy_takes_the_place_of_the_known_block_when_that_is_gone():
     assert checked.start(range(9)).sequence.block_table == kept
 
 
-def test_the_copy_of_a_known_block_keeps_that_one_recent():
+def test_release_of_an_equal_block_touches_the_indexed_one():
     """The beginning of a chain is not given up before its end, though another sequence's block stands for it."""
     checked = CheckedCache(num_blocks=8)
     first, second = checked.start(range(9)), checked.start(range(13))
@@ -369,7 +377,7 @@ def test_the_copy_of_a_known_block_keeps_that_one_recent():
     assert checked.start(range(13)).sequence.block_table == known[:2]
 
 
-def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
+def test_eviction_begins_at_the_end_of_the_least_recently_used_prompt():
     checked = CheckedCache(num_blocks=10)
     prompts = [[base] * 13 for base in range(3)]
     for prompt in prompts:
@@ -377,12 +385,15 @@ def test_the_least_recently_used_prompt_is_given_up_first_and_from_its_end():
     checked.release(checked.start(prompts[0]))  # used again
     for taken, lengths in ((2, (12, 8, 12)), (3, (12, 4, 12)), (5, (12, 0, 8)), (8, (8, 0, 0)), (10, (0, 0, 0))):
         checked.cache.pool.release(checked.cache.pool.allocate(taken))
-        index = checked.cache.prefix_index
-        found = [sum(index.find(link) is not None for link in index.links(prompt, b"", (), 3)) * SIZE for prompt in prompts]
+        pool = checked.cache.pool
+        found = [
+            sum(pool.find_block(block_hash) is not None for block_hash in pool.block_hashes(prompt, b"", (), 3)) * SIZE
+            for prompt in prompts
+        ]
         assert tuple(found) == lengths, taken
 
 
-def test_free_blocks_are_taken_before_known_ones():
+def test_free_blocks_are_allocated_before_indexed_ones():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     blocks = checked.cache.pool.allocate(4)
@@ -391,10 +402,10 @@ def test_free_blocks_are_taken_before_known_ones():
     assert checked.cache.stats.evicted_blocks == 1
     with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 7 free"):
         checked.cache.pool.allocate(3)
-    assert checked.cache.num_cached_blocks == 2
+    assert checked.cache.pool.num_indexed == 2
 
 
-def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
+def test_match_prefix_needs_no_free_block():
     checked = CheckedCache(num_blocks=7)
     checked.release(checked.prompt(range(13)))
     other = checked.start([50] * 17)
@@ -413,7 +424,7 @@ def test_adopting_needs_no_free_block_and_takes_none_from_a_pass_under_way():
     checked.check()
 
 
-def test_rows_cut_into_a_known_block_are_not_found_any_more():
+def test_truncate_within_an_indexed_block_removes_it_from_the_index():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     checked.truncate(text, 6)
@@ -425,7 +436,7 @@ def test_rows_cut_into_a_known_block_are_not_found_any_more():
     assert checked.start([*range(6), 60, 61, 62]).sequence.committed_len == 8
 
 
-def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stays_known():
+def test_truncate_within_a_shared_block_copies_it():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     sharing = checked.start(range(13))
@@ -437,10 +448,10 @@ def test_rows_cut_out_of_a_block_that_others_share_are_copied_and_the_block_stay
     assert checked.start(range(13)).sequence.block_table == before[:3]
 
 
-def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():
+def test_evicted_sequence_is_never_matched():
     checked = CheckedCache()
     text = checked.prompt(range(13))
-    checked.cache.forget(text.sequence)
+    checked.cache.evict(text.sequence)
     checked.check()
     assert checked.start(range(13)).sequence.committed_len == 0
     checked.release(text)
@@ -448,43 +459,43 @@ def test_what_is_not_to_be_trusted_is_adopted_by_nobody_even_after_its_end():
     assert checked.start(range(13)).sequence.committed_len == 0
 
 
-def test_only_an_empty_sequence_adopts():
+def test_match_prefix_of_a_sequence_with_rows_raises():
     checked = CheckedCache()
     text = checked.prompt(range(13))
     with pytest.raises(RuntimeError, match="only an empty sequence"):
-        checked.cache.adopt_prefix(text.sequence, range(13))
+        checked.cache.match_prefix(text.sequence, range(13))
     checked.truncate(text, 0)
     checked.check()
     text.token_ids = list(range(13))
-    assert checked.cache.adopt_prefix(text.sequence, text.token_ids) == 12
+    assert checked.cache.match_prefix(text.sequence, text.token_ids) == 12
     started = checked.start([70, 71])
     checked.run(started, [-1])
     with pytest.raises(RuntimeError, match="only an empty sequence"):
-        checked.cache.adopt_prefix(started.sequence, range(13))
+        checked.cache.match_prefix(started.sequence, range(13))
 
 
-def test_a_free_block_cannot_be_shared():
-    pool = BlockPool(3, PrefixIndex(SIZE))
+def test_share_of_a_free_block_raises():
+    pool = BlockPool(3, SIZE)
     with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.share([1])
 
 
 def _know_the_tail(checked: CheckedCache, text: Text) -> None:
-    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.block_table[-1])
+    checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.block_table[-1])
 
 
 def _know_a_fresh_block(checked: CheckedCache, text: Text) -> None:
     checked.run(text, range(-1, 6), [0] * 6)
-    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.plan.fresh_blocks[0])
+    checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.plan.fresh_blocks[0])
 
 
 def _know_it_for_something_else(checked: CheckedCache, text: Text) -> None:
-    checked.cache.prefix_index.forget(text.sequence.block_table[0])
-    checked.cache.prefix_index.add(Link(b"key", b"tokens"), text.sequence.block_table[0])
+    checked.cache.pool.unregister(text.sequence.block_table[0])
+    checked.cache.pool.register(BlockHash(b"key", b"tokens"), text.sequence.block_table[0])
 
 
-def _lengthen_the_chain(checked: CheckedCache, text: Text) -> None:
-    text.sequence.chain.append(Link(b"key", b"tokens"))
+def _append_a_hash(checked: CheckedCache, text: Text) -> None:
+    text.sequence.block_hashes.append(BlockHash(b"key", b"tokens"))
 
 
 @pytest.mark.parametrize(
@@ -492,12 +503,12 @@ def _lengthen_the_chain(checked: CheckedCache, text: Text) -> None:
     [
         (_know_the_tail, "a block that is being written"),
         (_know_a_fresh_block, "a block that is being written"),
-        (_know_it_for_something_else, "known for other rows"),
-        (_lengthen_the_chain, "a chain of 3 links describes 2 full blocks"),
-        (lambda checked, text: checked.cache.prefix_index.add(Link(b"key", b"tokens"), 20), "idle in the prefix index or without owners"),
+        (_know_it_for_something_else, "indexed with a hash of other rows"),
+        (_append_a_hash, "3 hashes for 2 full blocks"),
+        (lambda checked, text: checked.cache.pool.register(BlockHash(b"key", b"tokens"), 20), "idle or indexed without owners"),
     ],
 )
-def test_the_check_notices(tamper, complaint):
+def test_check_finds_tampering(tamper, complaint):
     checked = CheckedCache()
     text = checked.prompt(range(11))
     checked.check()

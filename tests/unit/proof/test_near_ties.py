@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.proof.exactness.near_ties import Place, decide, kept_sets
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.truncation import truncate
@@ -16,47 +16,47 @@ V = 64
 
 
 @pytest.fixture(scope="module")
-def maker(mini_dir: Path) -> RequestMaker:
-    return RequestMaker(Tokenizer.open(mini_dir), V, 512, (0,))
+def input_processor(mini_dir: Path) -> InputProcessor:
+    return InputProcessor(Tokenizer.open(mini_dir), V, 512, (0,))
 
 
 def place(params: SamplingParams) -> Place:
     return Place(params, (5, 6, 7, 8), 2)
 
 
-def test_greedy_margins_are_distances_to_the_best_score(maker: RequestMaker) -> None:
+def test_greedy_margins_are_distances_to_the_best_score(input_processor: InputProcessor) -> None:
     row = np.zeros(V, np.float32)
     row[3], row[4], row[5] = 2.0, 1.99, 1.0
     at = place(SamplingParams())
-    assert decide(row, 3, at, maker, 0.05).margin == 0.0
-    near, far = decide(row, 4, at, maker, 0.05), decide(row, 5, at, maker, 0.05)
+    assert decide(row, 3, at, input_processor, 0.05).margin == 0.0
+    near, far = decide(row, 4, at, input_processor, 0.05), decide(row, 5, at, input_processor, 0.05)
     assert near.margin == pytest.approx(0.01)
     assert near.is_near
     assert far.margin == pytest.approx(1.0)
     assert not far.is_near
 
 
-def test_a_draws_margin_is_that_of_noisy_scores(maker: RequestMaker, seed: int) -> None:
+def test_a_draws_margin_is_that_of_noisy_scores(input_processor: InputProcessor, seed: int) -> None:
     """The token that is drawn has none; any other has as much as its logit must rise to be drawn."""
     random = np.random.default_rng(seed)
     for temperature in (0.5, 1.0, 2.0):
         row = random.normal(size=V).astype(np.float32)
         at = place(SamplingParams(temperature=temperature, seed=7))
-        drawn = at.drawn(row, maker)
+        drawn = at.drawn(row, input_processor)
         assert drawn is not None
-        assert decide(row, drawn, at, maker, 1e-3).margin == 0.0
+        assert decide(row, drawn, at, input_processor, 1e-3).margin == 0.0
         other = (drawn + 1) % V
-        margin = decide(row, other, at, maker, 1e-3).margin
+        margin = decide(row, other, at, input_processor, 1e-3).margin
         for rise, expected in ((0.999 * margin, drawn), (1.001 * margin, other)):
             raised = row.copy()
             raised[other] += np.float32(rise * temperature)
-            assert at.drawn(raised, maker) == expected
+            assert at.drawn(raised, input_processor) == expected
 
 
-def test_the_bound_of_scores_grows_as_temperature_and_penalties_stretch_them(maker: RequestMaker) -> None:
+def test_the_bound_of_scores_grows_as_temperature_and_penalties_stretch_them(input_processor: InputProcessor) -> None:
     row = np.random.default_rng(0).normal(size=V).astype(np.float32)
-    assert decide(row, 1, place(SamplingParams(temperature=0.5, seed=1)), maker, 0.1).bound == pytest.approx(0.2)
-    assert decide(row, 1, place(SamplingParams(repetition_penalty=1.5)), maker, 0.1).bound == pytest.approx(0.15)
+    assert decide(row, 1, place(SamplingParams(temperature=0.5, seed=1)), input_processor, 0.1).bound == pytest.approx(0.2)
+    assert decide(row, 1, place(SamplingParams(repetition_penalty=1.5)), input_processor, 0.1).bound == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_without_noise_the_kept_set_is_the_samplers_own(seed: int) -> None:
         assert np.flatnonzero(maybe).tolist() == np.flatnonzero(surely).tolist() == ([] if ids is None else ids.tolist())
 
 
-def test_a_token_far_outside_the_kept_set_is_no_near_tie_however_good_its_noise(maker: RequestMaker) -> None:
+def test_a_token_far_outside_the_kept_set_is_no_near_tie_however_good_its_noise(input_processor: InputProcessor) -> None:
     row = np.zeros(V, np.float32)
     row[:4] = 8.0
     params = SamplingParams(temperature=1.0, top_k=4, seed=11)
     unrestricted = place(replace(params, top_k=0, temperature=50.0))
-    lucky = unrestricted.drawn(row, maker)  # the id with the best noise, nearly
+    lucky = unrestricted.drawn(row, input_processor)  # the id with the best noise, nearly
     assert lucky is not None
     if lucky < 4:
         pytest.skip("the best noise is that of a kept id")
-    decision = decide(row, lucky, place(params), maker, 0.1)
+    decision = decide(row, lucky, place(params), input_processor, 0.1)
     assert not decision.may_be_kept
     assert not decision.is_near

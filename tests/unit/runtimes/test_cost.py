@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes import cost
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.cost import ForwardProfile

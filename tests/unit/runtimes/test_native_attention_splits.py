@@ -7,7 +7,7 @@ import pytest
 
 from harness.attention_bench import NUM_BLOCKS, Bench, Random, blocks, random_tree
 from harness.native_network import BUILT
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import path_to, tree_mask
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, IntArray, RowRange

@@ -8,7 +8,7 @@ import pytest
 
 from harness.model_configs import make_config
 from harness.native_network import BUILT, Network, make_batch, open_kernels, plain_tensor
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.models.adapters.adapter import LowRank
 from paceline.models.adapters.network_adapter import LM_HEAD, NetworkAdapter
 from paceline.models.quantize import quantize_matrix

@@ -8,7 +8,7 @@ import pytest
 
 from harness.model_configs import make_config
 from harness.native_network import BUILT, Network, make_batch, native_config, plain_tensor
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray, RowRange

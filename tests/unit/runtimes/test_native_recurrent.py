@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
-from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates, StateLimits
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import path_to
 from paceline.models.config import ModelConfig
 from paceline.models.layers import GatedDeltaConfig, Mamba2Config, Recurrent, ShortConvConfig
@@ -32,8 +32,13 @@ def open_network(config: ModelConfig, seed: int, compose: Compose | None = None,
     return NativeNetwork(compose or decoder(config), config, weights, num_threads=num_threads, max_model_len=2048)
 
 
-def memory_of(cache: KVCache) -> RecurrentStates:
-    return next(memory for memory in cache.memories if isinstance(memory, RecurrentStates))
+def num_states(states: RecurrentStateCache) -> int:
+    """States in use, spare ones excluded."""
+    return sum(1 for _ in states._states()) - len(states._spare)
+
+
+def memory_of(cache: KVCache) -> RecurrentStateCache:
+    return next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
 
 
 class Reference:
@@ -167,7 +172,7 @@ def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_th
             running = [index for index in range(3) if random.random() < 0.7] or [0]
             trees, tokens, knowns = [], [], []
             for _ in running:
-                knowns.append(int(random.choice([1, 1, 1, 2, KNOWN_ROWS, 40])))
+                knowns.append(int(random.choice([1, 1, 1, 2, MIN_UNRECORDED_ROWS, 40])))
                 trees.append(random_tree(random, knowns[-1], int(random.choice([0, 0, 3, 9]))))
                 tokens.append(random.integers(0, config.vocab_size, len(trees[-1])).tolist())
             plans = [cache.reserve(sequences[index], tree, known) for index, tree, known in zip(running, trees, knowns, strict=True)]
@@ -186,7 +191,7 @@ def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_th
             memory.check()
         for sequence in sequences:
             cache.release(sequence)
-        assert memory.num_states == 0
+        assert num_states(memory) == 0
 
 
 def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) -> FloatArray:
@@ -194,7 +199,7 @@ def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) ->
     plan = cache.reserve(sequence, [-1])  # type: ignore[arg-type]
     network.forward(*assemble([plan], [[0]], [[0]]))
     cache.cancel(sequence)  # type: ignore[arg-type]
-    state = memory_of(cache).work(plan.sequence_id).state
+    state = memory_of(cache).plan_update(plan.sequence_id).state
     return state.copy()  # type: ignore[no-any-return]
 
 
@@ -223,12 +228,12 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
         if kind == "preempt":
             cache.release(sequence)
             sequence = cache.new_sequence()
-            text = text[: cache.adopt_prefix(sequence, [*text, 0])]
+            text = text[: cache.match_prefix(sequence, [*text, 0])]
             continue
         if kind == "cut":
             text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
             continue
-        known = int(random.choice([1, 1, 3, KNOWN_ROWS, 33]))
+        known = int(random.choice([1, 1, 3, MIN_UNRECORDED_ROWS, 33]))
         tree = random_tree(random, known, int(random.choice([0, 2, 6])))
         ids = random.integers(0, vocab_size, len(tree)).tolist()
         plan = cache.reserve(sequence, tree, known)
@@ -238,7 +243,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
             node = int(random.integers(known - 1, len(tree)))
             text += [ids[row] for row in path_to(tree, node)]
             cache.keep_path(sequence, node)
-            cache.remember(sequence, text)
+            cache.register_prefix(sequence, text)
         else:
             cache.cancel(sequence)
     if random.random() < 0.2 or not text:  # aborted
@@ -258,28 +263,28 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
 def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, large_counts: bool) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=1)
-    cache = network.new_cache(40, states=StateLimits(stride=64, max_kept=5))
+    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=5))
     count = 10_000 if large_counts else 200
     compared = sum(run_schedule(random, network, cache, config.vocab_size) is not None for _ in range(count))
     assert compared > count / 2
     memory = memory_of(cache)
     memory.check()
     cache.check()
-    assert 0 < memory.num_states <= 5
+    assert 0 < num_states(memory) <= 5
     cache.pool.release(cache.pool.allocate(40))  # evicts everything
-    assert memory.num_states == 0
+    assert num_states(memory) == 0
 
 
 @pytest.mark.parametrize("stride", [32, 96])
 def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
-    cache = network.new_cache(100, states=StateLimits(stride=stride, max_kept=3))
+    cache = network.new_cache(100, checkpoints=CheckpointConfig(interval=stride, max_checkpoints=3))
     token_ids = random.integers(0, config.vocab_size, 250).tolist()
     wanted, hits = plain_logits(config, seed, token_ids), set()
     for _ in range(12):
         sequence, stop = cache.new_sequence(), int(random.integers(60, 250))
-        length = cache.adopt_prefix(sequence, token_ids)
+        length = cache.match_prefix(sequence, token_ids)
         hits.add(length)
         assert length % 32 == 0
         while length < stop:
@@ -288,23 +293,23 @@ def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: in
             np.testing.assert_array_equal(output.logits, wanted[length : length + len(ids)])
             cache.keep_path(sequence, len(ids) - 1)
             length += len(ids)
-            cache.remember(sequence, token_ids)
+            cache.register_prefix(sequence, token_ids)
             memory_of(cache).check()
         cache.release(sequence)
-        assert memory_of(cache).num_states <= 3
+        assert num_states(memory_of(cache)) <= 3
     assert len(hits) > 2
 
 
 def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
-    cache = network.new_cache(20, states=StateLimits(max_kept=0))
+    cache = network.new_cache(20, checkpoints=CheckpointConfig(max_checkpoints=0))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(15):
         agreed = len(text)
         for _ in range(int(random.integers(1, 4))):
             ids = random.integers(0, config.vocab_size, int(random.integers(1, 3))).tolist()
-            plan = cache.reserve(sequence, range(-1, len(ids) - 1), num_firm=agreed)
+            plan = cache.reserve(sequence, range(-1, len(ids) - 1), pinned_len=agreed)
             output = network.forward(*assemble([plan], [ids], [range(len(ids))]))
             np.testing.assert_array_equal(output.logits, plain_logits(config, seed, text + ids)[len(text) :])
             cache.keep_path(sequence, len(ids) - 1)
@@ -313,7 +318,7 @@ def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
         assert cache.truncate(sequence, length) == length
         del text[length:]
     assert cache.truncate(sequence, 0) == 0
-    assert memory_of(cache).num_states == 0
+    assert num_states(memory_of(cache)) == 0
 
 
 def test_a_pass_that_runs_twice_counts_once(seed: int) -> None:
@@ -334,7 +339,7 @@ def interrupted_at(line: int) -> Callable[..., Any]:
     left = [line]
 
     def trace(frame: Any, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.endswith("kv_cache/recurrent.py"):
+        if not frame.f_code.co_filename.endswith("kv_cache/recurrent_state.py"):
             return None
         if event == "line":
             left[0] -= 1
@@ -351,10 +356,10 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
     ids = token_ids[length : length + count]
     network.forward(*assemble([cache.reserve(sequence, range(-1, count - 1), known)], [ids], [[0]]))
     cache.keep_path(sequence, count - 1)
-    cache.remember(sequence, token_ids[: length + count])
+    cache.register_prefix(sequence, token_ids[: length + count])
 
 
-@pytest.mark.parametrize("num_known", [1, KNOWN_ROWS])
+@pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
 def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_known: int, seed: int) -> None:
     """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)
@@ -362,7 +367,7 @@ def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_
     wanted, line, is_over, num_hits = plain_logits(config, seed, token_ids), 0, False, 0
     while not is_over:
         line += 1
-        cache = network.new_cache(30, states=StateLimits(stride=32, max_kept=4))
+        cache = network.new_cache(30, checkpoints=CheckpointConfig(interval=32, max_checkpoints=4))
         sequence = cache.new_sequence()
         append(network, cache, sequence, token_ids, 33, 33)
         for count in [1] * 20 + [12]:  # the end of the second block is pending
@@ -378,7 +383,7 @@ def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_
             sys.settrace(None)
         cache.release(sequence)
         sequence = cache.new_sequence()
-        length = cache.adopt_prefix(sequence, token_ids)
+        length = cache.match_prefix(sequence, token_ids)
         num_hits += length > 0
         ids = token_ids[length:]
         plan = cache.reserve(sequence, range(-1, len(ids) - 1), len(ids))
@@ -390,27 +395,29 @@ def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "records of other rows than those kept become pending": (
         "keep_path",
-        lambda self, plan, commit, real=RecurrentStates.keep_path: real(self, plan, commit._replace(rows=range(len(commit.rows)))),
+        lambda self, plan, commit, real=RecurrentStateCache.keep_path: real(self, plan, commit._replace(rows=range(len(commit.rows)))),
     ),
     "rows that were dropped stay pending": (
         "keep_path",
-        lambda self, plan, commit, real=RecurrentStates.keep_path: real(self, plan, commit._replace(rows=range(plan.num_rows))),
+        lambda self, plan, commit, real=RecurrentStateCache.keep_path: real(self, plan, commit._replace(rows=range(plan.num_rows))),
     ),
-    "what a pass took in is forgotten": ("_settle", lambda self, text: text.has_run.fill(0)),
+    "what a pass took in is forgotten": ("_finish_pass", lambda self, text: text.has_run.fill(0)),
     "spare states do not begin at zero": (
         "_new_state",
-        lambda self, real=RecurrentStates._new_state, **_: real(self),
+        lambda self, real=RecurrentStateCache._new_state, **_: real(self),
     ),
     "a text begins with a state without the records behind it": (
         "_take_records",
-        lambda self, text, count, real=RecurrentStates._take_records: real(self, text, count)[: 0 if text.length and count > 1 else None],
+        lambda self, text, count, real=RecurrentStateCache._take_records: real(self, text, count)[
+            : 0 if text.length and count > 1 else None
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_the_memory_is_noticed(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecurrentStates, *fault)
+    monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed, large_counts=False)
 

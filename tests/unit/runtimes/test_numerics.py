@@ -11,7 +11,7 @@ from harness.checkpoints import write_checkpoint
 from harness.model_configs import make_config
 from harness.native_network import BUILT
 from paceline.errors import CheckpointError
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig

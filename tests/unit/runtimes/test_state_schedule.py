@@ -18,7 +18,7 @@ def paths_of(num_pending: int, parents: tuple[int, ...]) -> list[Path]:
     return paths
 
 
-def run(schedule: Schedule, num_folded: int, parents: tuple[int, ...]) -> tuple[dict[int, Path], dict[int, Path]]:
+def run(schedule: Schedule, num_applied: int, parents: tuple[int, ...]) -> tuple[dict[int, Path], dict[int, Path]]:
     """What the kernels would do: of each row the nodes it starts from, and of each save the nodes it has taken in."""
     places: dict[int, Path] = {IN_PLACE: ()}
     rows, saves = dict[int, Path](), dict[int, Path]()
@@ -41,7 +41,7 @@ def run(schedule: Schedule, num_folded: int, parents: tuple[int, ...]) -> tuple[
             assert own[: len(known)].tolist() == known
             assert parents[row] == -1 or parents[row] in rows
             rows[row] = (*state, *known)
-    assert len(places[IN_PLACE]) == num_folded
+    assert len(places[IN_PLACE]) == num_applied
     return rows, saves
 
 
@@ -56,12 +56,12 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(400):
         num_pending, num_rows = int(random.integers(0, 40)), int(random.integers(1, 40))
-        num_folded = int(random.integers(0, num_pending // GRID + 1)) * GRID
+        num_applied = int(random.integers(0, num_pending // GRID + 1)) * GRID
         known = int(random.integers(0, num_rows))  # a chain in front of the tree
         parents = (*range(-1, known - 1), *(known + parent for parent in trees(random, num_rows - known)))
         borders = range(GRID, num_pending + known + 1, GRID)
         counts = tuple(sorted(random.choice(borders, random.integers(0, len(borders) + 1), replace=False).tolist())) if borders else ()
-        found, saves = run(schedule_of(num_pending, num_folded, parents, counts), num_folded, parents)
+        found, saves = run(schedule_of(num_pending, num_applied, parents, counts), num_applied, parents)
         wanted = paths_of(num_pending, parents)
         assert [found[row] for row in range(num_rows)] == wanted
         whole = [*(-2 - number for number in range(num_pending)), *range(known)]

@@ -9,7 +9,7 @@ import pytest
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.model_configs import make_config
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import TreeLayout, tree_mask
 from paceline.models.config import WeightType, read_config
 from paceline.models.layers import AttentionConfig

@@ -8,8 +8,8 @@ import pytest
 from harness.native_network import BUILT
 from harness.recurrent_networks import MIXERS, recurrent_config, recurrent_weights
 from paceline.errors import CapacityError
-from paceline.kv_cache.paged import CachedSequence, KVCache
-from paceline.kv_cache.recurrent import KNOWN_ROWS, RecurrentStates, StateLimits
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.recurrent_state import MIN_UNRECORDED_ROWS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import TreeLayout, path_to
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import Weights
@@ -59,21 +59,21 @@ def test_whatever_happens_to_passes_a_row_is_that_of_one_pass(seed: int, offset:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
     network.capabilities = replace(network.capabilities, tree_layout=layout)
-    cache = network.new_cache(40, states=StateLimits(stride=64, max_kept=4))
+    cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=4))
     sequence, text = cache.new_sequence(), list[int]()
     for _ in range(14):
         kind = random.choice(["keep", "keep", "keep", "drop", "skip", "preempt", "cut"])
         if kind == "preempt":
             cache.release(sequence)
             sequence = cache.new_sequence()
-            text = text[: cache.adopt_prefix(sequence, [*text, 0])]
+            text = text[: cache.match_prefix(sequence, [*text, 0])]
         elif kind == "cut":
             text = text[: cache.truncate(sequence, max(0, len(text) - int(random.integers(0, 3))))]
         else:
-            known = int(random.choice([1, 3, KNOWN_ROWS, 33]))
+            known = int(random.choice([1, 3, MIN_UNRECORDED_ROWS, 33]))
             tree = random_tree(random, known, int(random.choice([0, 2, 6])))
             text += check_a_pass(random, network, alone, cache, sequence, text, tree, known, str(kind))
-    memory = next(memory for memory in cache.memories if isinstance(memory, RecurrentStates))
+    memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
     memory.check()
 
 
@@ -101,7 +101,7 @@ def check_a_pass(
         cache.cancel(sequence)
         return []
     cache.keep_path(sequence, node)
-    cache.remember(sequence, text + [ids[row] for row in path])
+    cache.register_prefix(sequence, text + [ids[row] for row in path])
     return [ids[row] for row in path]
 
 
@@ -130,9 +130,9 @@ def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
     sequence = cache.new_sequence()
     network.forward(*assemble([cache.reserve(sequence, range(-1, 19), 20)], [[*range(20)]], [[19]]))
     cache.keep_path(sequence, 19)
-    memory = next(memory for memory in cache.memories if isinstance(memory, RecurrentStates))
+    memory = next(memory for memory in cache.layer_caches if isinstance(memory, RecurrentStateCache))
     cache.reserve(sequence, [-1])
-    work = memory.work(sequence.id)
+    work = memory.plan_update(sequence.id)
     assert work.state.dtype is torch.float32
     assert work.state.abs().max() > 0
     cache.cancel(sequence)

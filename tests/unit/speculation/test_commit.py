@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.engine.text_stop import TextStop
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.commit import commit

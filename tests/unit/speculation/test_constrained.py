@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from harness.grammar_schemas import random_schema
 from paceline.errors import RequestError
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, is_chain, num_rows
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar

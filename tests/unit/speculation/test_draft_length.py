@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.drafters.ngram import NgramDrafter
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.cost import ForwardProfile
 from paceline.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.scripted_target import ScriptedTarget
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.commit import commit

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.gemma4_assistant.checkpoint import Assistant
-from paceline.kv_cache.paged import BLOCK_SIZE, CachedSequence
+from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Network, RowRange, Wanted
 from paceline.runtimes.decoder import LOGITS, Blocks, Value, decoder_layer

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kv_cache.key_values import PagedRows
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import PagedCache
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import FloatArray, IntArray, Network, RowRange
 from paceline.speculation.drafter import RequestState
@@ -80,10 +80,10 @@ class PairCache:
 
     def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        rows = [PagedRows(memory.storage) for memory in runtime.new_key_values(num_blocks + SPARE_BLOCKS)]
+        rows = [PagedCache(layer_cache.storage) for layer_cache in runtime.new_key_values(num_blocks + SPARE_BLOCKS)]
         self.block_size = cache.block_size
         self.window = window
-        self.bytes_per_token = (sum(memory.num_bytes for memory in rows) + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
+        self.bytes_per_token = (sum(one.num_bytes for one in rows) + feature_size * 4 * num_blocks) // max(1, cache.max_slots)
         self._spares = range(num_blocks, num_blocks + SPARE_BLOCKS)
         self._marks = np.zeros((1, num_blocks, self.block_size), np.uint64)
         self._features = np.zeros((num_blocks, feature_size), np.float32)
@@ -91,8 +91,8 @@ class PairCache:
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
         self._one_mark, self._one_power = self._marks.data, self._powers.data  # read after every pass: faster to index than arrays
         self._pairs = RequestState[_Pairs]()
-        for memory in (*rows, PagedRows(self._marks)):
-            cache.add(memory)
+        for layer_cache in (*rows, PagedCache(self._marks)):
+            cache.add_layer_cache(layer_cache)
 
     def observe(self, request: Request, start: int, features: FloatArray) -> int:
         """Take the target's features [T, F] of positions `start` …; returns how many wait.

@@ -19,7 +19,7 @@ from paceline.drafters.pairs.cache import TrueRows
 from paceline.drafters.pairs.config import PairConfig
 from paceline.drafters.pairs.head import DraftedRows, PairHead
 from paceline.drafters.pairs.target_text import TargetText
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
 from paceline.runtimes.profile_cache import ProfileCache, profile_key

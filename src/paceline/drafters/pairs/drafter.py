@@ -16,7 +16,7 @@ from paceline.drafters.pairs.cache import SPARE_BLOCKS, PairCache, PairRows
 from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
 from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
-from paceline.kv_cache.paged import KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, in_parts
 from paceline.runtimes.ranking import Draws
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.runtimes.base import FloatArray, Network, assemble
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.errors import is_interrupt
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.cases import Case, CaseRequest
 from paceline.proof.exactness.compare import Compared, Comparison
@@ -59,7 +59,7 @@ class CaseRunner:
         random = np.random.default_rng(case.seed)
         count = len(case.requests)
         salts = self._subject.new_salts(1) * count if case.setting.event in _SHARED else self._subject.new_salts(count)
-        engine = self._subject.opened.engine
+        engine = self._subject.loaded.engine
         answered: list[Answered] = []
         before = engine.scheduler.num_preemptions
         try:
@@ -90,12 +90,12 @@ class CaseRunner:
         """What comes behind the request's prompt and answer, where there is room."""
         answer = self._references.of(request.prompt_token_ids, request.params).output.token_ids
         prompt = (*request.prompt_token_ids, *answer)
-        is_short = len(prompt) + request.params.max_tokens <= self._subject.opened.maker.max_model_len
+        is_short = len(prompt) + request.params.max_tokens <= self._subject.loaded.input_processor.max_model_len
         return replace(request, prompt_token_ids=prompt) if is_short else request
 
     def _run_others(self, case: Case, salts: Sequence[str], random: np.random.Generator) -> None:
         """Leave rows of prompts in the cache that differ from those of the case in one token each."""
-        vocab_size = self._subject.opened.maker.vocab_size
+        vocab_size = self._subject.loaded.input_processor.vocab_size
         asked = []
         for one in case.requests:
             prompt, at = list(one.prompt_token_ids), int(random.integers(len(one.prompt_token_ids)))

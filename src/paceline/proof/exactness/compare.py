@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.outputs import RequestOutput
 from paceline.proof.exactness.findings import Finding, Kind, Status
 from paceline.proof.exactness.near_ties import Place, decide
@@ -37,8 +37,8 @@ class Comparison:
         noise_bound: of logits; 0 where numerics are exact, and then every difference is a bug.
     """
 
-    def __init__(self, maker: RequestMaker, references: References, noise_bound: float, *, is_exact: bool) -> None:
-        self._maker, self._references = maker, references
+    def __init__(self, input_processor: InputProcessor, references: References, noise_bound: float, *, is_exact: bool) -> None:
+        self._input_processor, self._references = input_processor, references
         self._bound, self._is_exact = noise_bound, is_exact
 
     def compare(self, output: RequestOutput, watch: RowWatch, reference: Reference, *, case: int, request: int, run: int) -> Compared:
@@ -95,15 +95,15 @@ class Comparison:
         here = partial(
             place, kind=Kind.TOKENS, position=at, plain_token=plain_token, token=token,
             plain_logprob=_logprob(plain.logprobs, at), logprob=_logprob(output.logprobs, at), step=_step(output, at),
-            plain_piece=self._maker.tokenizer.piece(plain_token), piece=self._maker.tokenizer.piece(token),
+            plain_piece=self._input_processor.tokenizer.piece(plain_token), piece=self._input_processor.tokenizer.piece(token),
         )  # fmt: skip
         if own_row is None or plain_row is None:
             return here(status=Status.BUG, details="no row of the target was seen where this token was chosen")
         apart = largest_difference(own_row, plain_row)
         prefix = (*reference.prompt_token_ids, *plain.token_ids[:at])
         where = Place(reference.params, prefix, len(reference.prompt_token_ids))
-        drawn = where.drawn(own_row, self._maker)
-        decision = decide(plain_row, token, where, self._maker, self._bound)
+        drawn = where.drawn(own_row, self._input_processor)
+        decision = decide(plain_row, token, where, self._input_processor, self._bound)
         here = partial(here, rows_differ_by=apart, margin=decision.margin)
         if self._is_exact:
             rows = f"rows differ from position {row_at} on" if row_at is not None else "the rows are the same, the choice is not"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw, gumbel_scores
@@ -53,22 +53,22 @@ class Place:
     text: tuple[int, ...]
     num_prompt_tokens: int
 
-    def processor(self, maker: RequestMaker, params: SamplingParams) -> LogitsProcessor:
+    def processor(self, input_processor: InputProcessor, params: SamplingParams) -> LogitsProcessor:
         """A processor that knows the text."""
-        processor = maker.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
+        processor = input_processor.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
         for token in self.text[self.num_prompt_tokens :]:
             processor.commit(token)
         return processor
 
-    def drawn(self, row: FloatArray, maker: RequestMaker) -> int | None:
+    def drawn(self, row: FloatArray, input_processor: InputProcessor) -> int | None:
         """The token that a row gives here; None where it gives none."""
         try:
-            return draw(self.processor(maker, self.params).process(row), self.params.seed or 0, 0, len(self.text))
+            return draw(self.processor(input_processor, self.params).process(row), self.params.seed or 0, 0, len(self.text))
         except PacelineError:
             return None
 
 
-def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise_bound: float) -> Decision:
+def decide(row: FloatArray, token: int, place: Place, input_processor: InputProcessor, noise_bound: float) -> Decision:
     """How close `token` came to being chosen from plain decoding's row.
 
     Args:
@@ -79,7 +79,7 @@ def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise
     penalty = params.repetition_penalty
     bound = noise_bound * max(1.0, penalty, 1.0 / penalty)
     unrestricted = replace(params, top_k=0, top_p=1.0, min_p=0.0)
-    scores = place.processor(maker, unrestricted).process(row).scores.astype(np.float64)
+    scores = place.processor(input_processor, unrestricted).process(row).scores.astype(np.float64)
     if params.is_greedy:
         return Decision(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
     bound /= params.temperature

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.engine.batch import RequestMaker
+from paceline.engine.input_processor import InputProcessor
 from paceline.errors import CheckpointError, ConfigError, RequestError
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.small_files import read_small
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
@@ -43,14 +43,16 @@ class SamplePrompts:
     """Cuts of the sample text, other ones in each round, and ids that make no text.
 
     Args:
-        maker: encodes.
+        input_processor: encodes.
         seed: of the cuts.
         longest: tokens a prompt may have.
     """
 
-    def __init__(self, maker: RequestMaker, seed: int, *, longest: int) -> None:
-        self._vocab_size, self._seed, self._longest = maker.vocab_size, seed, longest
-        ids = [token for token in maker.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False) if token < maker.vocab_size]
+    def __init__(self, input_processor: InputProcessor, seed: int, *, longest: int) -> None:
+        self._vocab_size, self._seed, self._longest = input_processor.vocab_size, seed, longest
+        ids = [
+            token for token in input_processor.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False) if token < input_processor.vocab_size
+        ]
         self._text = ids * (1 + 2 * _LENGTHS["many blocks"][1] // max(1, len(ids)))
 
     @property
@@ -87,7 +89,7 @@ class GivenPrompts:
         return self._prompts[index % len(self._prompts)]
 
 
-def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPrompts:
+def read_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -> GivenPrompts:
     """A file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
 
     Args:
@@ -107,7 +109,7 @@ def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPromp
         lines = content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts {path} is not UTF-8 text at byte {error.start}: convert it first") from None
-    prompts = [_ids_of(line, f"{path} line {number}", maker) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_ids_of(line, f"{path} line {number}", input_processor) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompts {path} holds no prompt: give a text file with a prompt a line")
     for number, prompt in enumerate(prompts, 1):
@@ -119,7 +121,7 @@ def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPromp
     return GivenPrompts(prompts)
 
 
-def _ids_of(line: str, where: str, maker: RequestMaker) -> list[int]:
+def _ids_of(line: str, where: str, input_processor: InputProcessor) -> list[int]:
     given: object = line
     if line.lstrip().startswith("{"):
         try:
@@ -127,6 +129,6 @@ def _ids_of(line: str, where: str, maker: RequestMaker) -> list[int]:
         except ValueError as error:
             raise RequestError(f"{where} begins as a JSON object and is none ({error}): mend it", parameter="prompt") from None
     try:
-        return maker.prompt_ids(given)  # type: ignore[arg-type]  # checked there
+        return input_processor.prompt_ids(given)  # type: ignore[arg-type]  # checked there
     except RequestError as error:
         raise RequestError(f"{where}: {error}", parameter="prompt") from None

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError
 from paceline.hub import resolve
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.exactness.case_run import CaseRunner
 from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest
@@ -185,12 +185,12 @@ class Prover:
         self._subject: Subject | None = open_subject(self._engine, self._speculation)
         self.proof = Proof(question.seed, question.num_tokens)
         subject = self._subject
-        self.proof.numerics = subject.opened.numerics
-        self.proof.notices = subject.opened.notices
+        self.proof.numerics = subject.loaded.numerics
+        self.proof.notices = subject.loaded.notices
         self.proof.provenance = provenance(subject, self._directory, self._engine, self._speculation, question.command)
         batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
-        self._maker = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed, batches)
-        self.proof.tally = Tally.of(self._maker.factors())
+        self._input_processor = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed, batches)
+        self.proof.tally = Tally.of(self._input_processor.factors())
 
     def run(self) -> Iterator[Tally]:
         """Compare, yielding after each case what was counted so far; `proof` holds everything."""
@@ -211,7 +211,7 @@ class Prover:
             raise RuntimeError("this prover has run")
         self._measure_noise(subject)
         references = References(subject)
-        comparison = Comparison(subject.opened.maker, references, self.proof.noise_bound, is_exact=subject.is_exact)
+        comparison = Comparison(subject.loaded.input_processor, references, self.proof.noise_bound, is_exact=subject.is_exact)
         runner = CaseRunner(subject, references, comparison)
         this_round = 0
         for case in self._cases():
@@ -237,8 +237,8 @@ class Prover:
         if question.cases:
             return iter(question.cases)
         if question.only is not None:
-            return islice(self._maker.cases(), question.only, question.only + 1)
-        return self._maker.cases()
+            return islice(self._input_processor.cases(), question.only, question.only + 1)
+        return self._input_processor.cases()
 
     def _is_enough(self) -> bool:
         if self._question.cases or self._question.only is not None:
@@ -250,7 +250,7 @@ class Prover:
         return len(self.proof.bugs) >= MOST_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
 
     def _measure_noise(self, subject: Subject) -> None:
-        engine, texts = subject.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
+        engine, texts = subject.loaded.engine, [one.prompt_token_ids for one in self._some_requests()]
         longest = sorted(dict.fromkeys(texts), key=len)[-_NUM_NOISE_TEXTS:]
         difference = self.proof.largest_difference = _measure_difference(engine.runtime, engine.cache, longest)
         if not subject.is_exact:
@@ -267,7 +267,7 @@ class Prover:
             self.proof.tally.all.count(Status.BUG)
 
     def _some_requests(self) -> list[CaseRequest]:
-        cases = self._question.cases or list(islice(self._maker.cases(), 2 * _MOST_REQUESTS))
+        cases = self._question.cases or list(islice(self._input_processor.cases(), 2 * _MOST_REQUESTS))
         return [one for case in cases for one in case.requests]
 
     def _texts_for_transformers(self, subject: Subject) -> list[OurRows]:
@@ -322,10 +322,10 @@ def _speculation(given: SpeculationConfig) -> SpeculationConfig:
 
 
 def _prompts(question: ProofQuestion, subject: Subject) -> PromptSource:
-    maker = subject.opened.maker
-    longest = maker.max_model_len - MOST_TOKENS
-    if maker.max_model_len < _LEAST_CONTEXT:
-        raise ConfigError(f"max_model_len is {maker.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
+    input_processor = subject.loaded.input_processor
+    longest = input_processor.max_model_len - MOST_TOKENS
+    if input_processor.max_model_len < _LEAST_CONTEXT:
+        raise ConfigError(f"max_model_len is {input_processor.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")
     if question.prompts is None:
-        return SamplePrompts(maker, question.seed, longest=longest)
-    return read_prompts(question.prompts, maker, longest=longest)
+        return SamplePrompts(input_processor, question.seed, longest=longest)
+    return read_prompts(question.prompts, input_processor, longest=longest)

@@ -28,7 +28,7 @@ def provenance(
         directory: the target's, or its GGUF file.
         command: the arguments of this process.
     """
-    runtime = subject.opened.engine.runtime
+    runtime = subject.loaded.engine.runtime
     kernels = kernels_path()
     settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
     return {
@@ -38,7 +38,7 @@ def provenance(
         "files": {path.name: path.stat().st_size for path in weight_files(directory)},
         "family": runtime.config.family,
         "weights": runtime.capabilities.weight_type.value,
-        "numerics": subject.opened.numerics,
+        "numerics": subject.loaded.numerics,
         "device": runtime.capabilities.device,
         "kernels": runtime.version or f"torch on {runtime.capabilities.device}",
         "kernel_library": None if kernels is None or not runtime.version else kernels.name,

@@ -1,4 +1,4 @@
-"""The engine that is examined: opened once, run in any setting, and asked for plain answers."""
+"""The engine that is examined: loaded once, run in any setting, and asked for plain answers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -8,9 +8,9 @@ import numpy as np
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.engine.inputs import RequestOptions
-from paceline.engine.open import OpenedEngine, open_engine
+from paceline.engine.loader import LoadedEngine, load_engine
 from paceline.engine.request import EngineRequest
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import SchedulerLimits
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
@@ -48,19 +48,19 @@ class Subject:
     """An engine with all drafters and the two adversaries, and what a case may change of it.
 
     Args:
-        opened: the engine; it is changed and serves nothing else from now on.
+        loaded: the engine; it is changed and serves nothing else from now on.
 
     Attributes:
         drafter_names: of all that can be asked for.
         is_exact: whether rows must have the bits of plain decoding.
     """
 
-    def __init__(self, opened: OpenedEngine) -> None:
-        self.opened, engine = opened, opened.engine
+    def __init__(self, loaded: LoadedEngine) -> None:
+        self.loaded, engine = loaded, loaded.engine
         before = engine.speculator
         members = list(before.drafters)
         _tell_apart(members)
-        vocab_size = opened.maker.vocab_size
+        vocab_size = loaded.input_processor.vocab_size
         self._answers = Answers()
         self._erring = ErringDrafter(self._answers, vocab_size)
         self._as_users_have_it = before.policy
@@ -69,7 +69,7 @@ class Subject:
         self._speculator = WatchedSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
         self._speculator.watches = {}
         engine.speculator = self._speculator
-        self.is_exact = opened.numerics == "exact"
+        self.is_exact = loaded.numerics == "exact"
         self._limits = engine.scheduler.limits
         self._num_salts = 0
 
@@ -110,7 +110,7 @@ class Subject:
         Raises:
             RuntimeError: they are not.
         """
-        cache = self.opened.engine.cache
+        cache = self.loaded.engine.cache
         cache.check()
         if cache.pool.num_free != cache.pool.num_blocks:
             raise RuntimeError(f"{cache.pool.num_blocks - cache.pool.num_free} blocks of the cache belong to nobody's request")
@@ -119,12 +119,12 @@ class Subject:
         self,
         asked: Sequence[Asked],
         watches: Sequence[RowWatch],
-        limits: Limits,
+        limits: SchedulerLimits,
         salts: Sequence[str],
         random: np.random.Generator,
         event: str,
     ) -> list[RequestOutput]:
-        engine = self.opened.engine
+        engine = self.loaded.engine
         requests = [self._request(one, salt) for one, salt in zip(asked, salts, strict=True)]
         for request, one, watch in zip(requests, asked, watches, strict=True):
             self._speculator.watches[request] = watch
@@ -139,7 +139,7 @@ class Subject:
                         self._preempt_one(random)
                     if number > most_steps:
                         raise RuntimeError(f"{len(requests)} requests did not end in {most_steps} steps")
-            return [self.opened.output(request) for request in requests]
+            return [self.loaded.output(request) for request in requests]
         finally:
             engine.scheduler.limits = self._limits
             self._speculator.watches.clear()
@@ -154,12 +154,12 @@ class Subject:
             options["speculation"] = {"drafter": name, "num_speculative_tokens": asked.num_speculative_tokens, "trees": True}
             if self._speculator.uses_predictions:
                 options["prediction"] = self._prediction(asked.expected)
-        (request,) = self.opened.requests([list(asked.prompt_token_ids)], asked.params, options, is_streamed=False)
+        (request,) = self.loaded.requests([list(asked.prompt_token_ids)], asked.params, options, is_streamed=False)
         return request
 
     def _prediction(self, expected: Sequence[int]) -> list[int]:
         """The answer with a token replaced here and there."""
-        vocab_size = self.opened.maker.vocab_size
+        vocab_size = self.loaded.input_processor.vocab_size
         return [(token + (at % _EDIT_EVERY == _EDIT_EVERY - 2)) % vocab_size for at, token in enumerate(expected)]
 
     def _policy(self, setting: Setting) -> FixedDraftLength:
@@ -168,7 +168,7 @@ class Subject:
         count = int(setting.num_speculative_tokens)
         return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
-    def _limits_of(self, setting: Setting, random: np.random.Generator) -> Limits:
+    def _limits_of(self, setting: Setting, random: np.random.Generator) -> SchedulerLimits:
         if setting.event == "chunked":
             return replace(self._limits, prefill_chunk_size=int(random.choice(_CHUNKS)))
         if setting.event == "full passes":
@@ -179,7 +179,7 @@ class Subject:
     @contextmanager
     def _little_room(self, requests: Sequence[EngineRequest], event: str) -> Iterator[None]:
         """Where requests are to be preempted, blocks for the longest of them and a few more are left of the cache."""
-        cache = self.opened.engine.cache
+        cache = self.loaded.engine.cache
         room = max(blocks_for(request.max_len, cache.block_size) for request in requests) + len(requests)
         taken = cache.pool.allocate(max(0, cache.pool.num_free - room)) if event == "preempted" else []
         try:
@@ -188,7 +188,7 @@ class Subject:
             cache.pool.release(taken)
 
     def _preempt_one(self, random: np.random.Generator) -> None:
-        scheduler = self.opened.engine.scheduler
+        scheduler = self.loaded.engine.scheduler
         if scheduler.running:
             scheduler.preempt(scheduler.running[int(random.integers(len(scheduler.running)))])
 
@@ -203,7 +203,7 @@ def open_subject(engine: EngineConfig, speculation: SpeculationConfig) -> Subjec
     names = (speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter
     if "none" in names:
         raise ConfigError("drafter 'none' leaves nothing to compare plain decoding with: name a drafter, or none at all for every one")
-    return Subject(open_engine(engine, speculation))
+    return Subject(load_engine(engine, speculation))
 
 
 def _tell_apart(drafters: Sequence[Drafter]) -> None:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kv_cache.recurrent import RecurrentStates
-from paceline.kv_cache.window import WindowKeyValues
+from paceline.kv_cache.recurrent_state import RecurrentStateCache
+from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
 from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
@@ -85,8 +85,8 @@ class Execution:
     def use_cache(
         self,
         planes: Sequence[NDArray[np.uint8]],
-        windows: Sequence[WindowKeyValues] = (),
-        states: RecurrentStates | None = None,
+        windows: Sequence[SlidingWindowCache] = (),
+        states: RecurrentStateCache | None = None,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
     ) -> None:
         """Read and write keys and values here from now on.
@@ -94,12 +94,12 @@ class Execution:
         Args:
             planes: keys, then values of each layer in turn, each [num_blocks, K, bytes] with K and D of the layer's attention
                 (`KVGroup.stored_shape`).
-            windows: memories of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
-            states: the memory of recurrent layers.
+            windows: caches of layers with a window, in the order of `ModelConfig.windows`; none = their blocks are the cache's.
+            states: the cache of recurrent layers.
             kv_cache_dtype: of the numbers in `planes`.
         """
         self._planes, self.memory.windows = list(planes), windows
-        self.memory.memory = states if self._has_states else None
+        self.memory.state_cache = states if self._has_states else None
         self._plane_addresses = np.array([plane.ctypes.data for plane in self._planes], np.uint64)
         self._program.planes = self._plane_addresses.ctypes.data
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
@@ -141,7 +141,7 @@ class Execution:
         Args:
             scalings: [rows, L * K] of the rows of each X-LoRA adapter, by its number.
         """
-        if self._has_states and self.memory.memory is None:
+        if self._has_states and self.memory.state_cache is None:
             raise RuntimeError("a network with recurrent layers runs in a cache of its own: make one with new_cache")
         with self._one_caller:
             self.memory.describe(batch, wanted)

@@ -6,9 +6,9 @@ Source: PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
 import numpy as np
 
 from paceline.errors import CapacityError
-from paceline.kv_cache.key_values import KeyValues, PagedRows
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.window import WindowKeyValues
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
+from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.models.adapters.adapter import Mixture
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import Activation
@@ -77,24 +77,26 @@ class NativeMixture:
         return np.array(found.reshape(num_rows, width), np.float32, order="C")
 
 
-def add_memories_of_scaling_passes(cache: KVCache, rows: PackedRows) -> list[PagedRows]:
-    """What scaling passes keep of the texts in a cache: a memory like each of its own, in their order.
+def add_scaling_caches(cache: KVCache, rows: PackedRows) -> list[PagedCache]:
+    """Add the layer caches of scaling passes to a cache, one like each of its own; return them in that order.
 
     Raises:
         CapacityError: they do not fit in memory.
     """
-    memories = list[PagedRows]()
+    layer_caches = list[PagedCache]()
     try:
-        for memory in list(cache.memories):
-            assert isinstance(memory, PagedRows)
-            storage = np.zeros_like(memory.storage)
-            window = memory.window if isinstance(memory, WindowKeyValues) else None
-            memories.append(KeyValues(storage, rows) if window is None else WindowKeyValues(storage, window, BLOCK_SIZE, rows))
+        for layer_cache in list(cache.layer_caches):
+            assert isinstance(layer_cache, PagedCache)
+            storage = np.zeros_like(layer_cache.storage)
+            window = layer_cache.window if isinstance(layer_cache, SlidingWindowCache) else None
+            layer_caches.append(
+                FullAttentionCache(storage, rows) if window is None else SlidingWindowCache(storage, window, BLOCK_SIZE, rows)
+            )
     except MemoryError as error:
         raise CapacityError("keys and values of X-LoRA's scaling passes do not fit in memory: lower kv_cache_gb") from error
-    for memory in memories:
-        cache.add(memory)
-    return memories
+    for layer_cache in layer_caches:
+        cache.add_layer_cache(layer_cache)
+    return layer_caches
 
 
 def _softmax(values: FloatArray) -> FloatArray:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from paceline.config import MAX_PASS_ROWS
 from paceline.errors import CapacityError, ConfigError
-from paceline.kv_cache.key_values import KeyValues, PagedRows
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
+from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
+from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network
 from paceline.models.config import KVGroup, ModelConfig, WeightType
@@ -42,7 +42,7 @@ from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.mixture import NativeMixture, add_memories_of_scaling_passes
+from paceline.runtimes.native.mixture import NativeMixture, add_scaling_caches
 from paceline.runtimes.native.packed_rows import PackedRows
 from paceline.runtimes.native.panels import Panels
 from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
@@ -151,34 +151,34 @@ class NativeNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
-        memories = [KeyValues(self._new_storage(group, num_blocks), self._rows) for group in groups]
-        self._shared.use_cache(planes_of(self.config, groups, memories))
-        return memories
+        layer_caches = [FullAttentionCache(self._new_storage(group, num_blocks), self._rows) for group in groups]
+        self._shared.use_cache(planes_of(self.config, groups, layer_caches))
+        return layer_caches
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         cache = self._new_windows(num_blocks, limits) if self.config.windows and self.holds_windows else super().new_cache(num_blocks)
         if self.config.recurrents:
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("layers with a recurrent state take no trees as paths")
             layout = StateLayout.of(self.config.recurrents)
-            memory = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states, grid=GRID)
-            self._shared.use_states(memory)
-            cache.add(memory)
+            state_cache = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=GRID)
+            self._shared.use_states(state_cache)
+            cache.add_layer_cache(state_cache)
         return cache
 
     def _new_windows(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
-        groups, memories, windows = self.config.kv_groups(), list[PagedRows](), list[WindowKeyValues]()
+        groups, layer_caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:
-                memories.append(KeyValues(self._new_storage(group, num_blocks), self._rows))
+                layer_caches.append(FullAttentionCache(self._new_storage(group, num_blocks), self._rows))
             else:
-                own_blocks = window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(WindowKeyValues(self._new_storage(group, own_blocks), group.window, BLOCK_SIZE, self._rows))
-                memories.append(windows[-1])
-        self._shared.use_cache(planes_of(self.config, groups, memories), windows)
-        return KVCache(memories, num_blocks, self.capabilities.tree_layout)
+                own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
+                windows.append(SlidingWindowCache(self._new_storage(group, own_blocks), group.window, BLOCK_SIZE, self._rows))
+                layer_caches.append(windows[-1])
+        self._shared.use_cache(planes_of(self.config, groups, layer_caches), windows)
+        return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)
 
     @property
     def num_scaling_passes(self) -> int:
@@ -189,14 +189,14 @@ class NativeNetwork(Network):
         return self._shared.scaling_program is not None
 
     def keep_scaling_passes(self, cache: KVCache) -> None:
-        """As in `Network`: the network is recorded once more, over memories like those of the cache."""
+        """As in `Network`: the network is recorded once more, over layer caches like those of the cache."""
         if self._shared.adapters is None:
             super().keep_scaling_passes(cache)
         if self.config.recurrents:
             raise ConfigError(NO_MIXTURE_WITH_STATES)
-        memories = add_memories_of_scaling_passes(cache, self._rows)
-        windows = [memory for memory in memories if isinstance(memory, WindowKeyValues)]
-        planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), memories)
+        layer_caches = add_scaling_caches(cache, self._rows)
+        windows = [one for one in layer_caches if isinstance(one, SlidingWindowCache)]
+        planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), layer_caches)
         self._shared.scaling_program = self._recorded(None)
         self._shared.scaling_program.execution.use_cache(planes, windows, None, self.capabilities.kv_cache_dtype)
 
@@ -372,13 +372,13 @@ class _Shared:
     num_scaling_passes: int = 0
     scaling_program: _Program | None = None  # None = there are no scaling passes
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
-    _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[WindowKeyValues], RecurrentStates | None] | None = None
+    _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _readers: "list[_Shared]" = field(default_factory=list)
     _also_read: list[NDArray[Any]] = field(default_factory=list)
 
     def use_cache(
-        self, planes: Sequence[NDArray[np.uint8]], windows: Sequence[WindowKeyValues] = (), states: RecurrentStates | None = None
+        self, planes: Sequence[NDArray[np.uint8]], windows: Sequence[SlidingWindowCache] = (), states: RecurrentStateCache | None = None
     ) -> None:
         self._cache = planes, windows, states
         for execution in self._executions:
@@ -386,8 +386,8 @@ class _Shared:
         for reader in self._readers:
             reader.use_cache(planes, windows, states)
 
-    def use_states(self, states: RecurrentStates) -> None:
-        """Use this memory of recurrent layers beside the keys and values in use."""
+    def use_states(self, states: RecurrentStateCache) -> None:
+        """Use this state cache of recurrent layers next to the keys and values in use."""
         if self._cache is not None:
             self.use_cache(*self._cache[:2], states)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kv_cache.recurrent import RecurrentStates
-from paceline.kv_cache.window import WindowKeyValues
+from paceline.kv_cache.recurrent_state import RecurrentStateCache
+from paceline.kv_cache.sliding_window import SlidingWindowCache
 from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.native.states import PassStates
@@ -29,8 +29,8 @@ class PassMemory:
         record: what the kernels are given.
         ranges: [ranges, 6] the fields of `records.Range`.
         range_of_row, selected, block_tables, masks: as in `records.Pass`.
-        windows: memories whose blocks are others than the cache's, in the order of the tables that operations name from 1 on.
-        memory: of recurrent layers; None = the network has none.
+        windows: layer caches whose blocks are others than the cache's, in the order of the tables that operations name from 1 on.
+        state_cache: of recurrent layers; None = the network has none.
         states: what passes do to it.
     """
 
@@ -45,8 +45,8 @@ class PassMemory:
         self.selected: IntArray = np.zeros(0, np.int32)
         self.block_tables: IntArray = np.zeros(0, np.int32)
         self.masks: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.windows: Sequence[WindowKeyValues] = ()
-        self.memory: RecurrentStates | None = None
+        self.windows: Sequence[SlidingWindowCache] = ()
+        self.state_cache: RecurrentStateCache | None = None
         self.states = PassStates()
         self._kept: list[NDArray[Any]] = []
 
@@ -84,19 +84,19 @@ class PassMemory:
                 self.masks[mask : mask + item.mask.size].reshape(item.mask.shape)[...] = item.mask
                 mask += item.mask.size
         record.blocks_of_tables = num_blocks if self.windows else 0
-        for number, memory in enumerate(self.windows, 1):
-            self._describe_window(memory, batch, number * num_blocks)
+        for number, window in enumerate(self.windows, 1):
+            self._describe_window(window, batch, number * num_blocks)
         self._draws = wanted.draws  # alive until the pass is over
         record.draws = None if wanted.draws is None else wanted.draws.ctypes.data
         for angles in self._angles:
             angles.of(batch.positions)
-        if self.memory is not None:
-            record.states = self.states.describe(self.memory, batch)
+        if self.state_cache is not None:
+            record.states = self.states.describe(self.state_cache, batch)
 
-    def _describe_window(self, memory: WindowKeyValues, batch: ForwardBatch, begin: int) -> None:
-        """Name the blocks of a memory, range by range, from `begin` on."""
+    def _describe_window(self, window: SlidingWindowCache, batch: ForwardBatch, begin: int) -> None:
+        """Write the block tables of a sliding window, range by range, from `begin` on."""
         for item in batch.ranges:
-            table = memory.table(item.sequence_id)
+            table = window.table(item.sequence_id)
             self.block_tables[begin : begin + len(table)] = table
             begin += len(item.block_table)
 

@@ -357,12 +357,12 @@ class StateRange(Structure):
     _fields_ = (
         ("state", c_void_p), ("records", c_void_p), ("pending", c_void_p), ("rows", c_void_p), ("parents", c_void_p), ("order", c_void_p),
         ("ancestors", c_void_p), ("paths", c_void_p), ("steps", c_void_p), ("saves", c_void_p), ("has_run", c_void_p),
-        ("record_floats", c_int64), ("num_pending", c_int32), ("num_folded", c_int32), ("num_steps", c_int32), ("num_saves", c_int32),
+        ("record_floats", c_int64), ("num_pending", c_int32), ("num_applied", c_int32), ("num_steps", c_int32), ("num_saves", c_int32),
     )  # fmt: skip
 
 
 class Pass(Structure):
-    """The rows of one pass. Each of several memories has a table for every range, `blocks_of_tables` behind that of the one before."""
+    """The rows of one pass. Each of several caches has a block table for every range, `blocks_of_tables` after the previous one's."""
 
     _fields_ = (
         ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),

@@ -7,7 +7,7 @@ from struct import Struct
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.kv_cache.recurrent import RecurrentStates, StateWork
+from paceline.kv_cache.recurrent_state import RecurrentStateCache, StateUpdate
 from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
 from paceline.runtimes.native.aligned import address_of
 from paceline.runtimes.native.records import GRID
@@ -30,26 +30,26 @@ class PassStates:
         self.num_slots = 0
         self._kept: list[object] = []
 
-    def describe(self, memory: RecurrentStates, batch: ForwardBatch) -> int:
+    def describe(self, cache: RecurrentStateCache, batch: ForwardBatch) -> int:
         """The address of the records; they hold until the next call."""
         ranges = np.empty(len(batch.ranges) * _RANGE.size, np.uint8)
         kept: list[object] = [ranges]
         num_slots = 0
         for index, item in enumerate(batch.ranges):
-            work = memory.work(item.sequence_id)
-            if len(work.rows) != item.num_rows:  # the kernels would read what is not there
-                raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(work.rows)}: reserve what runs")
+            update = cache.plan_update(item.sequence_id)
+            if len(update.rows) != item.num_rows:  # the kernels would read what is not there
+                raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(update.rows)}: reserve what runs")
             parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else parents_of(item.mask)
-            schedule = schedule_of(len(work.pending), work.num_folded, parents, tuple(count for count, _ in work.saves))
+            schedule = schedule_of(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
             num_slots = max(num_slots, schedule.num_slots)
-            records, saves = np.array([*work.pending, *work.rows], np.int32), _saves(work)
-            kept += [work, schedule, records, saves]
+            records, saves = np.array([*update.pending, *update.rows], np.int32), _saves(update)
+            kept += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE.pack_into(
                 ranges.data, index * _RANGE.size,
-                0 if work.state is None else address_of(work.state), 0 if work.records is None else address_of(work.records),
-                numbers_at, numbers_at + 4 * len(work.pending), *schedule.addresses, address_of(saves), address_of(work.has_run),
-                memory.record_size, len(work.pending), work.num_folded, len(schedule.steps), len(work.saves),
+                0 if update.state is None else address_of(update.state), 0 if update.records is None else address_of(update.records),
+                numbers_at, numbers_at + 4 * len(update.pending), *schedule.addresses, address_of(saves), address_of(update.has_run),
+                cache.record_size, len(update.pending), update.num_applied, len(schedule.steps), len(update.saves),
             )  # fmt: skip
         self._kept, self.num_slots = kept, num_slots
         return address_of(ranges)
@@ -90,15 +90,15 @@ def parents_of(mask: BoolArray) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=512)
-def schedule_of(num_pending: int, num_folded: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
+def schedule_of(num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
     """The schedule of a range whose state is behind a multiple of GRID rows.
 
     Args:
-        num_folded: pending rows that the state takes in, in place; a multiple of GRID.
+        num_applied: pending rows that are applied to the state in place; a multiple of GRID.
         parents: of each row; -1 = the last pending row.
         counts: of pending rows and rows, which are a chain so far, behind which the state is saved; multiples of GRID.
     """
-    return _Planner(num_pending, num_folded, parents, counts).schedule()
+    return _Planner(num_pending, num_applied, parents, counts).schedule()
 
 
 class _Planner:
@@ -107,8 +107,8 @@ class _Planner:
     Nodes of one stretch of GRID rows that go on from one state are run together; the state is that behind their `base`.
     """
 
-    def __init__(self, num_pending: int, num_folded: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> None:
-        self._num_pending, self._num_folded, self._counts = num_pending, num_folded, counts
+    def __init__(self, num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        self._num_pending, self._num_folded, self._counts = num_pending, num_applied, counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
         self._before: list[list[int]] = []  # of each node, those behind its base
@@ -185,8 +185,8 @@ class _Planner:
         return [node - first if node >= first else NONE if is_parent else -2 - node for node in nodes]
 
 
-def _saves(work: StateWork) -> NDArray[np.uint8]:
-    packed = np.empty(len(work.saves) * _SAVE.size, np.uint8)
-    for index, (count, state) in enumerate(work.saves):
+def _saves(update: StateUpdate) -> NDArray[np.uint8]:
+    packed = np.empty(len(update.saves) * _SAVE.size, np.uint8)
+    for index, (count, state) in enumerate(update.saves):
         _SAVE.pack_into(packed.data, index * _SAVE.size, state.ctypes.data, count)
     return packed

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from paceline.kv_cache.paged import BLOCK_SIZE
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,

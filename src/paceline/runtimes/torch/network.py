@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from paceline.errors import BackendUnavailableError, CapacityError, ConfigError
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.layer_memory import LayerMemory
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.recurrent import DEFAULT_STATES, RecurrentStates, StateLimits
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
+from paceline.kv_cache.layer_cache import LayerCache
+from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointConfig, RecurrentStateCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network
 from paceline.models.config import ModelConfig, WeightType
@@ -100,32 +100,33 @@ class TorchNetwork(Network):
     def takes_mixtures(self) -> bool:
         return bool(self._shared.scaling_planes)
 
-    def new_key_values(self, num_blocks: int) -> list[KeyValues]:
-        memories, self._shared.planes = self._allocate(num_blocks)
-        return memories
+    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+        layer_caches, self._shared.planes = self._allocate(num_blocks)
+        return layer_caches
 
     def keep_scaling_passes(self, cache: KVCache) -> None:
         if self.config.recurrents:
             raise ConfigError(NO_MIXTURE_WITH_STATES)
-        memories, self._shared.scaling_planes = self._allocate(cache.pool.num_blocks)
-        for memory in memories:
-            cache.add(memory)
+        layer_caches, self._shared.scaling_planes = self._allocate(cache.pool.num_blocks)
+        for layer_cache in layer_caches:
+            cache.add_layer_cache(layer_cache)
 
-    def _allocate(self, num_blocks: int) -> tuple[list[KeyValues], Sequence[torch.Tensor]]:
+    def _allocate(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
         """Keys and values of so many blocks, and each layer's planes in them."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
-            memories = [
-                KeyValues(torch.zeros(group.shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device)) for group in groups
+            layer_caches = [
+                FullAttentionCache(torch.zeros(group.shape(num_blocks, BLOCK_SIZE), dtype=weights.dtype, device=weights.device))
+                for group in groups
             ]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower kv_cache_gb"
             ) from error
-        return memories, planes_of(self.config, groups, memories)
+        return layer_caches, planes_of(self.config, groups, layer_caches)
 
-    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, states: StateLimits = DEFAULT_STATES) -> KVCache:
-        memories: list[LayerMemory] = [*self.new_key_values(num_blocks)]
+    def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
+        layer_caches: list[LayerCache] = [*self.new_key_values(num_blocks)]
         layout, device = self._layout, self._shared.weights.device
 
         def zeros(shape: tuple[int, ...]) -> torch.Tensor:
@@ -135,9 +136,9 @@ class TorchNetwork(Network):
                 raise MemoryError(str(error)) from error
 
         if layout.places:
-            self._shared.states = RecurrentStates(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, states)
-            memories.append(self._shared.states)
-        return KVCache(memories, num_blocks, self.capabilities.tree_layout)
+            self._shared.states = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints)
+            layer_caches.append(self._shared.states)
+        return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)
 
     def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
@@ -249,7 +250,7 @@ class _Shared:
 
     weights: TorchWeights
     planes: Sequence[torch.Tensor] = ()
-    states: RecurrentStates | None = None
+    states: RecurrentStateCache | None = None
     scaling_planes: Sequence[torch.Tensor] = ()
     num_passes: int = 0
     num_scaling_passes: int = 0

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from paceline.kv_cache.recurrent import NO_RECORD, RecurrentStates, StateWork
+from paceline.kv_cache.recurrent_state import NO_RECORD, RecurrentStateCache, StateUpdate
 from paceline.models.layers import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from paceline.models.state_layout import LayerStateLayout, StateLayout
 from paceline.runtimes.base import RowRange
@@ -38,10 +38,10 @@ class _Part(Protocol):
 class RecurrentPass:
     """What one pass does to the states of its sequences."""
 
-    def __init__(self, layout: StateLayout, memory: RecurrentStates | None, ranges: Sequence[RowRange]) -> None:
-        self._layout, self._memory, self._ranges = layout, memory, ranges
-        self._works: dict[int, StateWork] = {}
-        self._folded: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
+    def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
+        self._layout, self._cache, self._ranges = layout, cache, ranges
+        self._updates: dict[int, StateUpdate] = {}
+        self._applied: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
         place, name = self._layout.places[layer], f"layers.{layer}.conv"
@@ -77,51 +77,51 @@ class RecurrentPass:
 
     def finish(self) -> None:
         """The pass has run: states take in what they were to, in place."""
-        for part, value, state in self._folded:
+        for part, value, state in self._applied:
             part.write(value, state)
-        for work in self._works.values():
-            work.has_run[0] = 1
+        for update in self._updates.values():
+            update.has_run[0] = 1
 
     def _run(self, part: _Part) -> None:
         for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
-            work = self._work(sequence_id)
-            value = part.read(work.state)
-            for count, record in enumerate(work.pending, 1):
-                value = part.replay(value, work.records[record])
-                if count == work.num_folded:
-                    self._folded.append((part, value, work.state))
-                _save(part, value, count, work)
+            update = self._update(sequence_id)
+            value = part.read(update.state)
+            for count, record in enumerate(update.pending, 1):
+                value = part.replay(value, update.records[record])
+                if count == update.num_applied:
+                    self._applied.append((part, value, update.state))
+                _save(part, value, count, update)
             for rows in self._ranges:
                 if rows.sequence_id == sequence_id:
-                    _run_rows(part, value, rows, work)
+                    _run_rows(part, value, rows, update)
 
-    def _work(self, sequence_id: int) -> StateWork:
-        if self._memory is None:
+    def _update(self, sequence_id: int) -> StateUpdate:
+        if self._cache is None:
             raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
-        if sequence_id not in self._works:
-            self._works[sequence_id] = self._memory.work(sequence_id)
-        return self._works[sequence_id]
+        if sequence_id not in self._updates:
+            self._updates[sequence_id] = self._cache.plan_update(sequence_id)
+        return self._updates[sequence_id]
 
 
-def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, work: StateWork) -> None:
+def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
     """The rows of one range, each from its parent's state; a state is held as long as rows go on from it."""
     parents = list(_parents(rows))
     last_child = {parent: row for row, parent in enumerate(parents)}
     behind = {-1: committed}
     for row, parent in enumerate(parents):
-        record = work.rows[rows.plan_row + row]
-        value = part.step(behind[parent], rows.start + row, None if record == NO_RECORD else work.records[record])
+        record = update.rows[rows.plan_row + row]
+        value = part.step(behind[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
         if rows.plan_row == 0:
-            _save(part, value, len(work.pending) + row + 1, work)
+            _save(part, value, len(update.pending) + row + 1, update)
         if last_child[parent] == row:
             del behind[parent]
         if row in last_child:
             behind[row] = value
 
 
-def _save(part: _Part, value: torch.Tensor, count: int, work: StateWork) -> None:
+def _save(part: _Part, value: torch.Tensor, count: int, update: StateUpdate) -> None:
     """Write what is behind the first `count` rows wherever it is to be saved: a chunk that ends with a block has two such places."""
-    for end, state in work.saves:
+    for end, state in update.saves:
         if end == count:
             part.write(value, state)
 

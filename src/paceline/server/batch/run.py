@@ -136,11 +136,11 @@ def check_model(output: OutputFile, model: str, adapters: Iterable[str]) -> None
 async def _answer_all(arguments: Mapping[str, Any], settings: ServerSettings, plan: Plan, output: OutputFile, watcher: Watcher) -> None:
     engine = await asyncio.to_thread(lambda: AsyncEngine.open(**arguments))
     try:
-        for notice in (*engine.opened.notices, engine.opened.banner):
+        for notice in (*engine.loaded.notices, engine.loaded.banner):
             watcher.say(notice)
         app = create_app(engine, batch_settings(settings))
         check_model(output, app.state.service.model, engine.adapters)
-        num_at_once = _LINES_A_SAMPLE * engine.opened.engine.scheduler.limits.max_num_seqs
+        num_at_once = _LINES_A_SAMPLE * engine.loaded.engine.scheduler.limits.max_num_seqs
         await answer_lines(app, plan.lines(), num_at_once, output, watcher.advance)
     finally:
         await engine.close()

@@ -144,7 +144,7 @@ class Replica:
 
     async def describe(self) -> dict[str, Any]:
         """Return facts about the model for the front."""
-        opened = self._engine.opened
+        opened = self._engine.loaded
         return {
             "model": self._app.state.service.model,
             "banner": opened.banner,

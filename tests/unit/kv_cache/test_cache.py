@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache import paged
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import CachedSequence, KVCache, blocks_in
+from paceline.kv_cache import cache as cache_module
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to, plan_rows
 
 NUM_BLOCKS = 13
@@ -23,7 +23,7 @@ class CheckedCache:
 
     def __init__(self, layout: TreeLayout, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE) -> None:
         self.storage = np.zeros((2, num_blocks, 2, block_size, 1), np.int64)
-        self.cache = KVCache([KeyValues(self.storage)], num_blocks, layout, block_size=block_size)
+        self.cache = KVCache([FullAttentionCache(self.storage)], num_blocks, layout, block_size=block_size)
         self.labels: dict[CachedSequence, list[int]] = {}
         self.node_labels: dict[CachedSequence, list[int]] = {}
         self.num_refused = 0
@@ -150,14 +150,14 @@ def _run_schedules(layout: TreeLayout, seed: int, count: int) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_use_neither_loses_nor_mixes_nor_leaks_rows(layout, seed, large_counts):
+def test_rows_and_blocks_are_right_over_random_use(layout, seed, large_counts):
     count = 1_000 if large_counts else 120
     assert _run_schedules(layout, seed, count) > count // 4
 
 
 @pytest.mark.parametrize("offset", [-1, 1], ids=["the parent", "the child"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keeping_a_neighbour_of_the_node_is_noticed(layout, offset, seed, monkeypatch):
+def test_check_finds_the_path_of_a_wrong_node(layout, offset, seed, monkeypatch):
     commit = RowPlan.commit
 
     def off_by_one(plan: RowPlan, node: int):
@@ -170,13 +170,13 @@ def test_keeping_a_neighbour_of_the_node_is_noticed(layout, offset, seed, monkey
         _run_schedules(layout, seed, 20)
 
 
-def test_a_tail_that_was_not_copied_for_a_path_is_noticed(seed, monkeypatch):
-    monkeypatch.setattr(paged, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
+def test_check_finds_a_path_without_a_copied_tail(seed, monkeypatch):
+    monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(plan_rows(*args), copies=()))
     with pytest.raises(AssertionError):
         _run_schedules(TreeLayout.PATHS, seed, 20)
 
 
-def test_rows_that_are_not_moved_down_are_noticed(seed, monkeypatch):
+def test_check_finds_rows_that_were_not_moved(seed, monkeypatch):
     commit = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: commit(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
@@ -184,7 +184,7 @@ def test_rows_that_are_not_moved_down_are_noticed(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sequence_cannot_be_reserved_twice(layout):
+def test_reserve_twice_raises(layout):
     checked = CheckedCache(layout)
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
@@ -193,14 +193,14 @@ def test_a_sequence_cannot_be_reserved_twice(layout):
     checked.check()
 
 
-def test_a_path_cannot_be_kept_before_one_was_reserved():
+def test_keep_path_without_reserve_raises():
     checked = CheckedCache(TreeLayout.PATHS)
     with pytest.raises(RuntimeError, match="reserve first"):
         checked.cache.keep_path(checked.start(), 0)
 
 
 @pytest.mark.parametrize("length", [0, 5, 8])
-def test_a_sequence_cannot_be_released_twice_even_if_its_blocks_have_a_new_owner(length):
+def test_release_twice_raises_even_if_blocks_have_a_new_owner(length):
     checked = CheckedCache(TreeLayout.PATHS)
     first, second = checked.start(), checked.start()
     for sequence in (first, second):
@@ -215,7 +215,7 @@ def test_a_sequence_cannot_be_released_twice_even_if_its_blocks_have_a_new_owner
 
 
 @pytest.mark.parametrize("length", [-1, 6])
-def test_a_sequence_cannot_be_cut_to_a_length_it_does_not_have(length):
+def test_truncate_to_an_impossible_length_raises(length):
     checked = CheckedCache(TreeLayout.PATHS)
     sequence = checked.start()
     checked.reserve(sequence, range(-1, 4))
@@ -225,7 +225,7 @@ def test_a_sequence_cannot_be_cut_to_a_length_it_does_not_have(length):
     checked.check()
 
 
-def test_a_tree_the_layout_refuses_takes_no_blocks():
+def test_reserve_of_a_rejected_tree_allocates_no_blocks():
     checked = CheckedCache(TreeLayout.CHAIN)
     with pytest.raises(ValueError, match="cannot be laid out as a chain"):
         checked.cache.reserve(checked.start(), [-1, 0, 0])
@@ -233,7 +233,7 @@ def test_a_tree_the_layout_refuses_takes_no_blocks():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_node_the_tree_does_not_have_leaves_the_pass_under_way(layout):
+def test_keep_path_of_an_unknown_node_keeps_the_reservation(layout):
     checked = CheckedCache(layout)
     sequence = checked.start()
     checked.reserve(sequence, [-1, 0, 0])
@@ -244,18 +244,11 @@ def test_a_node_the_tree_does_not_have_leaves_the_pass_under_way(layout):
     checked.check()
 
 
-def test_lengths_and_sizes_are_those_of_the_storage():
+def test_lengths_and_sizes_match_the_storage():
     checked = CheckedCache(TreeLayout.PATHS)
     assert checked.cache.max_slots == NUM_BLOCKS * BLOCK_SIZE
     sequence = checked.start()
-    assert sequence.tentative_len == 0
     checked.reserve(sequence, [-1, 0, 0, 1])
-    assert (sequence.committed_len, sequence.tentative_len) == (0, 3)
+    assert (sequence.committed_len, sequence.plan.num_rows) == (0, 5)
     checked.cancel(sequence)
-    assert (sequence.committed_len, sequence.tentative_len, checked.cache.pool.num_free) == (0, 0, NUM_BLOCKS)
-
-
-def test_a_budget_that_holds_no_block_is_refused():
-    assert blocks_in(1_000, 100) == 10
-    with pytest.raises(CapacityError, match="holds no block of 100 bytes: raise kv_cache_gb"):
-        blocks_in(99, 100)
+    assert (sequence.committed_len, sequence.plan, checked.cache.pool.num_free) == (0, None, NUM_BLOCKS)

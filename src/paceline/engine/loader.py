@@ -1,4 +1,4 @@
-"""From settings to an engine that can run: target, cache, drafter and how much to draft."""
+"""Loads an engine: target, cache, drafters, draft length policy and input processing, from settings."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,16 @@ from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
 from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
-from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
+from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.request import EngineRequest
-from paceline.engine.scheduler import Limits
+from paceline.engine.scheduler import SchedulerLimits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
-from paceline.kv_cache.window import PassLimits
+from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
 from paceline.models.adapters.xlora import is_xlora, read_any_adapter
@@ -36,26 +36,27 @@ from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS = 16  # at most: how many pay is decided step by step
+DEFAULT_DRAFT_TOKENS = 16  # the maximum; the policy chooses the length of each draft
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedEngine:
-    """An engine, how requests for it are made, one-line notices its user should see, and the settings it was opened with.
+class LoadedEngine:
+    """An engine with its input processing and settings.
 
     Attributes:
-        cache_banner: one line on how large the cache may become.
+        notices: lines for the user about what was loaded.
+        cache_banner: one line on the maximum size of the cache.
     """
 
     engine: Engine
-    maker: RequestMaker
+    input_processor: InputProcessor
     notices: tuple[str, ...]
     config: EngineConfig
     cache_banner: str
 
     @property
     def numerics(self) -> str:
-        """What holds here: "exact" or "fast"."""
+        """The numerics in effect: "exact" or "fast"."""
         return self.engine.runtime.capabilities.numerics.value
 
     @property
@@ -64,7 +65,7 @@ class OpenedEngine:
 
     @property
     def banner(self) -> str:
-        """One line on what speculation will do."""
+        """One line on the drafters and the draft length policy."""
         drafters, policy = self.engine.speculator.drafters, self.engine.speculator.policy
         if not drafters:
             return "speculation: off"
@@ -72,22 +73,22 @@ class OpenedEngine:
         return f"speculation: on, drafter {described}, {policy.describe()}"
 
     def requests(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions, *, is_streamed: bool) -> list[EngineRequest]:
-        """The samples of each prompt, in order; the engine does not know them yet.
+        """Make the samples of each prompt, in order; they are not added to the engine.
 
         Raises:
-            RequestError: something that was asked for cannot be served.
+            RequestError: an option cannot be served.
         """
-        each = self.maker.prompt_options(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
-        for own in each:
-            self.engine.adapters.check_known(own.adapter)
+        checked = self.input_processor.check_options(options, len(prompts), are_predictions_read=self.engine.speculator.uses_predictions)
+        for one in checked:
+            self.engine.adapters.check_known(one.adapter)
         return [
             sample
-            for prompt, one, own in zip(prompts, params_of_each(params, len(prompts)), each, strict=True)
-            for sample in self.maker.make_samples(prompt, one, own, is_streamed=is_streamed)
+            for prompt, own_params, own_options in zip(prompts, params_of_each(params, len(prompts)), checked, strict=True)
+            for sample in self.input_processor.make_samples(prompt, own_params, own_options, is_streamed=is_streamed)
         ]
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
-        """Let requests ask for the adapter of a directory by this name.
+        """Load the adapter of a directory, for requests to select by name.
 
         Raises:
             CapacityError, CheckpointError, ConfigError, BackendUnavailableError: as `LLM.load_adapter`.
@@ -104,88 +105,81 @@ class OpenedEngine:
             self.engine.add_adapter(read)
 
     def chunk(self, request: EngineRequest, num_seen: int) -> StreamChunk:
-        """What a streamed request got since it had `num_seen` output tokens; with its whole output if it has ended."""
-        return self.maker.chunk(request, num_seen, self.output(request) if request.is_finished else None)
+        """Return the output of a streamed request since its first `num_seen` tokens; with its whole output if it has ended."""
+        return self.input_processor.chunk(request, num_seen, self.output(request) if request.is_finished else None)
 
     def output(self, request: EngineRequest) -> RequestOutput:
-        """What a finished request returns."""
+        """Return the output of a finished request."""
         drafter = request.drafter or self.drafter_name if request.is_speculative else "none"
-        return self.maker.output(request, numerics=self.numerics, drafter=drafter)
+        return self.input_processor.output(request, numerics=self.numerics, drafter=drafter)
 
 
-def settings_of(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Sequence[Drafter]]:
-    """Keyword arguments of `LLM`, sorted by what they are about.
+def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, SpeculationConfig, Sequence[Drafter]]:
+    """Split the keyword arguments of `LLM` into settings of the engine, of speculation, and drafter objects.
 
     Raises:
-        ConfigError: one does not exist or is out of range.
+        ConfigError: a name is unknown or a value is out of range.
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
     drafter = options.get("drafter", "auto")
-    made = made_drafters(drafter)
-    if made:
-        check_options(made, options.get("drafter_options"), options.get("draft_adapter"))
-    names = tuple(one.name for one in made) if made else tuple(drafter) if isinstance(drafter, list) else drafter
+    drafters = _check_drafters(drafter)
+    if drafters:
+        _check_no_drafter_options(options)
+    names = tuple(one.name for one in drafters) if drafters else tuple(drafter) if isinstance(drafter, list) else drafter
     given = {**options, "model": os.fsdecode(model), "drafter": names}
-    given["drafter_options"] = options.get("drafter_options") or {}
-    given |= _adapter_settings(options)
+    given["drafter_options"], adapters = options.get("drafter_options") or {}, options.get("adapters") or {}
+    given["adapters"] = {name: _as_text(path) for name, path in adapters.items()} if isinstance(adapters, Mapping) else adapters
+    given |= {name: _as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}
     of_engine, of_speculation = ({one.name for one in fields(kind)} for kind in (EngineConfig, SpeculationConfig))
     for name in given.keys() - of_engine - of_speculation:
         raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, of_sampling=SAMPLING_NAMES))
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
-    return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), made
-
-
-def _adapter_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of adapters, paths as texts."""
-    adapters = options.get("adapters") or {}
-    if isinstance(adapters, Mapping):
-        adapters = {name: _as_text(path) for name, path in adapters.items()}
-    return {"adapters": adapters, **{name: _as_text(options.get(name)) for name in ("merge_adapter", "draft_adapter")}}
+    return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), drafters
 
 
 def _as_text(path: Any) -> Any:
     return os.fsdecode(path) if isinstance(path, os.PathLike) else path
 
 
-def made_drafters(drafter: object) -> list[Drafter]:
-    """Return the drafter objects that a caller gave, checked; none if names were given.
+def _check_drafters(drafter: object) -> list[Drafter]:
+    """Return the drafter objects that a caller gave; none if names were given.
 
     Raises:
         ConfigError: one is not usable, two have one name, or names and objects are mixed.
     """
     listed = list(drafter) if isinstance(drafter, list | tuple) else [drafter]
-    made = [one for one in listed if isinstance(one, Drafter)]
-    for one in listed if made else ():
+    drafters = [one for one in listed if isinstance(one, Drafter)]
+    for one in listed if drafters else ():
         if not isinstance(one, Drafter):
-            raise ConfigError(f"drafter holds {type(made[0]).__name__} and {one!r}: give names only, or Drafter objects only")
-    for index, one in enumerate(made):
+            raise ConfigError(f"drafter holds {type(drafters[0]).__name__} and {one!r}: give names only, or Drafter objects only")
+    for index, one in enumerate(drafters):
         check_drafter(one)
-        if one.name in [other.name for other in made[:index]]:
+        if one.name in [other.name for other in drafters[:index]]:
             raise ConfigError(f"two drafters are called {one.name!r}: give them different names, because requests select one by its name")
-    return made
+    return drafters
 
 
-def check_options(made: Sequence[Drafter], drafter_options: object, draft_adapter: object) -> None:
+def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
     """Check that no options came with drafter objects.
 
     Raises:
         ConfigError: some did.
     """
-    if drafter_options:
-        raise ConfigError(f"drafter_options {drafter_options!r} came with a drafter that is made already: give them to it when you make it")
-    if draft_adapter is not None:
-        raise ConfigError(f"draft_adapter {draft_adapter!r} came with a drafter that is made already: make it of a model with it merged")
+    if given := options.get("drafter_options"):
+        raise ConfigError(f"drafter_options {given!r} came with a drafter that is made already: give them to it when you make it")
+    if (adapter := options.get("draft_adapter")) is not None:
+        raise ConfigError(f"draft_adapter {adapter!r} came with a drafter that is made already: make it of a model with it merged")
 
 
-def open_engine(
+def load_engine(
     config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, takes_mixtures: bool = False
-) -> OpenedEngine:
+) -> LoadedEngine:
     """Load what the settings name.
 
     Args:
-        drafters: made by the caller; `speculation.drafter` is then only a name.
-        takes_mixtures: X-LoRA adapters are loaded later, whether or not the settings name one.
+        drafters: objects made by the caller, which replace `speculation.drafter`.
+        takes_mixtures: make room for X-LoRA adapters even if the settings name none.
 
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
@@ -195,7 +189,7 @@ def open_engine(
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan, cache = _open_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
+    plan, cache = _new_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -214,25 +208,31 @@ def open_engine(
     policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    limits = Limits(min(config.max_num_seqs, plan.max_num_seqs), config.max_num_batched_tokens, config.prefill_chunk_size)
+    limits = SchedulerLimits(
+        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_size=config.prefill_chunk_size,
+    )
     engine = Engine(runtime, cache, speculator, limits)
-    ends = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
+    eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
-    maker = RequestMaker(tokenizer, vocab_size, plan.max_model_len, ends, plan.way_out, suppressed, config.num_threads, plan.num_tokens)
+    inputs = InputProcessor(
+        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_tokens
+    )
     of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
-    shown = tuple(printable(one) for one in notices if one)  # they name files and tensors
-    opened = OpenedEngine(engine, maker, shown, config, plan.describe())
+    shown = tuple(printable(one) for one in notices if one)  # they contain names from files
+    loaded_engine = LoadedEngine(engine, inputs, shown, config, plan.describe())
     for name, adapter in config.adapters.items():
-        opened.load_adapter(name, adapter)
-    return opened
+        loaded_engine.load_adapter(name, adapter)
+    return loaded_engine
 
 
-def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
-    """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
+def _new_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
+    """Size and allocate the target's cache, with room for scaling passes if X-LoRA adapters may be loaded."""
     limits = _max_pass_size(config) if runtime.holds_windows else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if takes_mixtures else 1)
-    cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
+    cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
     if takes_mixtures:
         runtime.keep_scaling_passes(cache)
     cache.prefix_caching = config.enable_prefix_caching
@@ -259,9 +259,9 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass in the target's cache: a step, or a measurement or calibration pass while the engine is opened."""
-    opening_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
-    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, opening_rows))
+    """Return the largest pass in the target's cache: a step, or a profiling or calibration pass during loading."""
+    loading_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
+    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, loading_rows))
 
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
@@ -272,14 +272,14 @@ def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
 
 
 def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, max_model_len: int) -> FixedDraftLength:
-    """What decides how much to draft, with the target's forward profile on this machine."""
+    """Return the draft length policy, with the target's forward profile on this machine."""
     count, row_budget = _draft_size(speculation)
     profile = profile_forward(runtime, cache, ProfileCache(cache_directory()), max_model_len=max_model_len)
     return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 
 
 def _unused_head(loaded: Loaded, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
-    """A line about a head that the checkpoint holds and no drafter uses."""
+    """Return a line about a head in the checkpoint that no drafter uses."""
     if loaded.own_head is None or loaded.own_head in [drafter.name for drafter in drafters]:
         return []
     return [f"{directory} also holds a drafting head: drafter={loaded.own_head!r} drafts with it"]

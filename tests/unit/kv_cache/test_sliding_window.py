@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 
 from paceline.errors import CapacityError
-from paceline.kv_cache import window as module
-from paceline.kv_cache.key_values import KeyValues
-from paceline.kv_cache.paged import CachedSequence, KVCache
+from paceline.kv_cache import sliding_window as module
+from paceline.kv_cache.block_pool import BlockPool
+from paceline.kv_cache.cache import CachedSequence, KVCache
+from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout, blocks_for, path_to
-from paceline.kv_cache.window import PassLimits, WindowKeyValues, window_blocks
+from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 
 SIZE = 4
 NUM_BLOCKS = 24
 WINDOWS = (1, 4, 7)
-KEPT_BEHIND = 3
+TRUNCATION_SLACK_ROWS = 3
 
 
 @pytest.fixture(autouse=True)
 def kept_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_BEHIND", KEPT_BEHIND)
+    monkeypatch.setattr(module, "TRUNCATION_SLACK_ROWS", TRUNCATION_SLACK_ROWS)
 
 
 class Text:
@@ -31,14 +32,20 @@ class Text:
         self.drafted: list[int] = []
 
 
+def num_held(window: SlidingWindowCache, sequence_id: int) -> int:
+    """Blocks that a sequence owns."""
+    table = window._tables.get(sequence_id)
+    return 0 if table is None else table.end - table.first
+
+
 class Bench:
     """A cache with a memory for everything and one for each window; a row is labelled by all tokens up to it."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, of_windows: int | None = None, limits: PassLimits | None = None) -> None:
-        counts = [of_windows or window_blocks(window, num_blocks, limits, SIZE) for window in WINDOWS]
-        self.windows = [WindowKeyValues(self._storage(count), window, SIZE) for window, count in zip(WINDOWS, counts, strict=True)]
+        counts = [of_windows or num_window_blocks(window, num_blocks, limits, SIZE) for window in WINDOWS]
+        self.windows = [SlidingWindowCache(self._storage(count), window, SIZE) for window, count in zip(WINDOWS, counts, strict=True)]
         self.limits = limits or PassLimits(6, 1_000_000)
-        self.cache = KVCache([KeyValues(self._storage(num_blocks)), *self.windows], num_blocks, TreeLayout.MASK, block_size=SIZE)
+        self.cache = KVCache([FullAttentionCache(self._storage(num_blocks)), *self.windows], num_blocks, TreeLayout.MASK, block_size=SIZE)
         self.texts: list[Text] = []
         self.num_adopted = 0
         self._labels: dict[tuple[int, ...], int] = {}
@@ -50,7 +57,7 @@ class Bench:
     def start(self, token_ids: Sequence[int]) -> Text:
         text = Text(self.cache.new_sequence(), token_ids)
         self.texts.append(text)
-        self.num_adopted += self.cache.adopt_prefix(text.sequence, token_ids)
+        self.num_adopted += self.cache.match_prefix(text.sequence, token_ids)
         return text
 
     def run(self, text: Text, parents: Sequence[int], tokens: Sequence[int]) -> None:
@@ -59,7 +66,7 @@ class Bench:
         plan = self.cache.reserve(sequence, parents)
         text.drafted = list(tokens)
         tables = [list(plan.paths[0].block_table), *(window.table(sequence.id) for window in self.windows)]
-        for memory, table in zip(self.cache.memories, tables, strict=True):
+        for memory, table in zip(self.cache.layer_caches, tables, strict=True):
             for row, node in enumerate(plan.row_nodes):
                 slot, before = start + row, [tokens[one] for one in path_to(parents, node)]
                 memory.storage[:, table[slot // SIZE], :, slot % SIZE] = self._label([*text.token_ids[:start], *before])
@@ -72,7 +79,7 @@ class Bench:
         text.token_ids[start : start + len(kept)] = kept
         if len(text.token_ids) == text.sequence.committed_len:
             text.token_ids.append(len(text.token_ids) % 2)
-        self.cache.remember(text.sequence, text.token_ids)
+        self.cache.register_prefix(text.sequence, text.token_ids)
 
     def prompt(self, token_ids: Sequence[int]) -> Text:
         """A text whose rows have run, two blocks a pass."""
@@ -110,7 +117,7 @@ class Bench:
                     rows = window.storage[:, table[slot // SIZE], 0, slot % SIZE, 0]
                     assert rows.tolist() == [self._label(text.token_ids[: slot + 1])] * 2, (window.window, slot, length)
                 if text.sequence.plan is None:
-                    assert window.num_held(text.sequence.id) <= blocks_for(window.window - 1 + KEPT_BEHIND, SIZE) + 1
+                    assert num_held(window, text.sequence.id) <= blocks_for(window.window - 1 + TRUNCATION_SLACK_ROWS, SIZE) + 1
 
     def _label(self, token_ids: Sequence[int]) -> int:
         return self._labels.setdefault(tuple(token_ids), len(self._labels) + 1)
@@ -142,7 +149,7 @@ def random_event(bench: Bench, generator: np.random.Generator) -> None:
         length = int(generator.integers(text.sequence.committed_len + 1))
         assert bench.truncate(text, length) <= length
     elif draw < 0.92:
-        bench.cache.forget(text.sequence)
+        bench.cache.evict(text.sequence)
     else:
         bench.release(text)
 
@@ -152,7 +159,7 @@ def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limi
     num_adopted, refused = 0, list[str]()
     for schedule in range(num_schedules):
         generator, bench = np.random.default_rng([seed, schedule]), Bench(num_blocks, limits=limits)
-        free = [window.num_free for window in bench.windows]
+        free = [window.pool.num_free for window in bench.windows]
         for _ in range(200):
             try:
                 random_event(bench, generator)
@@ -162,15 +169,15 @@ def run_events(seed: int, num_schedules: int, num_blocks: int = NUM_BLOCKS, limi
         for text in list(bench.texts):
             bench.release(text)
         bench.check()
-        assert [window.num_free for window in bench.windows] == free
+        assert [window.pool.num_free for window in bench.windows] == free
         bench.cache.pool.release(bench.cache.pool.allocate(num_blocks))  # evicts everything
-        assert [len(window._free) for window in bench.windows] == free
+        assert [len(window.pool._free) for window in bench.windows] == free
         num_adopted += bench.num_adopted
     assert not any("window" in error for error in refused)
     return num_adopted, len(refused)
 
 
-def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
+def test_visible_rows_are_right_over_random_use(seed: int, large_counts: bool, tally: "dict[str, int]") -> None:
     num_schedules = 400 if large_counts else 12
     num_adopted, num_refused = run_events(seed, num_schedules)
     tally["events of caches with windows"] += 200 * num_schedules
@@ -179,7 +186,7 @@ def test_the_rows_that_are_seen_are_there_whatever_happened(seed: int, large_cou
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize("limits", [PassLimits(1, 6), PassLimits(3, 10), PassLimits(5, 40)], ids=str)
-def test_what_limits_allow_never_lacks_blocks_of_windows(limits: PassLimits, seed: int, large_counts: bool) -> None:
+def test_load_within_limits_never_runs_out_of_window_blocks(limits: PassLimits, seed: int, large_counts: bool) -> None:
     """A cache of many blocks, of windows as few as were counted for so many sequences and rows."""
     num_schedules = 300 if large_counts else 10
     num_adopted, num_refused = run_events(seed, num_schedules, num_blocks=400, limits=limits)
@@ -191,23 +198,23 @@ def one_less(real):
 
 
 BROKEN = {
-    "a block of the window given back": ("_first_seen", one_less),
+    "a block of the window given back": ("_first_visible", one_less),
     "moves within the window left out": (
         "keep_path", lambda real: lambda memory, plan, commit: real(memory, plan, commit._replace(moves=()))
     ),
-    "what was forgotten adopted": ("forget", lambda real: lambda memory, link: None),
+    "what was forgotten adopted": ("evict", lambda real: lambda cache, block_hash: None),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_fault_is_noticed(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_use_finds_planted_faults(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     name, spoil = BROKEN[fault]
-    monkeypatch.setattr(WindowKeyValues, name, spoil(getattr(WindowKeyValues, name)))
+    monkeypatch.setattr(SlidingWindowCache, name, spoil(getattr(SlidingWindowCache, name)))
     with pytest.raises((AssertionError, IndexError, KeyError, RuntimeError)):
         run_events(seed, 12)
 
 
-def test_a_cut_block_that_others_read_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncate_within_a_shared_window_block_copies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_and_go_on(bench: Bench) -> None:
         text, _ = bench.prompt(range(14)), bench.prompt([*range(12), 99])
         bench.truncate(text, 11)
@@ -216,32 +223,32 @@ def test_a_cut_block_that_others_read_is_copied(monkeypatch: pytest.MonkeyPatch)
         bench.check()
 
     cut_and_go_on(Bench())
-    monkeypatch.setattr(WindowKeyValues, "_own_last", lambda memory, table: None)
+    monkeypatch.setattr(SlidingWindowCache, "_make_last_writable", lambda memory, table: None)
     with pytest.raises(AssertionError):
         cut_and_go_on(Bench())
 
 
-def test_a_hit_goes_as_far_as_its_window_is_there() -> None:
+def test_prefix_hit_ends_where_its_window_is_stored() -> None:
     bench = Bench(num_blocks=80, of_windows=6)
     long = [5, *range(60), 7]
     bench.release(bench.prompt(long))
     end, middle = bench.cache.new_sequence(), bench.cache.new_sequence()
-    assert bench.cache.count_prefix(end, long) == 60, "its last blocks were given back last"
-    assert bench.cache.count_prefix(middle, [*long[:30], 1]) == 0, "those of the beginning were taken by the end"
-    assert bench.cache.adopt_prefix(end, long) == 60
-    assert [window.num_held(end.id) for window in bench.windows] == [0, 1, 2]
+    assert bench.cache.cached_prefix_len(end, long) == 60, "its last blocks were given back last"
+    assert bench.cache.cached_prefix_len(middle, [*long[:30], 1]) == 0, "those of the beginning were taken by the end"
+    assert bench.cache.match_prefix(end, long) == 60
+    assert [num_held(window, end.id) for window in bench.windows] == [0, 1, 2]
     text = Text(end, long)
     bench.texts.append(text)
     bench.check()
 
 
 @pytest.mark.parametrize("num_before", range(6))
-def test_after_an_interrupt_no_block_is_given_out_twice(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_release_never_frees_an_owned_block(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C behind any of the calls that give blocks back: some may be lost, none may be free and owned."""
-    bench, real, calls = Bench(), WindowKeyValues._give_back, iter(range(num_before))
+    bench, real, calls = Bench(), BlockPool.release, iter(range(num_before))
 
-    def interrupted(memory: WindowKeyValues, blocks: Sequence[int]) -> None:
-        real(memory, blocks)
+    def interrupted(pool: BlockPool, blocks: Sequence[int]) -> None:
+        real(pool, blocks)
         if next(calls, None) is None:
             raise KeyboardInterrupt
 
@@ -253,21 +260,21 @@ def test_after_an_interrupt_no_block_is_given_out_twice(num_before: int, monkeyp
 
     text = bench.start([*range(30), 1])
     with monkeypatch.context() as patch:
-        patch.setattr(WindowKeyValues, "_give_back", interrupted)
+        patch.setattr(BlockPool, "release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_all(text)
     bench.cache.release(text.sequence)
-    for window in bench.windows:
-        unowned = [*window._free, *window._idle]
+    for pool in (window.pool for window in bench.windows):
+        unowned = [*pool._free, *pool._idle]
         assert len(unowned) == len({*unowned})
-        assert all(window._owners[block] == 0 for block in unowned)
-        assert min(window._owners) >= 0
+        assert all(pool._owners[block] == 0 for block in unowned)
+        assert min(pool._owners) >= 0
 
 
-def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
+def test_reserve_without_free_window_blocks_changes_nothing() -> None:
     bench = Bench(of_windows=2)
     text = bench.start(range(20))
-    with pytest.raises(CapacityError, match="3 blocks of layers with a window were asked for, 2 are free"):
+    with pytest.raises(CapacityError, match="3 blocks wanted, 2 of 2 free"):
         bench.run(text, range(-1, 9), range(10))
     assert (text.sequence.plan, bench.cache.pool.num_free) == (None, NUM_BLOCKS)
     bench.run(text, range(-1, 7), range(8))
@@ -275,7 +282,7 @@ def test_no_room_is_a_capacity_error_that_changes_nothing() -> None:
     bench.check()
 
 
-def test_blocks_that_an_engine_needs_are_bounded_by_what_runs_at_a_time() -> None:
+def test_num_window_blocks_is_bounded_by_the_limits() -> None:
     limits = PassLimits(max_sequences=2, max_rows=16)
-    assert window_blocks(9, 1000, limits, SIZE) == 2 * (3 + 2 + 1) + 4
-    assert window_blocks(9, 10, limits, SIZE) == window_blocks(9, 10, None, SIZE) == 10
+    assert num_window_blocks(9, 1000, limits, SIZE) == 2 * (3 + 2 + 1) + 4
+    assert num_window_blocks(9, 10, limits, SIZE) == num_window_blocks(9, 10, None, SIZE) == 10

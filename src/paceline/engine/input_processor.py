@@ -1,4 +1,4 @@
-"""From what a user asked to a request, and from a finished request to what the user gets."""
+"""Checks prompts and options, makes requests of them, and makes outputs of finished requests."""
 
 import logging
 from bisect import bisect_left
@@ -8,13 +8,12 @@ from operator import attrgetter
 from typing import Any
 
 from paceline.engine.chat_messages import as_tools
-from paceline.engine.chat_output import ChatOutputParser
-from paceline.engine.chat_prompt import chat_prompt, chat_prompt_ids
+from paceline.engine.chat_prompt import ChatOutputParser, chat_prompt
 from paceline.engine.inputs import ChatOptions, Messages, Prompt, RequestOptions, as_ids, split_chat_options, text_or_ids
 from paceline.engine.request import EngineRequest, PromptOptions, SpeculationOptions
 from paceline.engine.text_stop import TextStop
 from paceline.errors import CONTEXT_LENGTH_EXCEEDED, RequestError, prompt_too_long
-from paceline.kv_cache.paged import CachedSequence
+from paceline.kv_cache.cache import CachedSequence
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
 from paceline.parsing.registry import AUTO, OutputFormat
 from paceline.runtimes.native.path_sampler import CompiledBatchPathSampler
@@ -31,20 +30,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMaker:
-    """Checks prompts against a target and turns them into requests. May be asked from several threads.
+class InputProcessor:
+    """Turns prompts into requests for one target, and finished requests into outputs. Thread-safe.
 
     Attributes:
-        vocab_size: ids that may stand in a prompt and be drawn.
+        vocab_size: ids below it may be in a prompt and be sampled.
         max_model_len: prompt + output at most.
-        cache_tokens: that the cache holds, where that may be less: outputs end there; None = no less.
         eos_token_ids: ids that end an output.
-        way_out: what to do about a longer prompt.
-        suppressed_token_ids: that the model's own files forbid.
-        compiler: makes what holds an output to its grammar.
-        num_threads: that share the sampling of a step.
-        notices: those that were logged.
-        batch_sampler: samples for all requests; None where there are no kernels.
+        way_out: advice in the error for a prompt that is too long.
+        suppressed_token_ids: ids that the model's own files ban.
+        num_threads: threads for sampling.
+        cache_tokens: capacity of the cache if that may be less than `max_model_len`: outputs end there.
+        notices: notices that were logged.
+        compiler: compiles grammars.
+        batch_sampler: the compiled sampler; None = there are no kernels.
     """
 
     tokenizer: Tokenizer
@@ -64,10 +63,10 @@ class RequestMaker:
         object.__setattr__(self, "batch_sampler", CompiledBatchPathSampler.if_available(self.vocab_size, self.num_threads))
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Raises:
-            RequestError: it is empty, holds an id that does not exist, or does not fit the context.
+            RequestError: it is empty, contains an unknown id, or does not fit the context.
         """
         given = text_or_ids(prompt)
         if isinstance(given, str):
@@ -81,19 +80,18 @@ class RequestMaker:
         return ids
 
     def chat_ids(self, messages: Messages, **options: Any) -> list[int]:
-        """The token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
+        """Return the token ids of a conversation; arguments as for `chat_prompt.chat_prompt`.
 
         Raises:
-            RequestError: as `prompt_ids` and `chat_prompt`.
-            BackendUnavailableError: as `chat_prompt`.
+            RequestError, BackendUnavailableError: as `prompt_ids` and `chat_prompt`.
         """
-        return self.prompt_ids(chat_prompt_ids(self, messages, **options))
+        return self.prompt_ids(chat_prompt(self, messages, **options).token_ids)
 
     def chat(self, messages: Messages, options: ChatOptions) -> tuple[list[int], ChatOutputParser, RequestOptions]:
         """Return the prompt of a conversation, the parser of its outputs, and the options of its request.
 
         Raises:
-            ConfigError: there is no parser of the name that is given.
+            ConfigError: a parser is unknown.
             RequestError, BackendUnavailableError: as `chat_ids`.
         """
         prompt_options, request = split_chat_options(options)
@@ -108,7 +106,7 @@ class RequestMaker:
         """Check, without encoding it, that a text may fit the context.
 
         Raises:
-            RequestError: it has more characters than so many tokens can have.
+            RequestError: it has more characters than `max_model_len` tokens can have.
         """
         longest = self.tokenizer.max_piece_chars
         if num_chars > self.max_model_len * longest:
@@ -116,10 +114,10 @@ class RequestMaker:
             raise self._too_long(num_tokens, f" (at least: it has {num_chars} characters, and a token at most {longest})")
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Check that a conversation may fit the context: each message has a token at least.
+        """Check that a conversation may fit the context: each message has at least one token.
 
         Raises:
-            RequestError: there are more than the context has tokens.
+            RequestError: there are more messages than tokens in the context.
         """
         if num_messages > self.max_model_len:
             raise self._too_long(num_messages, f" (at least: it has {num_messages} messages of one token or more)")
@@ -130,15 +128,14 @@ class RequestMaker:
             self.notices.add(notice)
             log.warning(notice)
 
-    def prompt_options(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[PromptOptions]:
-        """Return the checked options of each of `num_prompts` prompts.
+    def check_options(self, options: RequestOptions, num_prompts: int, *, are_predictions_read: bool) -> list[PromptOptions]:
+        """Check options and return those of each prompt.
 
         Args:
-            are_predictions_read: whether the drafter has a use for predictions.
+            are_predictions_read: whether a loaded drafter uses predictions.
 
         Raises:
-            RequestError: a prediction is neither text nor token ids, nobody reads it, there are not as many as prompts, or something
-                else in `options` is no such thing.
+            RequestError: an option has the wrong form, there are not as many predictions as prompts, or no drafter uses predictions.
         """
         namespace, salt = options.get("namespace"), options.get("cache_salt")
         if not isinstance(namespace, str | None):
@@ -172,15 +169,15 @@ class RequestMaker:
         seed: int | None = None,
         leader: EngineRequest | None = None,
     ) -> EngineRequest:
-        """One sample of a prompt, not yet known to any engine.
+        """Make the request of one sample.
 
         Args:
-            seed: that of the prompt's other samples; None = that of `params`, or a fresh one.
+            seed: the seed of the prompt's other samples; None = that of `params`, or a random one.
             leader: the first of these samples.
 
         Raises:
-            RequestError: an id in `params` does not exist, its grammar does not compile, or the prompt leaves no room for output and is
-                not only to be scored: with `prompt_logprobs`, and one token, which is not read by the model.
+            RequestError: an id in `params` is unknown, its grammar does not compile, or the prompt leaves no room for output. A prompt
+                that is only scored (`prompt_logprobs` and one token) needs none.
         """
         prompt = list(prompt_token_ids)
         if len(prompt) >= self.max_model_len and (params.prompt_logprobs is None or params.max_tokens > 1):
@@ -195,7 +192,7 @@ class RequestMaker:
             num_prompt_tokens=len(prompt),
             params=params,
             processor=self._processor(prompt, params),
-            sequence=CachedSequence(),  # the engine gives it one of its cache
+            sequence=CachedSequence(),  # replaced when the engine adds the request
             seed=resolve_seed(params) if seed is None else seed,
             sample_index=0,
             max_len=min(self._max_len(len(prompt)), len(prompt) + params.max_tokens),
@@ -230,7 +227,7 @@ class RequestMaker:
         return samples
 
     def chunk(self, request: EngineRequest, num_seen: int, output: RequestOutput | None) -> StreamChunk:
-        """What a streamed request got since it had `num_seen` output tokens."""
+        """Return the output of a streamed request since its first `num_seen` tokens."""
         text = request.text_stop.take_new() if request.text_stop is not None else ""
         start = request.num_prompt_tokens + num_seen
         shows_prompt = num_seen == 0 and request.params.prompt_logprobs is not None
@@ -248,7 +245,7 @@ class RequestMaker:
         )
 
     def output(self, request: EngineRequest, *, numerics: str, drafter: str) -> RequestOutput:
-        """What a finished request returns."""
+        """Return the output of a finished request."""
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
         return RequestOutput(
@@ -278,7 +275,7 @@ class RequestMaker:
         grammar = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
             params = replace(params, banned_token_ids=(*params.banned_token_ids, *self.suppressed_token_ids))
-        words = bad_word_ids(params.bad_words, self._encode_plain) if params.bad_words else ()
+        words = bad_word_ids(params.bad_words, self._encode_as_text) if params.bad_words else ()
         sampler = None
         if self.batch_sampler is not None:
             sampler = self.batch_sampler.path_sampler(
@@ -288,11 +285,11 @@ class RequestMaker:
             params, self.vocab_size, prompt_token_ids, self.eos_token_ids, grammar=grammar, bad_word_ids=words, path_sampler=sampler
         )
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_as_text(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _predictions(self, prediction: object, num_prompts: int, *, are_predictions_read: bool) -> list[tuple[int, ...]]:
-        """The predicted token ids for each prompt; none where nothing is predicted."""
+        """Return the predicted token ids for each prompt, empty without a prediction."""
         if prediction is None:
             return [()] * num_prompts
         if not are_predictions_read:
@@ -313,13 +310,13 @@ class RequestMaker:
 
     def _prediction_ids(self, prediction: object) -> tuple[int, ...]:
         if isinstance(prediction, str):
-            return tuple(self._encode_plain(prediction))
+            return tuple(self._encode_as_text(prediction))
         ids = as_ids(prediction, "prediction")
         self._check_ids(ids, "prediction")
         return tuple(ids)
 
     def _max_len(self, num_prompt_tokens: int) -> int:
-        """Prompt + output at most. `Engine.check` refuses a prompt that fills the cache."""
+        """Return the maximum length of prompt and output. `Engine.check` rejects a prompt that fills the cache."""
         if self.cache_tokens is None or num_prompt_tokens >= self.cache_tokens:
             return self.max_model_len
         return min(self.max_model_len, self.cache_tokens)
@@ -341,7 +338,7 @@ class RequestMaker:
 
 
 def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
-    """The name of the adapter of each prompt."""
+    """Return the name of the adapter of each prompt."""
     given: Sequence[object] = adapter if isinstance(adapter, list | tuple) else [adapter] * num_prompts
     names = [name for name in given if isinstance(name, str | None)]
     if len(given) != num_prompts or len(names) != num_prompts:
@@ -351,7 +348,7 @@ def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
 
 
 def _is_one_text(prediction: object) -> bool:
-    """Whether it is a string or a list of ids, not a list of these."""
+    """Return whether it is a string or a list of ids, not a list of these."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
-        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # an array of ids is no Sequence
+        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # a numpy array is no Sequence
     return all(not isinstance(item, str | Sequence | None) for item in prediction)

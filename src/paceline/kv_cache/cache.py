@@ -1,0 +1,319 @@
+"""The cache of one network: which blocks hold which rows of which sequence, and the layer caches that store their contents."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.block_pool import BlockHash, BlockPool, PrefixStats
+from paceline.kv_cache.layer_cache import LayerCache
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for, fresh_blocks_needed, plan_rows
+
+BLOCK_SIZE = 32  # slots per block
+
+
+class CachedSequence:
+    """The blocks and rows of one sequence.
+
+    Attributes:
+        block_table: its blocks, in order.
+        committed_len: slots [0, committed_len) hold committed rows; those after it belong to the pass under way.
+        plan: of the pass under way.
+        block_hashes: of its first blocks, those that were registered or matched. All are full, and not written while they are indexed.
+        num_queried: tokens that `match_prefix` looked up.
+        salt: only sequences with the same one share blocks.
+        id: its number in its cache; 0 = it is in none.
+    """
+
+    __slots__ = ("block_hashes", "block_table", "committed_len", "id", "num_queried", "plan", "salt")
+
+    def __init__(self, salt: bytes = b"", sequence_id: int = 0) -> None:
+        self.salt, self.id = salt, sequence_id
+        self.block_table: list[int] = []
+        self.committed_len = 0
+        self.plan: RowPlan | None = None
+        self.block_hashes: list[BlockHash] = []
+        self.num_queried = 0
+
+
+class KVCache:
+    """Blocks of rows, with the layer caches of one network.
+
+    Rows outlive their sequence: registered full blocks can be matched by sequences with the same prefix until they are evicted.
+
+    Args:
+        layer_caches: one for each kind of layer that keeps anything.
+        num_blocks: blocks that the layer caches have room for.
+        layout: how the runtime computes trees.
+        prefix_caching: whether blocks are registered and matched.
+    """
+
+    def __init__(
+        self,
+        layer_caches: Sequence[LayerCache],
+        num_blocks: int,
+        layout: TreeLayout = TreeLayout.PATHS,
+        *,
+        block_size: int = BLOCK_SIZE,
+        prefix_caching: bool = True,
+    ) -> None:
+        notified = self.layer_caches = list(layer_caches)
+
+        def evict(block_hash: BlockHash) -> None:  # a method would refer to the cache, and only the collector could free the cycle
+            for layer_cache in notified:
+                layer_cache.evict(block_hash)
+
+        self.layout = layout
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks, block_size, evict)
+        self._sequences: dict[int, CachedSequence] = {}
+        self._last_id = 0
+
+    @property
+    def max_slots(self) -> int:
+        """Rows that the whole cache can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Counters of prefix hits."""
+        return self.pool.stats
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layer caches."""
+        return sum(layer_cache.num_bytes for layer_cache in self.layer_caches)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per row."""
+        return self.num_bytes // max(1, self.max_slots)
+
+    def add_layer_cache(self, layer_cache: LayerCache) -> None:
+        """Apply all further operations to another layer cache too, such as that of a drafting head."""
+        self.layer_caches.append(layer_cache)
+
+    def new_sequence(self, salt: bytes = b"") -> CachedSequence:
+        """Return an empty sequence, which shares blocks with others of its salt only."""
+        self._last_id += 1
+        sequence = self._sequences[self._last_id] = CachedSequence(salt, self._last_id)
+        return sequence
+
+    def num_blocks_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
+        """Return the number of blocks that `reserve` allocates for a tree."""
+        if isinstance(parents, range):  # a chain, which is the frequent case
+            return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
+        return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
+
+    def reserve(self, sequence: CachedSequence, parents: Sequence[int], num_prefill: int = 1, *, pinned_len: int | None = None) -> RowPlan:
+        """Reserve slots for a tree (parents[0] = -1) and lay it out; blocks that its paths share in part are copied.
+
+        Args:
+            num_prefill: the first nodes, a chain that is kept whole or dropped whole.
+            pinned_len: committed rows that `truncate` will not drop one by one; None = all.
+
+        Raises:
+            CapacityError: too few free blocks; nothing was changed.
+        """
+        if sequence.plan is not None:
+            raise RuntimeError("a pass is under way for this sequence: keep a path or cancel it first")
+        length, table = sequence.committed_len, sequence.block_table
+        num_blocks_needed = self.num_blocks_needed(sequence, parents)
+        fresh = self.pool.allocate(num_blocks_needed) if num_blocks_needed > 0 else ()
+        plan = plan_rows(parents, length, table, fresh, self.layout, self.block_size, sequence.id)
+        if num_prefill != 1 or pinned_len is not None:
+            plan = replace(plan, num_prefill=num_prefill, pinned_len=pinned_len)
+        sequence.plan = plan
+        for layer_cache in self.layer_caches:
+            for source, target in plan.copies:
+                layer_cache.copy_block(source, target)
+            try:
+                layer_cache.reserve(plan)
+            except CapacityError:
+                self.cancel(sequence)
+                raise
+        return plan
+
+    def keep_path(self, sequence: CachedSequence, node: int) -> None:
+        """Commit the path from the root to `node` of the reserved tree, and free its other slots."""
+        if (plan := sequence.plan) is None:
+            raise RuntimeError("no pass is under way for this sequence: reserve first")
+        commit = plan.commit(node)
+        for layer_cache in self.layer_caches:
+            layer_cache.keep_path(plan, commit)
+        if plan.layout is TreeLayout.CHAIN:
+            if plan.fresh_blocks:
+                self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
+        else:
+            shared = sequence.committed_len // self.block_size  # full blocks before the tree, which every path has
+            kept = set(commit.block_table[shared:])
+            self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
+        sequence.block_table = list(commit.block_table)
+        sequence.committed_len = commit.committed_len
+        sequence.plan = None
+
+    def cancel(self, sequence: CachedSequence) -> None:
+        """Free the reserved slots; the committed rows stay."""
+        plan = sequence.plan
+        if plan is not None:
+            for layer_cache in self.layer_caches:
+                layer_cache.cancel(plan)
+            self.pool.release(plan.fresh_blocks)
+            sequence.plan = None
+
+    def truncate(self, sequence: CachedSequence, length: int) -> int:
+        """Keep the first `length` committed rows, or fewer if a layer cache cannot resume there; return the number of rows kept.
+
+        The last block will be written to: it is copied if it has other owners, else it is removed from the prefix index.
+
+        Raises:
+            CapacityError: no block is free for that copy; nothing was changed.
+        """
+        if not 0 <= length <= sequence.committed_len:
+            raise ValueError(f"cannot truncate {sequence.committed_len} committed rows to {length}")
+        if not all(layer_cache.can_truncate(sequence.id, length) for layer_cache in self.layer_caches):
+            length = self._num_resumable(sequence.block_hashes[: length // self.block_size]) * self.block_size
+        keep, table = blocks_for(length, self.block_size), sequence.block_table
+        has_tail = length % self.block_size > 0
+        shares_tail = has_tail and self.pool.num_owners(table[keep - 1]) > 1
+        own = self.pool.allocate(int(shares_tail))
+        self.cancel(sequence)
+        if shares_tail:
+            for layer_cache in self.layer_caches:
+                layer_cache.copy_block(table[keep - 1], own[0])
+            keep -= 1
+        elif has_tail:
+            self.pool.unregister(table[keep - 1])
+        self._free_blocks(sequence, keep)
+        table.extend(own)
+        del sequence.block_hashes[length // self.block_size :]
+        self._resume(sequence, length)
+        return length
+
+    def match_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
+        """Start an empty sequence with the longest cached prefix of `token_ids`, the last token excluded.
+
+        Returns:
+            the number of committed rows, a multiple of the block size.
+        """
+        if sequence.committed_len or sequence.plan is not None:
+            raise RuntimeError("only an empty sequence can match a prefix")
+        if not self.prefix_caching:
+            return 0
+        found = self._find_prefix(sequence, token_ids)
+        blocks = [block for _, block in found]
+        sequence.block_hashes.extend(block_hash for block_hash, _ in found)
+        self.pool.share(blocks)
+        sequence.block_table = blocks
+        self._resume(sequence, len(blocks) * self.block_size)
+        sequence.num_queried = len(token_ids)
+        self.stats.queried_tokens += len(token_ids)
+        self.stats.hit_tokens += sequence.committed_len
+        return sequence.committed_len
+
+    def cached_prefix_len(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
+        """Return the rows that `match_prefix` would find now; nothing is changed."""
+        return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
+
+    def release_prefix(self, sequence: CachedSequence) -> None:
+        """Undo `match_prefix` for a sequence that has not run since, its statistics included."""
+        self.stats.queried_tokens -= sequence.num_queried
+        self.stats.hit_tokens -= sequence.committed_len
+        self._free_blocks(sequence, 0)
+        sequence.committed_len = sequence.num_queried = 0
+        for layer_cache in self.layer_caches:
+            layer_cache.release(sequence.id)
+
+    def register_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
+        """Add the blocks that became full since the last call to the prefix index, unless their contents are indexed already.
+
+        Args:
+            token_ids: tokens of the rows; only those of committed rows are read.
+        """
+        first, full = len(sequence.block_hashes), sequence.committed_len // self.block_size
+        if first == full or not self.prefix_caching:
+            return
+        found = self.pool.block_hashes(token_ids, sequence.salt, sequence.block_hashes, full)
+        for block_hash, block in zip(found, sequence.block_table[first:full], strict=True):
+            self.pool.register(block_hash, block)
+            sequence.block_hashes.append(block_hash)
+        for layer_cache in self.layer_caches:
+            layer_cache.register_prefix(sequence.id, first, sequence.block_hashes[first:])
+
+    def evict(self, sequence: CachedSequence) -> None:
+        """Remove a sequence's blocks from the prefix index, because a failed pass may have damaged them."""
+        for block in sequence.block_table:
+            self.pool.unregister(block)
+        for block_hash in sequence.block_hashes:
+            for layer_cache in self.layer_caches:
+                layer_cache.evict(block_hash)
+        sequence.block_hashes.clear()
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Free a sequence, which must not be used again. Its registered blocks can be matched until they are evicted."""
+        if self._sequences.get(sequence.id) is not sequence:  # its blocks may have new owners
+            raise RuntimeError("the sequence was released before, or is another cache's")
+        del self._sequences[sequence.id]
+        self.cancel(sequence)
+        self._free_blocks(sequence, 0)
+        for layer_cache in self.layer_caches:
+            layer_cache.release(sequence.id)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless block tables match the pool and no indexed block can be written to."""
+        tables: list[Sequence[int]] = []
+        for sequence in self._sequences.values():
+            if len(sequence.block_table) != blocks_for(sequence.committed_len, self.block_size):
+                raise RuntimeError(f"{sequence.committed_len} committed rows are in {len(sequence.block_table)} blocks")
+            tables.append(sequence.block_table)
+            if sequence.plan is not None:
+                tables.append(sequence.plan.fresh_blocks)
+            self._check_indexed(sequence)
+        self.pool.check(tables)
+
+    def _check_indexed(self, sequence: CachedSequence) -> None:
+        full = sequence.committed_len // self.block_size
+        if len(sequence.block_hashes) > full:
+            raise RuntimeError(f"there are {len(sequence.block_hashes)} hashes for {full} full blocks")
+        written = [*sequence.block_table[full:], *(sequence.plan.fresh_blocks if sequence.plan is not None else ())]
+        if any(self.pool.hash_of(block) is not None for block in written):
+            raise RuntimeError("the prefix index contains a block that is being written")
+        for block_hash, block in zip(sequence.block_hashes, sequence.block_table, strict=False):
+            if self.pool.hash_of(block) not in {None, block_hash}:
+                raise RuntimeError(f"block {block} is indexed with a hash of other rows")
+
+    def _find_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[tuple[BlockHash, int]]:
+        """Find the longest resumable run of indexed blocks that are a prefix of `token_ids`, the last token excluded."""
+        found: list[tuple[BlockHash, int]] = []
+        for block_hash in self.pool.block_hashes(token_ids, sequence.salt, (), (len(token_ids) - 1) // self.block_size):
+            block = self.pool.find_block(block_hash)
+            if block is None:
+                break
+            found.append((block_hash, block))
+        return found[: self._num_resumable([block_hash for block_hash, _ in found])]
+
+    def _num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+        """Return the longest prefix, in blocks, that every layer cache can resume from."""
+        while True:
+            count = min((layer_cache.num_resumable(block_hashes) for layer_cache in self.layer_caches), default=len(block_hashes))
+            if count == len(block_hashes):
+                return count
+            block_hashes = block_hashes[:count]
+
+    def _resume(self, sequence: CachedSequence, length: int) -> None:
+        sequence.committed_len = length
+        for layer_cache in self.layer_caches:
+            layer_cache.resume(sequence.id, length, sequence.block_hashes)
+
+    def _free_blocks(self, sequence: CachedSequence, first: int) -> None:
+        """Release the blocks from index `first` on, the last one first: the end of a text is evicted before its beginning.
+
+        If another block with the same rows is indexed, it counts as used now. If none is any more, this one is indexed.
+        """
+        table, block_hashes = sequence.block_table, sequence.block_hashes
+        self.pool.release(reversed(table[max(first, len(block_hashes)) :]))
+        for block_hash, block in zip(reversed(block_hashes[first:]), reversed(table[first : len(block_hashes)]), strict=True):
+            self.pool.register(block_hash, block)
+            self.pool.release((block,))
+            self.pool.touch(block_hash)
+        del table[first:], block_hashes[first:]

@@ -1,0 +1,398 @@
+"""States of recurrent layers: the last inputs of a convolution, and recurrent matrices, of fixed size for a whole sequence.
+
+The stored state covers a prefix whose length is a multiple of `chunk_size`. For each later committed row, which is *pending*, a replay
+record keeps the inputs of its state update. A pass first replays pending records, then computes its own rows; rows of a tree start from
+their parent. So rejecting rows only frees their records, and no state is copied per row.
+
+A *checkpoint* is a copy of the state after a full block. Other sequences with the same prefix resume from it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import CapacityError
+from paceline.kv_cache.block_pool import BlockHash
+from paceline.kv_cache.layer_cache import LayerCache
+from paceline.kv_cache.row_plan import Commit, RowPlan
+
+MIN_UNRECORDED_ROWS = 16
+"""Prefill rows from which a plan leaves no records: the rows are kept or dropped together, so the state after them is computed apart."""
+NO_RECORD = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Which states are kept for other sequences.
+
+    Attributes:
+        interval: rows between checkpoints, a multiple of the block size. A sequence also has one after the last full block of its prompt
+            and one after its last full block.
+        max_checkpoints: if there are more, the least recently used one is evicted; 0 = no checkpoints.
+    """
+
+    interval: int = 512
+    max_checkpoints: int = 16
+
+
+DEFAULT_CHECKPOINTS = CheckpointConfig()
+
+
+class StateUpdate(NamedTuple):
+    """What a pass does to the state of one sequence. It replays the pending rows, then computes its own.
+
+    Attributes:
+        state: the stored state; None = zeros.
+        records: [number, record_size].
+        pending: indices of the records of committed rows that are not in `state`, in order.
+        num_applied: how many of them are applied to `state` in place now.
+        rows: index of the record that each row of the plan writes, or `NO_RECORD`.
+        saves: (count, target), ascending: the state after the first `count` pending and prefill rows is written to `target`.
+        has_run: [1], set to 1 by the pass at its end.
+    """
+
+    state: Any
+    records: Any
+    pending: Sequence[int]
+    num_applied: int
+    rows: Sequence[int]
+    saves: Sequence[tuple[int, Any]]
+    has_run: NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """A state for other sequences to resume from.
+
+    Attributes:
+        length: rows that `state` covers.
+        records: of the rows from there to the end of the block; None = there are none.
+        is_prompt: whether the rows before it are prefill rows.
+    """
+
+    state: Any
+    length: int
+    records: Any = None
+    is_prompt: bool = False
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The state of one sequence, which covers its first `length` rows, and its records.
+
+    Attributes:
+        free: unused records.
+        rows, num_applied: of the plan under way, as in `StateUpdate`.
+        num_unrecorded: prefill rows of the plan under way that leave no records.
+        saves: (length, target) of the plan under way.
+        block_hashes: by block index, of full blocks that end after `length`.
+        unregistered: checkpoints by block index, of blocks that have no hash yet.
+        last_checkpoint: the block whose checkpoint is evicted when there is a later one; None = there is no such checkpoint.
+        last_is_prompt: whether the rows before `last_checkpoint` are prefill rows.
+        is_consistent: False during a change of `state`, `length` and `pending`. An interrupt then ends the request, and its state must not
+            become a checkpoint.
+    """
+
+    state: Any = None
+    length: int = 0
+    records: Any = None
+    pending: list[int] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    num_applied: int = 0
+    num_unrecorded: int = 0
+    saves: list[tuple[int, Any]] = field(default_factory=list)
+    has_run: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    block_hashes: dict[int, BlockHash] = field(default_factory=dict)
+    unregistered: dict[int, _Checkpoint] = field(default_factory=dict)
+    last_checkpoint: BlockHash | None = None
+    last_is_prompt: bool = False
+    is_consistent: bool = True
+
+    def clear_plan(self) -> None:
+        self.rows, self.num_unrecorded, self.num_applied = [], 0, 0
+
+
+class RecurrentStateCache(LayerCache):
+    """The states of all recurrent layers of a network, for every sequence.
+
+    Args:
+        state_size, record_size: numbers of a state and of a replay record.
+        allocate: returns an array of zeros of a shape, of the runtime's type; it is only indexed here.
+        chunk_size: states cover multiples of so many rows; a divisor of `block_size`, at most `MIN_UNRECORDED_ROWS`.
+    """
+
+    def __init__(
+        self,
+        state_size: int,
+        record_size: int,
+        block_size: int,
+        allocate: Callable[[tuple[int, ...]], Any],
+        config: CheckpointConfig,
+        chunk_size: int = 1,
+    ) -> None:
+        self.config, self._chunk_size = config, chunk_size
+        self.state_size, self.record_size = state_size, record_size
+        self._block_size, self._allocate = block_size, allocate
+        self._sequences: dict[int, _Sequence] = {}
+        self._spare: list[Any] = []
+        self._checkpoints: OrderedDict[BlockHash, _Checkpoint] = OrderedDict()  # least recently used first
+
+    @property
+    def num_bytes(self) -> int:
+        records = [*(one.records for one in self._sequences.values()), *(one.records for one in self._checkpoints.values())]
+        return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
+
+    def plan_update(self, sequence_id: int) -> StateUpdate:
+        """Return what the reserved pass does; if it has run already, what is left of it."""
+        sequence = self._sequences[sequence_id]
+        self._finish_pass(sequence)
+        saves = [(end - sequence.length, state) for end, state in sequence.saves]
+        return StateUpdate(sequence.state, sequence.records, sequence.pending, sequence.num_applied, sequence.rows, saves, sequence.has_run)
+
+    def reserve(self, plan: RowPlan) -> None:
+        """Allocate records and the states to save.
+
+        Raises:
+            CapacityError: there is no memory for another state; nothing was changed.
+        """
+        sequence = self._sequences.setdefault(plan.sequence_id, _Sequence())
+        self._finish_pass(sequence)
+        start = plan.committed_len
+        if not sequence.is_consistent or sequence.length + len(sequence.pending) != start:
+            raise RuntimeError(f"the state of a sequence does not cover its {start} committed rows")
+        pinned_len = start if plan.pinned_len is None else plan.pinned_len
+        num_unrecorded = num_applied = 0
+        if plan.num_prefill >= MIN_UNRECORDED_ROWS and pinned_len == start:
+            num_unrecorded = max(0, self._whole_chunks(start + plan.num_prefill) - start)
+        try:
+            if num_unrecorded:
+                self._allocate_saves(sequence, start + num_unrecorded, end=start + num_unrecorded)
+            else:
+                num_applied = self._whole_chunks(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
+                if sequence.state is None:
+                    sequence.state = self._new_state(is_zero=True)
+                self._allocate_saves(sequence, sequence.length + num_applied)
+            rows = self._take_records(sequence, plan.num_rows - num_unrecorded)
+        except MemoryError as error:
+            self._drop_saves(sequence)
+            raise CapacityError("there is no memory for the states of recurrent layers: lower max_num_seqs") from error
+        sequence.num_applied, sequence.num_unrecorded = num_applied, num_unrecorded
+        sequence.rows = [NO_RECORD] * num_unrecorded + rows
+
+    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+        sequence = self._sequences[plan.sequence_id]
+        self._finish_pass(sequence)
+        num_unrecorded, kept = sequence.num_unrecorded, [sequence.rows[row] for row in commit.rows]
+        if num_unrecorded > len(kept):
+            raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
+        kept = kept[num_unrecorded:]  # on a path that is not the first one, prefill rows have records too
+        sequence.is_consistent = False
+        before = sequence.pending
+        if num_unrecorded:
+            (_, state), replaced = sequence.saves.pop(), sequence.state
+            sequence.state, sequence.length, sequence.pending = state, plan.committed_len + num_unrecorded, kept
+            self._recycle(replaced)
+            self._store_saves(sequence)
+            sequence.free += before
+        else:
+            sequence.pending = before + kept
+        sequence.free += [record for record in sequence.rows if record != NO_RECORD and record not in kept]
+        sequence.clear_plan()
+        sequence.is_consistent = True
+
+    def cancel(self, plan: RowPlan) -> None:
+        sequence = self._sequences.get(plan.sequence_id)
+        if sequence is not None:
+            self._finish_pass(sequence)
+            sequence.free += [record for record in sequence.rows if record != NO_RECORD]
+            sequence.clear_plan()
+            self._drop_saves(sequence)
+
+    def can_truncate(self, sequence_id: int, length: int) -> bool:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._finish_pass(sequence)
+        return length == 0 or (sequence is not None and sequence.length <= length <= sequence.length + len(sequence.pending))
+
+    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+        return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._checkpoints), 0)
+
+    def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
+        if length == 0:
+            self.release(sequence_id)
+        elif self.can_truncate(sequence_id, length):
+            sequence = self._sequences[sequence_id]
+            sequence.free += sequence.pending[length - sequence.length :]
+            del sequence.pending[length - sequence.length :]
+            for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size > length]:
+                del sequence.block_hashes[index]
+        else:
+            block_hash = block_hashes[length // self._block_size - 1]
+            self._checkpoints.move_to_end(block_hash)
+            checkpoint = self._checkpoints[block_hash]
+            try:
+                state = self._new_state()
+                state[...] = checkpoint.state
+            except MemoryError:  # this sequence takes the checkpoint's own state
+                state = self._checkpoints.pop(block_hash).state
+            sequence = _Sequence(state, checkpoint.length)
+            if checkpoint.records is not None:
+                sequence.pending = self._take_records(sequence, len(checkpoint.records))
+                sequence.records[sequence.pending] = checkpoint.records
+            self.release(sequence_id)
+            self._sequences[sequence_id] = sequence
+
+    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
+        sequence = self._sequences[sequence_id]
+        for index, block_hash in enumerate(block_hashes, first):
+            if index in sequence.unregistered:
+                self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
+            elif (index + 1) * self._block_size > sequence.length:
+                sequence.block_hashes[index] = block_hash
+        for index in list(sequence.unregistered):  # blocks before `first`, which will get no hash
+            self._recycle(sequence.unregistered.pop(index).state)
+
+    def evict(self, block_hash: BlockHash) -> None:
+        self._evict_checkpoint(block_hash)
+        for sequence in self._sequences.values():
+            for index in [index for index, own in sequence.block_hashes.items() if own == block_hash]:
+                del sequence.block_hashes[index]
+
+    def release(self, sequence_id: int) -> None:
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._finish_pass(sequence)
+            self._drop_saves(sequence)
+            self._store_last_checkpoint(sequence)
+            for state in (sequence.state, *(checkpoint.state for checkpoint in sequence.unregistered.values())):
+                self._recycle(state)
+
+    def check(self) -> None:
+        """Raise RuntimeError unless each record is pending, of a row, or free, and each state has one owner."""
+        for sequence in self._sequences.values():
+            records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.rows if record != NO_RECORD)])
+            if records != list(range(0 if sequence.records is None else len(sequence.records))):
+                raise RuntimeError("replay records of a sequence are lost, or used twice")
+        owned = [id(state) for state in self._states()]
+        if len(set(owned)) < len(owned):
+            raise RuntimeError("a state has two owners")
+
+    def _whole_chunks(self, length: int) -> int:
+        """Round down to a multiple of the chunk size."""
+        return length // self._chunk_size * self._chunk_size
+
+    def _states(self) -> Iterator[Any]:
+        yield from self._spare
+        yield from (checkpoint.state for checkpoint in self._checkpoints.values())
+        for sequence in self._sequences.values():
+            if sequence.state is not None:
+                yield sequence.state
+            yield from (checkpoint.state for checkpoint in sequence.unregistered.values())
+            yield from (state for _, state in sequence.saves)
+
+    def _finish_pass(self, sequence: _Sequence) -> None:
+        """Account for a pass that has run: the state covers the applied rows, and the saved states are valid."""
+        if sequence.has_run[0]:
+            sequence.is_consistent = False
+            count, sequence.num_applied = sequence.num_applied, 0
+            sequence.has_run[0] = 0
+            sequence.length += count
+            sequence.free += sequence.pending[:count]
+            del sequence.pending[:count]
+            sequence.is_consistent = True
+            if not sequence.num_unrecorded:
+                self._store_saves(sequence)
+
+    def _store_saves(self, sequence: _Sequence) -> None:
+        """Make the saved states checkpoints."""
+        saves, sequence.saves = sequence.saves, []
+        for end, state in saves:
+            index = end // self._block_size - 1
+            block_hash, checkpoint = sequence.block_hashes.get(index), _Checkpoint(state, end, is_prompt=sequence.num_unrecorded > 0)
+            if block_hash is None:
+                sequence.unregistered[index] = checkpoint
+            else:
+                self._store_checkpoint(sequence, index, block_hash, checkpoint)
+        for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
+            del sequence.block_hashes[index]
+
+    def _allocate_saves(self, sequence: _Sequence, last: int, end: int | None = None) -> None:
+        """Allocate the states to save up to row `last`: at the interval, after the last full block, and after row `end`."""
+        size = self._block_size
+        if self.config.max_checkpoints:
+            ends = list(range((sequence.length // size + 1) * size, last + 1, size))
+            for block_end in ends:
+                if block_end % self.config.interval == 0 or block_end == ends[-1]:
+                    sequence.saves.append((block_end, self._new_state()))
+        if end is not None:
+            sequence.saves.append((end, self._new_state()))
+
+    def _drop_saves(self, sequence: _Sequence) -> None:
+        while sequence.saves:
+            self._recycle(sequence.saves.pop()[1])
+
+    def _store_checkpoint(self, sequence: _Sequence, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
+        """Store a checkpoint. Between those at the interval, a prompt and its output keep only their last one each."""
+        if block_hash in self._checkpoints or not self.config.max_checkpoints:
+            self._recycle(checkpoint.state)
+            return
+        if sequence.last_checkpoint is not None and checkpoint.is_prompt == sequence.last_is_prompt:
+            self._evict_checkpoint(sequence.last_checkpoint)
+        while len(self._checkpoints) >= self.config.max_checkpoints:
+            self._evict_checkpoint(next(iter(self._checkpoints)))
+        self._checkpoints[block_hash] = checkpoint
+        sequence.last_checkpoint = None if (index + 1) * self._block_size % self.config.interval == 0 else block_hash
+        sequence.last_is_prompt = checkpoint.is_prompt
+
+    def _store_last_checkpoint(self, sequence: _Sequence) -> None:
+        """Make the state of a sequence that ends a checkpoint of its last full block, with the records up to there."""
+        index = (sequence.length + len(sequence.pending)) // self._block_size - 1
+        count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
+        if (
+            not sequence.is_consistent
+            or count < 1
+            or block_hash is None
+            or block_hash in self._checkpoints
+            or not self.config.max_checkpoints
+        ):
+            return
+        try:
+            records = self._allocate((count, self.record_size))
+        except MemoryError:
+            return
+        records[...] = sequence.records[sequence.pending[:count]]
+        checkpoint, sequence.state = _Checkpoint(sequence.state, sequence.length, records), None
+        self._store_checkpoint(sequence, index, block_hash, checkpoint)
+
+    def _evict_checkpoint(self, block_hash: BlockHash) -> None:
+        if block_hash in self._checkpoints:
+            self._recycle(self._checkpoints.pop(block_hash).state)
+
+    def _new_state(self, *, is_zero: bool = False) -> Any:
+        if not self._spare:
+            return self._allocate((self.state_size,))
+        state = self._spare.pop()
+        if is_zero:
+            state[...] = 0
+        return state
+
+    def _recycle(self, state: Any) -> None:
+        if state is not None:
+            self._spare.append(state)
+
+    def _take_records(self, sequence: _Sequence, count: int) -> list[int]:
+        """Take unused records, and allocate more if there are too few."""
+        size = 0 if sequence.records is None else len(sequence.records)
+        if count > len(sequence.free):
+            grown = max(2 * size, size + count - len(sequence.free), 4)
+            records = self._allocate((grown, self.record_size))
+            if size:
+                records[:size] = sequence.records
+            sequence.records = records
+            sequence.free += range(size, grown)
+        return [sequence.free.pop() for _ in range(count)]

@@ -1,0 +1,183 @@
+"""Keys and values of layers with a sliding window; blocks before the window are freed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.kv_cache.block_pool import BlockHash, BlockPool
+from paceline.kv_cache.full_attention import PagedCache, RowLayout
+from paceline.kv_cache.row_plan import Commit, RowPlan, blocks_for
+
+TRUNCATION_SLACK_ROWS = 128
+"""Rows before the window that are kept, so that a sequence can be truncated by as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """The largest load of a cache. With a larger one, layers with a window may run out of blocks before the pool does.
+
+    Attributes:
+        max_sequences: sequences longer than a window.
+        max_rows: rows of a pass, or of all shorter sequences together.
+    """
+
+    max_sequences: int
+    max_rows: int
+
+
+def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, block_size: int) -> int:
+    """Return the blocks that layers with a window need if the cache has `num_blocks`; without limits as many."""
+    if limits is None:
+        return num_blocks
+    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # the first and the last may be used in part
+    return min(num_blocks, limits.max_sequences * (per_sequence + 1) + blocks_for(limits.max_rows, block_size))
+
+
+@dataclass(slots=True)
+class _BlockTable:
+    """The blocks of one sequence, by index. It owns those from `first` to `end`."""
+
+    first: int = 0
+    end: int = 0
+    blocks: NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
+
+    def append(self, blocks: Sequence[int]) -> None:
+        end = self.end + len(blocks)
+        if end > len(self.blocks):
+            self.blocks = np.concatenate((self.blocks, np.zeros(end, np.int32)))
+        self.blocks[self.end : end] = blocks
+        self.end = end
+
+
+class SlidingWindowCache(PagedCache):
+    """Like `FullAttentionCache`, for layers with one window. Each sequence has a block table of its own here.
+
+    Full blocks can be shared by sequences with the same prefix, which rows in a ring buffer could not be. Blocks leave a table before they
+    are freed and enter it after they were allocated: an interrupt in between may leak some, and never allocates one twice.
+
+    Args:
+        storage, rows: as for `FullAttentionCache`.
+        window: rows that a row attends to, itself included.
+        block_size: rows per block, as in the cache.
+    """
+
+    def __init__(self, storage: Any, window: int, block_size: int, rows: RowLayout | None = None) -> None:
+        super().__init__(storage, rows)
+        self.window = window
+        self._size = block_size
+        self.pool = BlockPool(storage.shape[1], block_size)
+        self._tables: dict[int, _BlockTable] = {}
+
+    def table(self, sequence_id: int) -> NDArray[np.int32]:
+        """Return the block table of a sequence. Entries before its window are not its own."""
+        table = self._tables[sequence_id]
+        return table.blocks[: table.end]
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Do nothing: these are ids of the cache's blocks, and this layer cache has its own."""
+
+    def reserve(self, plan: RowPlan) -> None:
+        """Allocate the blocks of the plan.
+
+        Raises:
+            CapacityError: no blocks are left; nothing was changed.
+        """
+        table = self._tables.setdefault(plan.sequence_id, _BlockTable())
+        missing = len(plan.paths[0].block_table) - table.end
+        if missing > 0:
+            table.append(self.pool.allocate(missing))
+
+    def keep_path(self, plan: RowPlan, commit: Commit) -> None:
+        table, size = self._tables[plan.sequence_id], self._size
+        blocks = table.blocks
+        for source, target in commit.moves:
+            self.copy_row((int(blocks[source // size]), source % size), (int(blocks[target // size]), target % size))
+        self._truncate(table, blocks_for(commit.committed_len, size))
+        first = self._first_visible(commit.committed_len - TRUNCATION_SLACK_ROWS)
+        if first > table.first:
+            dropped, table.first = table.blocks[table.first : first].tolist(), first
+            self.pool.release(dropped)
+
+    def cancel(self, plan: RowPlan) -> None:
+        table = self._tables.get(plan.sequence_id)
+        if table is not None:
+            self._truncate(table, blocks_for(plan.committed_len, self._size))
+
+    def can_truncate(self, sequence_id: int, length: int) -> bool:
+        table = self._tables.get(sequence_id)
+        return length == 0 or (table is not None and self._first_visible(length) >= table.first)
+
+    def num_resumable(self, block_hashes: Sequence[BlockHash]) -> int:
+        count = index = len(block_hashes)
+        while index > self._first_visible(count * self._size):
+            index -= 1
+            if self.pool.find_block(block_hashes[index]) is None:
+                count = index
+        return count
+
+    def resume(self, sequence_id: int, length: int, block_hashes: Sequence[BlockHash]) -> None:
+        table = self._tables.get(sequence_id)
+        if table is None or self._first_visible(length) < table.first:
+            self._match(sequence_id, length // self._size, block_hashes)
+            return
+        self._truncate(table, blocks_for(length, self._size))
+        if length % self._size:
+            self._make_last_writable(table)
+
+    def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
+        table = self._tables[sequence_id]
+        for index, block_hash in enumerate(block_hashes, first):
+            if table.first <= index < table.end:
+                self.pool.register(block_hash, int(table.blocks[index]))
+
+    def evict(self, block_hash: BlockHash) -> None:
+        block = self.pool.find_block(block_hash)
+        if block is not None:
+            self.pool.unregister(block)
+
+    def release(self, sequence_id: int) -> None:
+        table = self._tables.pop(sequence_id, None)
+        if table is not None:
+            self.pool.release(table.blocks[table.first : table.end][::-1].tolist())  # the end of a text is evicted before its beginning
+
+    def check(self) -> None:
+        """Raise RuntimeError unless the pool matches the block tables."""
+        self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
+
+    def _first_visible(self, length: int) -> int:
+        """Return the index of the first block that rows after `length` rows may attend to."""
+        return max(0, length - self.window + 1) // self._size
+
+    def _truncate(self, table: _BlockTable, end: int) -> None:
+        if end < table.end:
+            dropped = table.blocks[max(end, table.first) : table.end][::-1].tolist()
+            table.end, table.first = end, min(table.first, end)
+            self.pool.release(dropped)
+
+    def _match(self, sequence_id: int, count: int, block_hashes: Sequence[BlockHash]) -> None:
+        """Start a sequence after `count` registered blocks."""
+        self.release(sequence_id)
+        if count == 0:
+            return
+        first = self._first_visible(count * self._size)
+        table = _BlockTable(first, first, np.zeros(count + 8, np.int32))
+        blocks = [block for block_hash in block_hashes[first:count] if (block := self.pool.find_block(block_hash)) is not None]
+        if len(blocks) < count - first:
+            raise RuntimeError("a sequence resumes after blocks that were evicted")
+        self.pool.share(blocks)
+        table.append(blocks)
+        self._tables[sequence_id] = table
+
+    def _make_last_writable(self, table: _BlockTable) -> None:
+        """Copy the last block if it has other owners, else stop sharing it."""
+        block = int(table.blocks[table.end - 1])
+        if self.pool.num_owners(block) > 1:
+            (copy,) = self.pool.allocate(1)
+            self.storage[:, copy] = self.storage[:, block]
+            table.blocks[table.end - 1] = copy
+            self.pool.release((block,))
+        else:
+            self.pool.unregister(block)
