@@ -29,12 +29,10 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.medusa.network import MedusaNetwork
-from paceline.drafters.mtp import mtp_pairs
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.config import PairConfig
-from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.drafters.pairs.head import DraftedRows, MaskedPair, PairHead
-from paceline.drafters.pairs.parallel import ParallelDrafter
+from paceline.drafters.mtp import mtp_network
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter, ParallelDrafter
+from paceline.drafters.recurrent_heads.head import DraftedRows, MaskedPair, RecurrentHead, RecurrentHeadConfig
 from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import ModelConfig, WeightType
@@ -121,7 +119,7 @@ class RandomWeights:
         return tensors | {f"layers.0.{name}.weight": self.norm(hidden) for name in norms}
 
 
-def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
+def pair_head(method: str, shape: Shape, threads: int) -> tuple[RecurrentHead, int]:
     """A random head, and the bytes that a pass of it over drafted pairs reads."""
     random = RandomWeights(shape.scale)
     layers, hidden = shape.config(), shape.hidden
@@ -131,10 +129,10 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
     tensors |= {"fc.weight": random.matrix(hidden, len(BOUNDARIES) * hidden if is_eagle3 else 2 * hidden)}
     tensors |= {"lm_head.weight": random.matrix(shape.vocab, hidden), "final_norm.weight": random.norm(hidden)}
     tensors |= {f"{half}_norm.weight": random.norm(hidden) for half in ("embedding", "feature")}
-    config: PairConfig
+    config: RecurrentHeadConfig
     if method == "MTP":
-        config = PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=hidden)
-        true = drafted = mtp_pairs(config)
+        config = RecurrentHeadConfig(kind=HeadKind.MTP, layers=layers, feature_size=hidden)
+        true = drafted = mtp_network(config)
     else:
         config = EagleConfig(
             kind=HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3 if is_eagle3 else HeadKind.EAGLE,
@@ -150,7 +148,7 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
     is_read = {name: is_parallel or not is_eagle3 or name != "fc.weight" for name in tensors}
     num_bytes = sum(tensor.array.nbytes for name, tensor in tensors.items() if is_read[name])  # type: ignore[union-attr]
     masked = MaskedPair(7, np.ones(len(BOUNDARIES) * hidden, np.float32)) if is_parallel else None
-    return PairHead(config, runtime, behind, random.matrix(shape.vocab, hidden), target_ids=None, masked=masked), num_bytes
+    return RecurrentHead(config, runtime, behind, random.matrix(shape.vocab, hidden), target_ids=None, masked=masked), num_bytes
 
 
 def medusa_network(shape: Shape, threads: int, *, is_shared: bool) -> tuple[MedusaNetwork, int]:
@@ -270,8 +268,8 @@ def time_proposals(options: argparse.Namespace) -> list[list[str]]:
     return table
 
 
-def _pair_drafter(head: PairHead, cache: KVCache, width: int, *, vocab_size: int) -> Drafter:
-    drafter = PairDrafter if head.masked is None else ParallelDrafter
+def _pair_drafter(head: RecurrentHead, cache: KVCache, width: int, *, vocab_size: int) -> Drafter:
+    drafter = EagleStyleDrafter if head.masked is None else ParallelDrafter
     return drafter(head, cache, vocab_size=vocab_size, tree_width=width)
 
 

@@ -66,8 +66,8 @@ def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_routed_experts": 5}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 5"),
-        ({"n_routed_experts": 7}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 7"),
+        ({"n_routed_experts": 5}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json has n_routed_experts = 5"),
+        ({"n_routed_experts": 7}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json has n_routed_experts = 7"),
         ("mlp.gate.weight", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.weight \[6, 64\]"),
         ("mlp.gate.e_score_correction_bias", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.e_score_correction_bias \[6\]"),
         ("mlp.shared_experts.up_proj.weight", r"it lacks 1 tensor: layers\.3\.mlp\.shared_experts\.up_proj\.weight \[32, 64\]"),
@@ -96,7 +96,7 @@ def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
     weights = open_weights(target, read_model_config(target))
     name = "model.layers.3.mlp.experts.down_proj"
     edit(target / "model.safetensors", lambda tensors: tensors.update({name: tensors[name][:4]}))
-    message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json says n_routed_experts = 6"
+    message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json has n_routed_experts = 6"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_mtp(HeadFiles.open(target), read_model_config(target), weights)
 

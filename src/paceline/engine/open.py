@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
+from paceline.drafters import LoadedTarget, prepare
 from paceline.engine.batch import RequestMaker
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
@@ -15,7 +15,7 @@ from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
-from paceline.kv_cache.paged import BLOCK_SIZE, KVCache
+from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
@@ -265,9 +265,8 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass in the target's cache: a step, or a measurement or calibration pass while the engine is opened."""
-    opening_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
-    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, opening_rows))
+    """Return the largest pass in the target's cache: a step, or a profiled pass while the engine is opened."""
+    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
 
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:

@@ -24,7 +24,7 @@ MAX_ENTRIES = 1 << 16
 MAX_ITEMS = 1 << 21
 """Limit for strings and nested arrays in all metadata (walked one by one), and for the numbers of one array that is read."""
 MAX_NESTING = 4
-MAX_TEXT_BYTES = 64 << 20
+MAX_CORPUS_BYTES = 64 << 20
 """Of one text, or of all texts of one array."""
 MAX_NAME_BYTES = 1024
 """Of a metadata key or a tensor's name; real ones have some dozens."""
@@ -202,7 +202,7 @@ class Header:
     def _number(self, layout: str, what: str) -> Any:
         return struct.unpack_from(layout, self._view, self._advance(struct.calcsize(layout), what))[0]
 
-    def _text(self, what: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    def _text(self, what: str, max_bytes: int = MAX_CORPUS_BYTES) -> str:
         num_bytes = self._number("<Q", what)
         if num_bytes > max_bytes:
             self.fail(f"{what!r} at byte {self._position} has {num_bytes} bytes, at most {max_bytes} are possible")
@@ -212,12 +212,12 @@ class Header:
     def _spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
         """Begin and end of each of `count` strings; a loop of its own, because vocabularies have hundreds of thousands."""
         view, position = self._view, self._position
-        last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
+        last = min(len(self._bytes), position + MAX_CORPUS_BYTES) - _LENGTH.size
         for _ in range(count):
             if position > last:
                 self.fail(
                     f"the strings of {what!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}, "
-                    f"all of them may have {MAX_TEXT_BYTES}"
+                    f"all of them may have {MAX_CORPUS_BYTES}"
                 )
             start = position + _LENGTH.size
             position = start + _LENGTH.unpack_from(view, position)[0]
