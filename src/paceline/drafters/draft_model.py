@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -55,22 +55,6 @@ class DraftRow(NamedTuple):
 Drafting: TypeAlias = Generator[TokenPath, DraftRow | None, ResultT]
 """Generator of a draft, token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
 is sent that row, or None if the cache has no room, and returns the draft."""
-
-
-class IdTranslation(Protocol):
-    """Maps tokens between a target and a draft model that has other ids for the same pieces."""
-
-    def context(self, request: Request) -> Sequence[int]:
-        """Return the draft model's ids of the request's tokens; later calls only append."""
-        ...
-
-    def target_row(self, row: FloatArray) -> FloatArray:
-        """Return a draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
-        ...
-
-    def draft_id(self, token_id: int) -> int:
-        """Return the draft model's id of a target token that can be drafted."""
-        ...
 
 
 def chain(depth: int, pick: Callable[[DraftRow, TokenPath], int | None]) -> Drafting[list[int]]:
@@ -146,7 +130,7 @@ class DraftModelDrafter(Drafter):
         *,
         vocab_size: int,
         num_known_ids: int | None = None,
-        translation: IdTranslation | None = None,
+        translation: SharedPieces | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
         note: str = "",

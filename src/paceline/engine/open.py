@@ -206,7 +206,6 @@ def open_engine(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_model_len=plan.max_model_len,
-        collected_layers=prepared.layers,
         weight_bits=loaded.weight_bits,
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
         engine=config,
