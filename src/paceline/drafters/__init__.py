@@ -220,7 +220,7 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     if name in DRAFTERS:
         return PreparedDrafter(name)
     if name in ("auto", DRAFT_MODEL):
-        return _embedded(name, target)
+        return _find_embedded(name, target)
     own = HeadKind(name) if name in OWN_HEADS else None
     path = target if own is not None else _resolve(name, token=token, offline=offline)
     head = find_head(path, own, inside_target=path.resolve() == target.resolve())
@@ -231,7 +231,7 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     return PreparedDrafter(DRAFT_MODEL, path)
 
 
-def _embedded(name: str, target: Path) -> PreparedDrafter:
+def _find_embedded(name: str, target: Path) -> PreparedDrafter:
     directory = target / EMBEDDED
     if (directory / "config.json").is_file():
         return PreparedDrafter(DRAFT_MODEL, directory)

@@ -70,7 +70,7 @@ def chain(depth: int, pick: Callable[[DraftRow, TokenPath], int | None]) -> Draf
 
 
 @dataclass(slots=True)
-class _State:
+class _CachedText:
     """A request's rows in the draft model's cache.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Draft(Generic[ResultT]):
     """
 
     request: Request
-    state: _State
+    state: _CachedText
     drafting: Drafting[ResultT]
     pending: list[int]
     uses_ranking: bool = False
@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
         self._tree_width = tree_width
         self.traits = DrafterTraits(_description(runtime, tree_width, note), cache_bytes_per_token=cache.bytes_per_token)
-        self._states = RequestState[_State]()
+        self._states = RequestState[_CachedText]()
         self._prefill_time = PrefillTime(prefill_token_s)
         self._sampler = DraftSampler(None, vocab_size, self._num_known_ids)
         self._ranking, self._truncated_ranking = self._sampler.ranking(tree_width), self._sampler.truncated_ranking(tree_width)
@@ -205,16 +205,16 @@ class DraftModelDrafter(Drafter):
         next(drafting)  # the root's row comes first
         return _Draft(request, state, drafting, pending)
 
-    def _state_of(self, request: Request) -> _State:
+    def _state_of(self, request: Request) -> _CachedText:
         """Return the request's state, created if new. With translated ids, a prefix hit is not expected."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _State(self.cache.new_sequence(request.prefix_salt))
+            state = self._states[request] = _CachedText(self.cache.new_sequence(request.prefix_salt))
             if self._translation is None:
                 state.num_read = self.cache.count_prefix(state.sequence, request.token_ids)
         return state
 
-    def _truncate_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
+    def _truncate_rejected(self, state: _CachedText, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Truncate the cache to the rows whose tokens the target committed; the root always runs again, for its logits."""
         agreed = min(state.num_agreed, num_unchanged)
         limit = min(len(state.token_ids), len(token_ids) - 1)

@@ -76,13 +76,13 @@ class SuffixAutomaton:
     def follow(self, match: Match, token_id: int) -> Match:
         """Return the longest suffix of `match` + token, at most max_match tokens, that occurs in the text."""
         nexts, links, lengths = self._next, self._link, self._length
-        state, length = self.settle(match)
+        state, length = self.normalize(match)
         while token_id not in nexts[state]:
             if state == 0:
                 return 0, 0
             state = links[state]
             length = lengths[state]
-        return self.settle((nexts[state][token_id], min(length + 1, self.max_match)))
+        return self.normalize((nexts[state][token_id], min(length + 1, self.max_match)))
 
     @property
     def repeated(self) -> Match:
@@ -90,7 +90,7 @@ class SuffixAutomaton:
         state = self._link[self._last] if self.size else 0
         if self._length[state] <= self.max_match:
             return state, self._length[state]
-        return self.settle((self._counted, self.max_match))
+        return self.normalize((self._counted, self.max_match))
 
     def followers(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
         """Return what followed the longest suffix of `match` that anything followed; empty if that is shorter than `min_match`.
@@ -112,12 +112,12 @@ class SuffixAutomaton:
             return []
         if len(following) == 1:
             ((token, then),) = following.items()
-            return [(token, 1.0, self._grown(then, length))] if token != SEPARATOR else []
+            return [(token, 1.0, self._extend(then, length))] if token != SEPARATOR else []
         counts, ends = self._count, self._last_end
         total = counts[state] - (ends[state] == self.size)
         seen = [(-counts[then], -ends[then], token, then) for token, then in islice(following.items(), MAX_FOLLOWERS) if token != SEPARATOR]
         best = nsmallest(MAX_SIBLINGS, seen) if len(seen) > MAX_SIBLINGS else sorted(seen)
-        return [(token, -count / total, self._grown(then, length)) for count, _, token, then in best]
+        return [(token, -count / total, self._extend(then, length)) for count, _, token, then in best]
 
     def run(self, match: Match, min_match: int, num_tokens: int) -> list[int]:
         """Return up to `num_tokens` tokens after `match`, as long as `followers` has a single one."""
@@ -139,14 +139,14 @@ class SuffixAutomaton:
             if length < max_match:
                 length += 1
             else:
-                state, length = self.settle((state, length))
+                state, length = self.normalize((state, length))
         return tokens
 
-    def _grown(self, state: int, length: int) -> Match:
+    def _extend(self, state: int, length: int) -> Match:
         """Return a context of `length` tokens and one more, which led to `state`."""
-        return (state, length + 1) if length < self.max_match else self.settle((state, length))
+        return (state, length + 1) if length < self.max_match else self.normalize((state, length))
 
-    def settle(self, match: Match) -> Match:
+    def normalize(self, match: Match) -> Match:
         """Return the same context after its state was split, or after its length was cut."""
         state, length = match
         links, lengths = self._link, self._length
@@ -173,7 +173,7 @@ class SuffixAutomaton:
         """Count the new end position for every substring of up to max_match + 1 tokens that ends at the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
         state, length = self._counted, self._counted_length
-        while state and lengths[links[state]] >= length:  # it was split; as `settle`, without the call
+        while state and lengths[links[state]] >= length:  # it was split; as `normalize`, without the call
             state = links[state]
         state = self._next[state][token_id]
         if length <= self.max_match:
@@ -199,14 +199,14 @@ class _StoreMatch:
     num_read: int = 0
     match: Match = (0, 0)
 
-    def read(self, token_ids: Sequence[int]) -> None:
+    def update(self, token_ids: Sequence[int]) -> None:
         """Match a request's new tokens; only the last `max_match` of them matter."""
         first = len(token_ids) - self.automaton.max_match
         if first > self.num_read:
             self.num_read, self.match = first, (0, 0)
         for token in token_ids[self.num_read :]:
             self.match = self.automaton.follow(self.match, token)
-        self.match = self.automaton.settle(self.match)  # the stored text may have grown since
+        self.match = self.automaton.normalize(self.match)  # the stored text may have grown since
         self.num_read = len(token_ids)
 
 
@@ -312,9 +312,9 @@ class SuffixDrafter(Drafter):
         for token in request.token_ids[automaton.size :]:
             automaton.append(token)
         match = automaton.repeated
-        for reader in self._stored(text, request):
-            if reader.match[1] > match[1]:
-                automaton, match = reader.automaton, reader.match
+        for stored in self._stored(text, request):
+            if stored.match[1] > match[1]:
+                automaton, match = stored.automaton, stored.match
         if match[1] < self._min_match:
             return None
         return self._grow(automaton, match, request.token_ids[-1], budget)
@@ -322,10 +322,10 @@ class SuffixDrafter(Drafter):
     def _stored(self, text: _Text, request: Request) -> list[_StoreMatch]:
         if self._store is None or request.hints.namespace is None:
             return []
-        known = {id(reader.automaton): reader for reader in text.stored}
+        known = {id(stored.automaton): stored for stored in text.stored}
         text.stored = [known.get(id(automaton)) or _StoreMatch(automaton) for automaton in self._store.automata(request.hints.namespace)]
-        for reader in text.stored:
-            reader.read(request.token_ids)
+        for stored in text.stored:
+            stored.update(request.token_ids)
         return text.stored
 
     def _grow(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:

@@ -97,7 +97,9 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     if options.rope_theta is not None:
         rope = replace(layers.attention.rope, theta=options.rope_theta)
         layers = layers.with_attention(lambda attention: replace(attention, rope=rope))
-    config = _eagle(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3(files, fields, layers, target, options)
+    config = (
+        _eagle1_config(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3_config(files, fields, layers, target, options)
+    )
     if options.normed_recurrence is not None and files.kind is not HeadKind.PEAGLE:
         config = replace(config, normed_recurrence=options.normed_recurrence)
     for rows in (None, *_rows_by_id(files, config)):
@@ -204,7 +206,7 @@ def _rows_by_id(files: HeadFiles, config: EagleConfig) -> list[int]:
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
 
 
-def _eagle(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
+def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
     """Read an EAGLE-1 or 2 head, or a HASS head, which adds norms. Which norms are applied depends on what wrote the file.
 
     Raises:
@@ -240,7 +242,7 @@ def _eagle(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleCo
     )
 
 
-def _eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
+def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
     nested = files.config.get("eagle_config")
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
     if switches.flag("use_mtp_layernorm", default=False) or switches.size("parallel_draft_step", 1) > 1:

@@ -108,7 +108,7 @@ def _layers(files: HeadFiles, read: LayerReader, target: ModelConfig) -> tuple[L
     shared = fields.values.get("num_kv_shared_layers")
     if shared not in (None, 0, read.num_layers):
         raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {shortened(shared)}, expected all {read.num_layers} layers")
-    slides, owners = sliding_layers(read), _owners(target)
+    slides, owners = sliding_layers(read), _layers_with_keys(target)
     for is_local in slides:
         if is_local not in owners:
             raise IncompatibleDrafterError(f"the assistant {files.path} has {_KINDS[is_local]} layers, the target has none that keep keys")
@@ -117,7 +117,7 @@ def _layers(files: HeadFiles, read: LayerReader, target: ModelConfig) -> tuple[L
     return tuple(made[layer] for layer in layers)
 
 
-def _owners(target: ModelConfig) -> dict[bool, int]:
+def _layers_with_keys(target: ModelConfig) -> dict[bool, int]:
     """Return the last target layer of each kind that keeps keys and values, by whether it slides. The last layer of all is a full one."""
     plain = [replace(layer.attention, kv_layer=None) for layer in target.layers]
     return {plain[index] != plain[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}

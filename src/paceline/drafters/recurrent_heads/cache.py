@@ -88,7 +88,7 @@ class PairCache:
         self._features = np.zeros((num_blocks, feature_size), np.float32)
         self._feature_hashes = np.zeros(num_blocks, np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
-        self._hash_view, self._power_view = self._slot_hashes.data, self._powers.data  # faster to index than arrays
+        self._hash_view, self._power_view = self._slot_hashes.data, self._powers.data  # memoryviews: faster to index than arrays
         self._pairs = RequestState[_Pairs]()
         for memory in (*rows, PagedRows(self._slot_hashes)):
             cache.add(memory)

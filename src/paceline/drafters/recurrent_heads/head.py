@@ -177,7 +177,7 @@ class RecurrentHead:
         else:
             wanted = np.array([start - 1 for start in starts[1:]] if wants_logits else [], np.int32)
         token_ids = _joined([one.token_ids for one in pairs])
-        inputs = self._named(_joined([one.features for one in pairs]))
+        inputs = self._inputs(_joined([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
         batch = ForwardBatch(positions, _ranges([one.rows for one in pairs], starts))
         output = self.runtime.forward(inputs, batch, Wanted(wanted, self._ranking, draws))
@@ -202,7 +202,7 @@ class RecurrentHead:
         features = output.results[FEATURE]
         return PairOutputs(output, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
 
-    def _named(self, features: FloatArray) -> dict[str, FloatArray]:
+    def _inputs(self, features: FloatArray) -> dict[str, FloatArray]:
         """Return the features of true pairs by the names of the network's inputs."""
         if not self.config.boundaries:
             return {FEATURE: features}
