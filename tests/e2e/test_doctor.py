@@ -255,7 +255,7 @@ def test_options_reach_what_a_probe_loads(heads: HeadPairs, monkeypatch: pytest.
 
 
 def test_a_probe_notices_heads_of_the_same_sizes_for_other_weights(heads: HeadPairs, tmp_path: Path) -> None:
-    """Medusa heads, of which nothing is tried out when they are loaded, and EAGLE heads, of which it was said then: once."""
+    """Medusa and EAGLE heads that draft almost nothing right."""
     model, _ = heads.pairs["medusa"]
     others = {
         "medusa": (model, write_heads(tmp_path / "medusa", "rows", random_heads(hidden=128))),

@@ -358,7 +358,7 @@ def test_all_ids_are_drafted_where_nothing_is_said(tmp_path: Path) -> None:
     for given in ({}, {"drafter_options": {"draft_vocab_size": VOCABULARY}}):
         llm = open_llm(target, "mtp", **given)
         assert isinstance(llm.drafter, EagleStyleDrafter)
-        assert llm.drafter.head.num_ids == (VOCABULARY if given else None)
+        assert llm.drafter.head.draft_vocab_size == (VOCABULARY if given else None)
         assert ("drafts ids below" in llm.banner) is bool(given)
         assert run(llm.drafter.head, ranks=False).logits.shape == (20, VOCABULARY)
 

@@ -1,4 +1,4 @@
-"""Heads that must be right by one convention, in files that do not say which or name another; see `eagle_checkpoints` for their target."""
+"""Heads that are right with one value of an option that their files leave open or have wrong; `eagle_checkpoints` makes their target."""
 
 from collections.abc import Callable
 from pathlib import Path

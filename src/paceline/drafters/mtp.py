@@ -407,7 +407,9 @@ def open_mtp_head(
     )
     vocab = module.draft_vocab
     first, chosen = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
-    return RecurrentHead(module.config, runtime, runtime, module.embedding, target_ids=chosen, num_ids=first, notices=module.notices)
+    return RecurrentHead(
+        module.config, runtime, runtime, module.embedding, target_ids=chosen, draft_vocab_size=first, notices=module.notices
+    )
 
 
 def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:

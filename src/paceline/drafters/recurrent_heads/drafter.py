@@ -89,8 +89,8 @@ class EagleStyleDrafter(Drafter):
             parts.append(f"features of layers {', '.join(map(str, config.boundaries))}")
         if self.head.target_ids is not None:
             parts.append(f"{len(self.head.target_ids)} draft ids")
-        if self.head.num_ids is not None:
-            parts.append(f"drafts ids below {self.head.num_ids}")
+        if self.head.draft_vocab_size is not None:
+            parts.append(f"drafts ids below {self.head.draft_vocab_size}")
         if self._tree_width > 1:
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"

@@ -117,7 +117,7 @@ class RecurrentHead:
         runtime: the network of true pairs; its cache is also that of drafted pairs.
         target_ids: [Vd] the target's id of each draft id; None = the same.
         embedded_ids: token ids from here on have no embedding.
-        num_ids: number of first ids that have logits; None = all.
+        draft_vocab_size: number of first ids that have logits; None = all.
         masked: the masked pair of a head that drafts all positions in one pass, else None.
         notices: one-line remarks for the user.
     """
@@ -130,11 +130,11 @@ class RecurrentHead:
         embedding: AnyTensor,
         *,
         target_ids: NDArray[np.int64] | None,
-        num_ids: int | None = None,
+        draft_vocab_size: int | None = None,
         masked: MaskedPair | None = None,
         notices: tuple[str, ...] = (),
     ) -> None:
-        self.masked, self.num_ids = masked, num_ids
+        self.masked, self.draft_vocab_size = masked, draft_vocab_size
         self.config, self.runtime, self._drafted = config, runtime, drafted
         self._ranking: Ranking | None = None
         # a plain array is faster to index than a memmap
