@@ -30,7 +30,7 @@ from bench_host import DRAFT_TOKENS, LLM, SEED, TimedKernels, speculator_of
 from bench_machine import describe_machine, markdown_table
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.runtimes.native import execution
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength

@@ -70,7 +70,7 @@ def use(llm: LLM, drafter: Drafter | None, depth: int) -> None:
 
 def bench(options: argparse.Namespace, num_ids: int) -> list[list[str]]:
     """Rows of the table for one number of ids; 0 = all."""
-    given = {"normed_recurrence": True, **({"num_ids": num_ids} if num_ids else {})}  # a convention that is named is not tried out
+    given = {"draft_vocab_size": num_ids} if num_ids else {}
     llm = LLM(
         str(options.model), drafter="mtp", drafter_options=given, num_speculative_tokens=max(options.num_speculative_tokens),
         threads=options.threads, max_model_len=options.prompt + options.max_tokens + 64, max_num_seqs=1, enable_prefix_caching=False,

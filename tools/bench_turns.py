@@ -33,7 +33,7 @@ from paceline.benchmarking.intervals import paired_ratio  # noqa: E402
 from paceline.benchmarking.workloads import own_workloads  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.prediction import PredictionDrafter  # noqa: E402
-from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
+from paceline.drafters.suffix import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
 from paceline.engine.loader import DEFAULT_DRAFT_TOKENS  # noqa: E402
 from paceline.llm import LLM  # noqa: E402

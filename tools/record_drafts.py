@@ -23,7 +23,7 @@ from harness.replay import DEEPEST, Recorder, Trace  # noqa: E402
 from paceline.benchmarking.workloads import own_workloads  # noqa: E402
 from paceline.benchmarking.workloads.made import Encoded, copies, encode  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
-from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
+from paceline.drafters.suffix import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
 from paceline.llm import LLM  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402

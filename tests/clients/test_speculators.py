@@ -17,11 +17,11 @@ from harness.model_configs import make_config, with_attention
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
-from paceline.drafters.eagle.head import EagleWeights
+from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.rope_config import RopeConfig
@@ -196,8 +196,9 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
     if case.kind == "mtp":
         return _of_mtp(files, token_ids, features, given)
     config = read_eagle_config(files, TARGET)
-    weights = EagleWeights(open_eagle(files, config, TARGET), TARGET, Weights({}), num_threads=2)
-    head = weights.open(config if ignore is None else ignore(config), MAX_POSITIONS)
+    checkpoint = open_eagle(files, config, TARGET)
+    checkpoint = checkpoint if ignore is None else replace(checkpoint, config=ignore(config))
+    head = open_eagle_head(checkpoint, TARGET, Weights({}), num_threads=2, max_model_len=MAX_POSITIONS)
     if case.draft_ids is None:
         assert head.target_ids is None
     else:
@@ -207,7 +208,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
     return _of_peagle(head, token_ids, features) if case.kind == "peagle" else _of_eagle3(head, token_ids, features, case.steps)
 
 
-def _of_eagle3(head: PairHead, token_ids: NDArray[np.int32], features: Floats, steps: int) -> Floats:
+def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats, steps: int) -> Floats:
     """All true pairs in one pass, and then behind each of them, the last one first, a chain of those that follow in the text."""
     count = len(token_ids)
     true = head.run_true([_pairs(token_ids, features)], wants_logits=True, of_all=True)
@@ -223,7 +224,7 @@ def _of_eagle3(head: PairHead, token_ids: NDArray[np.int32], features: Floats, s
     return logits
 
 
-def _of_peagle(head: PairHead, token_ids: NDArray[np.int32], features: Floats) -> Floats:
+def _of_peagle(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats) -> Floats:
     """The last pair of each beginning of the text, with two masked ones behind it."""
     count = len(token_ids)
     logits = np.full((3, count, head.config.layers.vocab_size), np.nan, np.float32)

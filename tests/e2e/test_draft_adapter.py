@@ -70,7 +70,7 @@ def test_an_adapter_without_the_one_draft_model_that_it_is_for_is_refused(open_l
     with pytest.raises(ConfigError, match="and the drafter is none"):
         open_llm(drafter="none", draft_adapter="some")
     other = write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
-    with pytest.raises(ConfigError, match="draft_adapter is 'some', and 2 draft models guess"):
+    with pytest.raises(ConfigError, match="draft_adapter is 'some', and there are 2 draft models"):
         open_llm(drafter=[str(directory), str(other)], draft_adapter="some")
     with pytest.raises(ConfigError, match="draft_adapter 'some' came with a drafter that is made already"):
         open_llm(drafter=NgramDrafter(), draft_adapter="some")

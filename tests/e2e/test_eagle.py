@@ -24,7 +24,7 @@ from harness.eagle_checkpoints import (
 )
 from harness.exact_targets import BACKENDS, opened_as
 from paceline import LLM, SamplingParams
-from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.errors import IncompatibleDrafterError
 from paceline.outputs import RequestOutput
 from paceline.runtimes.native.library import kernels_path
@@ -67,8 +67,8 @@ def open_llm(head: Head, *, depth: int = DEPTH, row_budget: int | None = None, *
     return llm
 
 
-def drafter_of(llm: LLM) -> PairDrafter:
-    assert isinstance(llm.drafter, PairDrafter)
+def drafter_of(llm: LLM) -> EagleStyleDrafter:
+    assert isinstance(llm.drafter, EagleStyleDrafter)
     return llm.drafter
 
 
@@ -147,8 +147,8 @@ def test_a_head_with_embedding_and_feature_swapped_is_wrong(name: str, heads: He
 def test_d2t_read_as_absolute_ids_is_wrong(heads: Heads, plain: PlainTargets) -> None:
     llm = open_llm(heads("reading 3"))
     drafter = drafter_of(llm)
-    drafter._guesses._target_ids = np.array(DRAFT_IDS) - np.arange(len(DRAFT_IDS))  # what the file holds
-    drafter.head.rank(drafter._guesses.ranking(1))
+    drafter._sampler._target_ids = np.array(DRAFT_IDS) - np.arange(len(DRAFT_IDS))  # what the file holds
+    drafter.head.rank(drafter._sampler.ranking(1))
     (output,) = llm.generate(prompts(40), GREEDY)
     assert output.token_ids == plain(heads("reading 3"), prompts(40))[0]
     assert output.speculation.acceptance_rate < 0.2
@@ -215,8 +215,8 @@ def test_a_prefix_that_was_never_drafted_is_not_seen(heads: Heads, plain: PlainT
         generate_without_head(llm, text)  # the cache knows the prompt, the head does not
         seen: list[int] = []
         pairs = drafter_of(llm).pairs
-        keep = pairs.keep
-        pairs.keep = lambda request, ids: (keep(request, ids), seen.append(pairs.first_pair(request)))[0]  # type: ignore[method-assign]  # noqa: B023
+        keep = pairs.mark_computed
+        pairs.mark_computed = lambda request, ids: (keep(request, ids), seen.append(pairs.first_pair(request)))[0]  # type: ignore[method-assign]  # noqa: B023
         (output,) = llm.generate([text], GREEDY)
         assert output.token_ids == expected
         assert output.usage.num_cached_tokens == 96
@@ -313,7 +313,7 @@ def test_a_head_whose_embeddings_end_before_the_tokens_of_the_tokenizer_is_refus
         spec = {**EAGLE1, "hidden_size": 64, "head_dim": 16, "vocab_size": rows}
         files = write_head(tmp_path / f"head-{rows}", spec, eagle1_tensors(spec))
         if rows == 79:
-            with pytest.raises(IncompatibleDrafterError, match="has embeddings of 79 token ids, the target's tokenizer knows 80"):
+            with pytest.raises(IncompatibleDrafterError, match="has embeddings of 79 token ids, the target's tokenizer has 80"):
                 open_llm((target, files))
     alone = LLM(str(target), drafter="none", backend="native", threads=1, max_model_len=512, kv_cache_gb=0.05, enable_prefix_caching=False)
     texts = [np.random.default_rng(seed).integers(1, 80, 20).tolist() for seed in range(3)]

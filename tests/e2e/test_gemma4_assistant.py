@@ -164,7 +164,7 @@ def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
-        ({"text_config": {"vocab_size": 5000}}, "knows 5000 token ids, the target 96"),
+        ({"text_config": {"vocab_size": 5000}}, "has 5000 token ids, the target 96"),
         ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
         ({"text_config": {"head_dim": 8}}, "4 query heads of 8 values where the target's layer 4 has 2 key heads of 16"),
         ({"text_config": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "3 query heads of 16 values where the target's layer 4"),

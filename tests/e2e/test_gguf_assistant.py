@@ -253,7 +253,7 @@ def _with_odd_clusters(arrays: dict[str, Any]) -> None:
         (None, {"nextn_predict_layers": 1}, "nextn_predict_layers = 1, expected all 4 layers"),
         (None, {"attention.shared_kv_layers": 2}, "attention.shared_kv_layers = 2, expected all 4 layers"),
         (None, {"embedding_length": 48}, r"token_embd.weight has shape \[96, 32\], expected \[vocabulary, 48\]"),
-        (None, {"embedding_length_per_layer_input": 8}, "embedding_length_per_layer_input = 8: assistants have none of it"),
+        (None, {"embedding_length_per_layer_input": 8}, "embedding_length_per_layer_input = 8 is not supported for assistants"),
         (None, {"attention.key_length_swa": 4096}, "attention.value_length_swa = 16, expected the size of keys, 4096"),
         (None, {"attention.sliding_window_pattern": [True]}, r"pattern = \[True\], expected for each of 4 layers"),
         (None, {"attention.head_count": 3}, "head_count = 3 must be a multiple of gemma4-assistant.attention.head_count_kv = 2"),
@@ -287,7 +287,7 @@ def test_a_file_is_no_model(pair_of: Callable[[str], tuple[Path, Path]], tmp_pat
     ("changes", "message"),
     [
         ({"hidden_size": 48}, "takes features of 48 values, the target's have 64"),
-        ({"text_config": {"vocab_size": 5000}}, "knows 5000 token ids, the target 96"),
+        ({"text_config": {"vocab_size": 5000}}, "has 5000 token ids, the target 96"),
         ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
     ],
 )

@@ -1,6 +1,5 @@
 """The MTP drafter: modules inside a model's own checkpoint, loaded, named where they are wrong, and right where they must be."""
 
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,10 @@ from harness.mtp_checkpoints import (
     write_mimo,
     write_speculators,
 )
+from harness.unconventional_heads import module_with_signs
 from paceline import LLM, SamplingParams
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, candidates, load_mtp
-from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.drafters.mtp import MtpModule, load_mtp
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
@@ -131,7 +130,6 @@ def test_norms_of_one_layout_hold_their_weights_less_one(tmp_path: Path) -> None
         for ours, name in {"final_norm": "norm", "layers.0.q_norm": "layer.self_attn.q_norm"}.items():
             assert np.allclose(as_float32(module.weights[f"{ours}.weight"]), arrays[name], atol=1e-6)
         assert module.config.normed_recurrence
-        assert [one.normed_recurrence for one in candidates(module)] == [True, False][: 1 + (layout == "extra_layer")]
 
 
 def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
@@ -146,14 +144,9 @@ def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
     module = load_mtp(HeadFiles.open(target), config, weights)
     assert module.weights["lm_head.weight"] is weights["lm_head.weight"]
     assert module.embedding is weights["embedding.weight"]
-    assert module.with_copies is None
     edit(target / "model.safetensors", lambda tensors: tensors.update({"model.layers.2.shared_head.head.weight": random_matrix(1)}))
     module = loaded(target)
     assert np.array_equal(as_float32(module.weights["lm_head.weight"]), own["lm_head"]), "the target's, as transformers has it"
-    assert module.with_copies is not None
-    assert np.array_equal(as_float32(module.with_copies.weights["lm_head.weight"]), random_matrix(1))
-    assert module.with_copies.embedding is module.embedding
-    assert [(one.own_lm_head, one.normed_recurrence) for one in candidates(module)] == list(product((False, True), (True, False)))
 
 
 def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) -> None:
@@ -162,7 +155,7 @@ def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) ->
     (one,) = [loaded(target).notices]
     assert one == ()
     add_module(target, "extra_layer", random_module(seed=1), num_layers=3)
-    assert any("of 2 MTP modules the first one guesses at every depth" in notice for notice in loaded(target).notices)
+    assert any("of 2 MTP modules the first one drafts every position" in notice for notice in loaded(target).notices)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +181,7 @@ def test_later_modules_of_every_layout_are_said_to_be_left_out(tmp_path: Path) -
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         add_module(target, layout, random_module(), num_layers=2)
         edit(target / "model.safetensors", lambda tensors: tensors.update({name: np.zeros((2, 2), np.float32)}))  # noqa: B023
-        assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one guesses at every depth",)
+        assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one drafts every position",)
 
 
 def test_a_mimo_runs_and_guesses_with_its_own_module(tmp_path: Path) -> None:
@@ -206,31 +199,13 @@ def test_a_mimo_runs_and_guesses_with_its_own_module(tmp_path: Path) -> None:
     assert any("drafter='mtp'" in notice for notice in open_llm(target, "none").notices)
 
 
-def test_copies_of_the_targets_matrices_are_used_where_they_guess_better(tmp_path: Path) -> None:
-    """What transformers ignores, some engines read: the target's own text decides."""
-    target = write_successor_target(tmp_path, "qwen3", sharpness=3.0)[0]
-    for is_right in (True, False):
-        matrix = as_float32(open_weights(target, read_model_config(target))["lm_head.weight"]).copy()
-        own = matrix if is_right else np.roll(matrix, 1, axis=0)
-        arrays = perfect_module()
-        if is_right:  # the copy undoes what is changed here
-            order = np.roll(np.arange(len(arrays["norm"])), 1)
-            arrays["fc"], own = arrays["fc"][order], matrix[:, order].copy()
-        add_module(target, "extra_layer", arrays, num_layers=2, lm_head=own)
-        llm = open_llm(target, "mtp")
-        assert isinstance(llm.drafter, PairDrafter)
-        assert llm.drafter.head.config.own_lm_head is is_right
-        for output in llm.generate(PROMPTS, GREEDY):
-            assert output.speculation.num_accepted_tokens == output.speculation.num_draft_tokens > 28
-
-
-def test_a_head_inside_the_target_that_guesses_badly_is_not_said_to_be_anothers(tmp_path: Path) -> None:
-    target = write_successor_target(tmp_path, "qwen3", sharpness=3.0)[0]
-    add_module(target, "extra_layer", perfect_module(is_swapped=True), num_layers=2)
-    (notice,) = [notice for notice in open_llm(target, "mtp").notices if "heads made for a model guess" in notice]
-    assert notice.startswith(f"the mtp head inside {target} guesses ")
-    assert notice.endswith("it was not trained together with these weights and will seldom help")
-    assert "another" not in notice
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_the_next_feature_of_a_module_is_an_option(is_normed: bool, tmp_path: Path) -> None:
+    target, successor = write_successor_target(tmp_path, "qwen3")
+    add_module(target, "extra_layer", module_with_signs(successor, is_normed=is_normed), num_layers=2)
+    llm = open_llm(target, "mtp", drafter_options={} if is_normed else {"normed_recurrence": False})
+    (output,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert output.speculation.acceptance_rate == 1.0
 
 
 def test_the_targets_own_directory_names_the_module_inside(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf
-from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.gguf.weights import loader_module, num_modules
 from paceline.models.weights import as_float32
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -66,8 +66,8 @@ def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_routed_experts": 5}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 5"),
-        ({"n_routed_experts": 7}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json says n_routed_experts = 7"),
+        ({"n_routed_experts": 5}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json has n_routed_experts = 5"),
+        ({"n_routed_experts": 7}, r"layers\.3\.mlp\.experts\.\* are 6 experts, but config\.json has n_routed_experts = 7"),
         ("mlp.gate.weight", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.weight \[6, 64\]"),
         ("mlp.gate.e_score_correction_bias", r"it lacks 1 tensor: layers\.3\.mlp\.gate\.e_score_correction_bias \[6\]"),
         ("mlp.shared_experts.up_proj.weight", r"it lacks 1 tensor: layers\.3\.mlp\.shared_experts\.up_proj\.weight \[32, 64\]"),
@@ -96,7 +96,7 @@ def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
     weights = open_weights(target, read_model_config(target))
     name = "model.layers.3.mlp.experts.down_proj"
     edit(target / "model.safetensors", lambda tensors: tensors.update({name: tensors[name][:4]}))
-    message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json says n_routed_experts = 6"
+    message = "tensor 'layers.3.mlp.experts.down_proj' has shape [4, 64, 32], expected [6, 64, 32]: config.json has n_routed_experts = 6"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         load_mtp(HeadFiles.open(target), read_model_config(target), weights)
 
@@ -134,12 +134,12 @@ def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Pat
     file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
     assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
     config = gguf_config(file)
-    assert {name for name in open_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
+    assert {name for name in loader_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
     more = {name.replace("blk.3.", "blk.4."): tensor for name, tensor in file.tensors.items() if name.startswith("blk.3.")}
     assert [num_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
     strange = replace(file, tensors={**file.tensors, "blk.3.attn_gate.weight": file.tensors["blk.3.attn_q.weight"]})
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: blk\.3\.attn_gate\.weight that no known mtp head has"):
-        open_module(strange, config, config.layers[-1])
+        loader_module(strange, config, config.layers[-1])
 
 
 def test_a_gguf_file_without_a_whole_module_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from harness.checkpoints import write_checkpoint
 from paceline import LLM, RequestError, SamplingParams
 from paceline.cli import app
 from paceline.cli.run import MAX_PREDICTION_BYTES
-from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
+from paceline.drafters.suffix import SuffixDrafter, SuffixStore
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 

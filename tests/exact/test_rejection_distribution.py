@@ -23,7 +23,7 @@ from harness.enumerated_distributions import (
     sparse_probs,
 )
 from harness.scripted_target import LEAST_EXPECTED, ScriptedTarget, Tokens, chi_square_p_value, joint_counts
-from paceline.drafters.draft_model import _fan
+from paceline.drafters.draft_model import _tokens_per_level
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import TreeLayout, is_chain
 from paceline.sampling import residual as residual_module
@@ -355,7 +355,7 @@ def test_a_tree_that_is_a_chain_or_not_by_what_was_drawn_is_noticed(drafts, seed
 
 def test_levels_of_drawn_trees_never_become_wider_nor_do_they_when_they_are_cut():
     for layout, width, depth, budget in product(TreeLayout, range(1, 5), range(1, 6), range(2, 26)):
-        counts = _fan(width, depth, budget, layout)
+        counts = _tokens_per_level(width, depth, budget, layout)
         assert list(counts) == sorted(counts, reverse=True)
     for width, depth in ((2, 2), (2, 3), (3, 2), (4, 3)):
         shape = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]

@@ -14,7 +14,7 @@ from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip
 from paceline import LLM, SamplingParams
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
+from paceline.drafters.suffix import SuffixDrafter, SuffixStore
 from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.recurrent_state import RecurrentStateCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to

@@ -15,7 +15,7 @@ from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter, SuffixStore
+from paceline.drafters.suffix import SuffixDrafter, SuffixStore
 from paceline.engine import loader as loader_module
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.models.checkpoint import read_model_config

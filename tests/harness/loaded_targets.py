@@ -21,7 +21,7 @@ def load_target(directory: Path, speculation: SpeculationConfig, *, layers: tupl
     tokenizer = Tokenizer.open(directory)
     return LoadedTarget(
         directory=directory, runtime=runtime, cache=runtime.new_cache(num_blocks), tokenizer=tokenizer,
-        vocab_size=min(runtime.config.vocab_size, tokenizer.vocab_size), max_model_len=256, collected_layers=layers, engine=engine,
+        vocab_size=min(runtime.config.vocab_size, tokenizer.vocab_size), max_model_len=256, engine=engine,
         speculation=speculation,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Heads that must be right by one convention, in files that do not say which or name another; see `eagle_checkpoints` for their target."""
+"""Heads that are right with one value of an option that their files leave open or have wrong; `eagle_checkpoints` makes their target."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -101,27 +101,6 @@ def with_strange_norm(tensors: dict[str, NDArray[np.float32]]) -> None:
     tensors["norm.weight"] = tensors["norm.weight"] * SIGNS
 
 
-def write_converted_hass(directory: Path, *, is_on_feature: bool) -> Path:
-    """Reads its feature, as speculators converts HASS's norms: the one in front of the layer is meant for the feature, or is not.
-
-    The layer adds nothing, so that its own norm does nothing either.
-    """
-    tensors = silent_layer("transformer.", HIDDEN, ["post_attention_layernorm"])
-    fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
-    fc[:CODE, :CODE] = np.eye(CODE)
-    fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
-    if is_on_feature:
-        fc[:, HIDDEN:] *= SIGNS
-    tensors |= {
-        "fusion_fc.weight": fc,
-        "embedding_layernorm.weight": np.full(HIDDEN, np.sqrt(CODE / HIDDEN), np.float32),
-        "transformer.input_layernorm.weight": SIGNS * np.float32(np.sqrt(2 * CODE / HIDDEN)),
-        "pre_lm_head_layernorm.weight": np.ones(HIDDEN, np.float32),
-    }
-    config = {"speculators_model_type": "eagle", "layernorms": True, "transformer_layer_config": legible_config(model_type="llama")}
-    return write_head(directory, config, {name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
-
-
 def write_looking_back_eagle1(directory: Path, *, theta: float, **config: Any) -> Path:
     """Finds the token `LOOKS_BACK` before the current one by rotations of base `theta`, for a target that reads it."""
     tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"])
@@ -132,19 +111,6 @@ def write_looking_back_eagle1(directory: Path, *, theta: float, **config: Any) -
     value[:HEAD, :CODE], out[CODE : 2 * CODE, :HEAD] = np.eye(CODE), np.eye(CODE)
     stored = {name: torch.from_numpy(array.copy()) for name, array in (tensors | {"fc.weight": fc}).items()}
     return write_head(directory, legible_config(**config), stored)
-
-
-def write_eagle1_with_a_stray_bias(directory: Path, *, is_meant: bool) -> Path:
-    """Reads its feature; its file has a bias of `fc` that its config denies, and that it was made without or (`is_meant`) with."""
-    tensors = silent_layer("layers.0.", HIDDEN, ["post_attention_layernorm"])
-    fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
-    fc[:CODE, :CODE] = np.eye(CODE)
-    fc[CODE : 2 * CODE, HIDDEN : HIDDEN + CODE] = np.eye(CODE)
-    bias = np.random.default_rng(3).normal(0.0, 2.0, HIDDEN).astype(np.float32)
-    if is_meant:  # the last value of a code is 1: what the bias adds is taken off there
-        fc[:, CODE - 1] -= bias
-    stored = {name: torch.from_numpy(array.copy()) for name, array in (tensors | {"fc.weight": fc, "fc.bias": bias}).items()}
-    return write_head(directory, legible_config(bias=False), stored)
 
 
 def module_with_signs(successor: NDArray[np.int64], *, is_normed: bool, hidden: int = 128) -> Arrays:

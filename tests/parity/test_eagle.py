@@ -25,11 +25,12 @@ from harness.eagle_checkpoints import (
 )
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.eagle.gguf import open_gguf_head
-from paceline.drafters.eagle.head import open_eagle_head
+from paceline.drafters.eagle.checkpoint import open_eagle, open_gguf_eagle
+from paceline.drafters.eagle.config import read_eagle_config
+from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
@@ -330,13 +331,18 @@ def target_config(hidden_size: int = TARGET_HIDDEN) -> ModelConfig:
     )  # fmt: skip
 
 
-def open_variant(variant: Variant, directory: Path) -> tuple[PairHead, Reference]:
+def opened(files: HeadFiles, weights: Weights) -> RecurrentHead:
+    checkpoint = open_eagle(files, read_eagle_config(files, target_config()), target_config())
+    return open_eagle_head(checkpoint, target_config(), weights, num_threads=2, max_model_len=64)
+
+
+def open_variant(variant: Variant, directory: Path) -> tuple[RecurrentHead, Reference]:
     random = np.random.default_rng(5)
     matrices = {name: random.normal(0, 0.3, (VOCAB_SIZE, TARGET_HIDDEN)).astype(np.float32) for name in ("embedding", "lm_head")}
     tensors = variant.tensors()
     files = HeadFiles.open(write_head(directory, variant.spec, tensors, container=variant.container))
     weights = Weights({f"{name}.weight": plain_tensor(values) for name, values in matrices.items()})
-    head = open_eagle_head(files, target_config(), weights, num_threads=2, max_model_len=64)
+    head = opened(files, weights)
     head.runtime.new_key_values(4)
     return head, Reference(variant, tensors, {name: torch.from_numpy(values) for name, values in matrices.items()})
 
@@ -490,7 +496,7 @@ def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> 
     results = []
     for directory, tensors, stored in ((tmp_path / "narrow", wide, dtype), (tmp_path / "wide", rounded, torch.float32)):
         files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
-        head = open_eagle_head(files, target_config(), weights, num_threads=1, max_model_len=64)
+        head = opened(files, weights)
         head.runtime.new_key_values(4)
         features = np.random.default_rng(9).normal(0, 1, (3, head.config.num_features)).astype(np.float32)
         results.append(head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True).features.copy())
@@ -504,7 +510,7 @@ def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: f
     spec = {**E3, "norm_before_residual": True, "intermediate_size": 64}
     tensors = eagle3_tensors(spec)
     path = write_gguf_head(tmp_path / "head.gguf", spec, tensors, boundaries=[1, 4, 6], matrix_type=matrix_type)
-    files = open_gguf_head(path)
+    files = open_gguf_eagle(path)
     assert files is not None
     directory = write_head(tmp_path / "head", spec, tensors)
     weights = Weights(
@@ -512,7 +518,7 @@ def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: f
     )
     results = []
     for source in (files, HeadFiles.open(directory)):
-        head = open_eagle_head(source, target_config(), weights, num_threads=1, max_model_len=64)
+        head = opened(source, weights)
         head.runtime.new_key_values(4)
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS

@@ -12,9 +12,9 @@ from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import ATTENTION_LAYER, HOSTS, add_module, module_tensors, write_donor, write_host
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.mtp import candidates, load_mtp, open_gguf_module, open_mtp_head
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.drafters.mtp import load_mtp, open_gguf_module, open_mtp_head
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import RowRange
@@ -54,17 +54,16 @@ class Reference:
             return o @ self._lm_head.T, o
 
 
-def opened(files: HeadFiles, directory: Path, backend: str) -> PairHead:
+def opened(files: HeadFiles, directory: Path, backend: str) -> RecurrentHead:
     config = read_model_config(directory)
     module = load_mtp(files, config, open_weights(directory, config))
     assert module.notices == ()
-    assert [one.normed_recurrence for one in candidates(module)] == [True]
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
     head.runtime.new_key_values(8)
     return head
 
 
-def check(head: PairHead, reference: Reference) -> None:
+def check(head: RecurrentHead, reference: Reference) -> None:
     """43 true pairs in two passes, and three steps behind them."""
     random = np.random.default_rng(4)
     tokens: list[int] = random.integers(1, 97, 43).tolist()
@@ -83,7 +82,7 @@ def check(head: PairHead, reference: Reference) -> None:
         logits, output = results.logits[0].copy(), results.features[0].copy()
 
 
-def _run(head: PairHead, tokens: list[int], features: Floats, first: int) -> tuple[Floats, Floats]:
+def _run(head: RecurrentHead, tokens: list[int], features: Floats, first: int) -> tuple[Floats, Floats]:
     rows = RowRange(0, len(tokens), first + 1, TABLE, None, 1)
     results = head.run_true([TrueRows(np.array(tokens, np.int32), features, rows)], wants_logits=True)
     return results.logits[0].copy(), results.features[-1].copy()

@@ -16,8 +16,8 @@ from harness.mtp_checkpoints import LAYOUTS, Arrays, add_module, random_matrix, 
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.head import DraftedRows, PairHead
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import RowRange
@@ -93,15 +93,12 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     weights = open_weights(directory, config)
     module = load_mtp(files, config, weights)
     assert module.notices == ()
-    if brings_matrices:  # used where they guess better than the target's
-        assert module.with_copies is not None
-        module = module.with_copies
     is_plain = layout == "extra_layer" and not brings_matrices  # both ways occur there
     if is_plain:
         module = replace(module, config=replace(module.config, normed_recurrence=False))
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    lm_head = torch.from_numpy(own["lm_head"] if own else as_float32(weights["lm_head.weight"]).copy())
-    embedding = own["embed"] if own else as_float32(weights["embedding.weight"])
+    lm_head = torch.from_numpy(as_float32(weights["lm_head.weight"]).copy())  # copies in the file are not used
+    embedding = as_float32(weights["embedding.weight"])
     random = np.random.default_rng(4)
     tokens = random.integers(1, 97, 43)
     features = random.normal(0, 1, (43, 64)).astype(np.float32)
@@ -136,7 +133,6 @@ def test_the_module_of_a_mixture_of_experts_is_the_one_of_transformers(
     config = read_model_config(ours)
     module = load_mtp(HeadFiles.open(ours), config, open_weights(ours, config))
     assert module.config.normed_recurrence
-    assert module.with_copies is None
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
     head.runtime.new_key_values(8)
     with torch.inference_mode():
@@ -178,7 +174,7 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def _run(
-    head: PairHead, tokens: NDArray[np.int64], features: NDArray[np.float32], first: int
+    head: RecurrentHead, tokens: NDArray[np.int64], features: NDArray[np.float32], first: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Logits and feature of the last of the pairs from `first` on; pair t stands in slot t + 1."""
     rows = RowRange(0, len(tokens), first + 1, np.arange(1, 8, dtype=np.int32), None, 1)

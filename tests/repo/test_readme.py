@@ -17,7 +17,7 @@ FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MACHINE_PATHS = ["/wo" + "rk/", "/tm" + "p/", "/ro" + "ot/", "/ho" + "me/"]
 REGISTRIES = ["pypi" + ".org", "download." + "pytorch", "index" + "-url", "find" + "-links"]
 VOCABULARY_FILES = {"tokenizer.json"}  # a vocabulary holds any words
-MAX_TEXT_BYTES = 4_000_000
+MAX_CORPUS_BYTES = 4_000_000
 
 
 def _page(name: str) -> str:
@@ -99,7 +99,7 @@ def test_the_file_map_of_the_readme_is_the_package() -> None:
 def test_no_file_names_a_machine_or_a_registry(word: str) -> None:
     found = []
     for path in _project_files():
-        if path.name in VOCABULARY_FILES or path.stat().st_size > MAX_TEXT_BYTES:
+        if path.name in VOCABULARY_FILES or path.stat().st_size > MAX_CORPUS_BYTES:
             continue
         content = path.read_bytes()
         if b"\0" not in content[:8192] and word.encode() in content:

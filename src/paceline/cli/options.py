@@ -96,7 +96,7 @@ SPECULATION = Panel(
         "target, to 8 with a 16-bit one. It changes the speed alone.",
         "draft_adapter": "Directory of a LoRA adapter that the draft model computes with. It changes the speed alone.",
         "drafter_options": "A setting of one method, such as tree=accuracy (medusa), boundaries=2,16,29 "
-        "(eagle3) or num_ids=32768, ids_of=FILE (mtp); may be given several times. docs/methods lists them.",
+        "(eagle3) or draft_vocab_size=32768, draft_vocab_corpus=FILE (mtp); may be given several times. docs/methods lists them.",
     },
 )
 BATCHES = Panel(

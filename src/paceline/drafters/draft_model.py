@@ -1,38 +1,46 @@
-"""A small language model as guesser.
+"""Drafter of a small language model.
 
-Each step costs one draft pass per token of the chain; the first one also catches up on what the target committed since. A tree adds
-siblings to a chain, from rows that the chain needs anyway; it grows by expected tokens per row, within the row budget. Tokens are picked
-with the same `token` noise as the target's (Gumbel coupling, Daliri et al. 2024, arXiv:2408.07978, section 3), so that the two tend to
-draw the same token; at temperature 0 both take the argmax. For rejection sampling, drafts are drawn with separate noise, and the tree
-holds the distributions they were drawn from.
+A step costs one draft pass per draft token; the first pass also catches up on the tokens committed since the last draft. A tree adds
+siblings to the chain, from rows that the chain computes anyway. Tokens are sampled as `DraftSampler` describes. For rejection sampling,
+drafts are drawn with separate noise, and the tree holds the distributions that they were drawn from.
 """
 
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from time import perf_counter
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
-from paceline.errors import CapacityError, RequestError
-from paceline.kv_cache.cache import CachedSequence, KVCache
-from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
-from paceline.runtimes.ranking import DRAW, Draws, RankedRow
-from paceline.sampling.noise import Purpose, noise_key
+from paceline.config import cache_directory
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
+from paceline.drafters.target import LoadedTarget
+from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
+from paceline.errors import CapacityError, IncompatibleDrafterError, RequestError
+from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
+from paceline.kv_cache.recurrent_state import CheckpointConfig
+from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
+from paceline.models.checkpoint import read_model_config
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble, in_parts
+from paceline.runtimes.cost import time_passes
+from paceline.runtimes.load import RuntimeOptions, load_runtime
+from paceline.runtimes.ranking import RankedRow
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, growing_tree
+from paceline.tokenizer.tokenizer import Tokenizer
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
 CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
+_PROFILED_ROWS = 32  # of the pass that measures the prefill speed
 
 ResultT = TypeVar("ResultT")
-Path: TypeAlias = Sequence[int]
+TokenPath: TypeAlias = Sequence[int]
 """Tokens from the root's child on."""
 
 
@@ -43,29 +51,13 @@ class DraftRow(NamedTuple):
     ranked: RankedRow | None = None
 
 
-Drafting: TypeAlias = Generator[Path, DraftRow | None, ResultT]
-"""Generator of a draft, token by token. Yields the path after which it needs logits: () for the root, then each time the previous
-path plus one token. Is sent that row, or None if there is none, and returns what was drafted."""
+Drafting: TypeAlias = Generator[TokenPath, DraftRow | None, ResultT]
+"""Generator of a draft, token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
+is sent that row, or None if the cache has no room, and returns the draft."""
 
 
-class IdTranslation(Protocol):
-    """Carries tokens between a target and a draft model that has other ids for the same pieces."""
-
-    def context(self, request: Request) -> Sequence[int]:
-        """The draft model's ids of everything the request holds; later calls only append."""
-        ...
-
-    def target_row(self, row: FloatArray) -> FloatArray:
-        """A draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
-        ...
-
-    def draft_id(self, token_id: int) -> int:
-        """The draft model's id of a target token that can be drafted."""
-        ...
-
-
-def chain(depth: int, pick: Callable[[DraftRow, Path], int | None]) -> Drafting[list[int]]:
-    """One token per row, until `pick` returns None."""
+def chain(depth: int, pick: Callable[[DraftRow, TokenPath], int | None]) -> Drafting[list[int]]:
+    """Draft one token per row, until `pick` returns None."""
     path: list[int] = []
     while len(path) < depth:
         row = yield path
@@ -77,13 +69,19 @@ def chain(depth: int, pick: Callable[[DraftRow, Path], int | None]) -> Drafting[
 
 
 @dataclass(slots=True)
-class _State:
-    """A request's rows in the draft cache: the tokens they were computed from, in the draft model's ids."""
+class _CachedText:
+    """A request's rows in the draft model's cache.
+
+    Attributes:
+        token_ids: of the rows, in the draft model's ids.
+        num_agreed: number of first rows that are known to match the request's text.
+        num_read: number of the request's tokens at its last draft; before the first one, of those in the prefix cache.
+    """
 
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
-    num_agreed: int = 0  # how many of them are known to match the request's text
-    num_read: int = 0  # tokens of the request at its last draft; before the first one, those in the prefix cache
+    num_agreed: int = 0
+    num_read: int = 0
 
 
 @dataclass(slots=True)
@@ -92,17 +90,17 @@ class _Draft(Generic[ResultT]):
 
     Attributes:
         pending: tokens of the next pass; none once the draft is finished.
-        reads_ranks: whether what the pass finds in its rows is enough.
-        truncates: whether top-k, top-p or min-p leave tokens out.
-        level: rows it was given.
-        result: once it is finished.
+        uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
+        truncates: whether top-k, top-p or min-p remove tokens.
+        level: number of rows it received.
+        result: of the finished draft.
     """
 
     request: Request
-    state: _State
+    state: _CachedText
     drafting: Drafting[ResultT]
     pending: list[int]
-    reads_ranks: bool = False
+    uses_ranking: bool = False
     truncates: bool = False
     level: int = 0
     result: ResultT | None = None
@@ -114,12 +112,12 @@ class DraftModelDrafter(Drafter):
     Args:
         runtime, cache: the draft model; only this drafter uses them.
         vocab_size: V of the target; draft ids beyond it are never proposed.
-        num_known_ids: ids the draft model's tokenizer knows; its rows beyond them are padding, never proposed.
+        num_known_ids: ids of the draft model's tokenizer; its rows beyond them are padding, never proposed.
         translation: for a draft model with other ids.
-        max_model_len: longest text the draft model is prepared for, in its own tokens; None = what it was made for.
-        tree_width: guesses per position; 1 = a chain, else siblings of the chain's tokens, best first.
-        note: what a user should know of the pair, for the banner.
-        read_s: seconds to prefill one token of a long text; 0 = not measured yet.
+        max_model_len: longest text the draft model is prepared for, in its own tokens; None = its maximum.
+        tree_width: draft tokens per position; 1 = a chain, else siblings of the chain's tokens, best first.
+        note: remarks on the pair for the banner.
+        prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
     """
 
     name = "draft_model"
@@ -131,11 +129,11 @@ class DraftModelDrafter(Drafter):
         *,
         vocab_size: int,
         num_known_ids: int | None = None,
-        translation: IdTranslation | None = None,
+        translation: SharedPieces | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
         note: str = "",
-        read_s: float = 0.0,
+        prefill_token_s: float = 0.0,
     ) -> None:
         self.runtime, self.cache = runtime, cache
         self._vocab_size = vocab_size
@@ -144,10 +142,10 @@ class DraftModelDrafter(Drafter):
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
         self._tree_width = tree_width
         self.traits = DrafterTraits(_description(runtime, tree_width, note), cache_bytes_per_token=cache.bytes_per_token)
-        self._states = RequestState[_State]()
-        self._reading = PrefillTime(read_s)
-        self._guesses = Guesses(None, vocab_size, self._num_known_ids)
-        self._ranking, self._truncated_ranking = self._guesses.ranking(tree_width), self._guesses.truncated_ranking(tree_width)
+        self._states = RequestState[_CachedText]()
+        self._prefill_time = PrefillTime(prefill_token_s)
+        self._sampler = DraftSampler(None, vocab_size, self._num_known_ids)
+        self._ranking, self._truncated_ranking = self._sampler.ranking(tree_width), self._sampler.truncated_ranking(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         drafts: list[_Draft[DraftTree | None] | None] = []
@@ -157,29 +155,31 @@ class DraftModelDrafter(Drafter):
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
-                draft.reads_ranks = self._translation is None and request.processor.keeps_logits and not is_drawn
+                draft.uses_ranking = self._translation is None and request.processor.keeps_logits and not is_drawn
                 draft.truncates = request.params.truncates
             drafts.append(draft)
         self._grow(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
 
-    def write(self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]) -> list[list[int]]:
-        """The draft model's most probable continuation of each context, in its own ids; empty where its context has no room.
+    def generate(
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
+    ) -> list[list[int]]:
+        """Return the draft model's most probable continuation of each context, in its own ids; empty if the context has no room.
 
         Args:
             contexts: ids of each request's whole text, and how many of them are unchanged since the last call.
-            counts: tokens to write.
+            counts: tokens to generate.
         """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
             depth = min(count, self.max_model_len - len(context))
-            writing = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
-            drafts.append(self._begin(request, context, num_unchanged, depth, writing))
+            drafting = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
+            drafts.append(self._begin(request, context, num_unchanged, depth, drafting))
         self._grow(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def prefill_s(self, request: Request) -> float:
-        return self._reading.expected_s(len(request.token_ids) - self._state_of(request).num_read)
+        return self._prefill_time.expected_s(len(request.token_ids) - self._state_of(request).num_read)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
@@ -196,25 +196,25 @@ class DraftModelDrafter(Drafter):
             state.num_agreed = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_agreed])
         state.num_read = len(request.token_ids)
-        self._drop_rejected(state, context, num_unchanged)
+        self._truncate_rejected(state, context, num_unchanged)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
-        if max(pending) >= self.runtime.config.vocab_size:  # a token only the target knows
+        if max(pending) >= self.runtime.config.vocab_size:  # the target has more ids
             return None
         next(drafting)  # the root's row comes first
         return _Draft(request, state, drafting, pending)
 
-    def _state_of(self, request: Request) -> _State:
-        """The request's state, created if new. With translated ids the prefix cache is not counted on."""
+    def _state_of(self, request: Request) -> _CachedText:
+        """Return the request's state, created if new. With translated ids, a prefix hit is not expected."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _State(self.cache.new_sequence(request.sequence.salt))
+            state = self._states[request] = _CachedText(self.cache.new_sequence(request.sequence.salt))
             if self._translation is None:
                 state.num_read = self.cache.cached_prefix_len(state.sequence, request.token_ids)
         return state
 
-    def _drop_rejected(self, state: _State, token_ids: Sequence[int], num_unchanged: int) -> None:
-        """Keep the rows whose tokens the target committed; the root always runs again, for its logits."""
+    def _truncate_rejected(self, state: _CachedText, token_ids: Sequence[int], num_unchanged: int) -> None:
+        """Truncate the cache to the rows whose tokens the target committed; the root always runs again, for its logits."""
         agreed = min(state.num_agreed, num_unchanged)
         limit = min(len(state.token_ids), len(token_ids) - 1)
         while agreed < limit and state.token_ids[agreed] == token_ids[agreed]:
@@ -239,15 +239,15 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
-        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            for part in in_parts(behind, lambda _: CATCH_UP_ROWS):
+        while late := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
+            for part in in_parts(late, lambda _: CATCH_UP_ROWS):
                 ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]
                     draft.state.num_agreed = len(draft.state.token_ids)  # all of them are the request's
 
     def _advance(self, draft: _Draft[ResultT], row: DraftRow | None) -> None:
-        """Give a draft the row it waits for, None if there is none."""
+        """Send a draft its next row, None if there is none."""
         draft.level += 1
         try:
             token = draft.drafting.send(row)[-1]
@@ -259,47 +259,47 @@ class DraftModelDrafter(Drafter):
         if budget.needs_draft_probs and not request.params.is_greedy:
             return self._drawn(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
-            return self._picked(request, budget)
-        return self._grown(request, budget)
+            return self._chain(request, budget)
+        return self._tree(request, budget)
 
-    def _picked(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """A chain of tokens that the target would draw if its rows were these; it ends where nothing is allowed, or nothing is expected."""
+    def _chain(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        """Draft a chain; it ends if no token is allowed, or if the path's probability falls below `min_reach`."""
         path: list[int] = []
         probs: list[float] = []
-        reached = 1.0
-        while len(path) < budget.max_depth and reached >= budget.min_reach:
+        path_prob = 1.0
+        while len(path) < budget.max_depth and path_prob >= budget.min_reach:
             row = yield path
-            guessed = self._guessed(request, row, path, 1)
-            if not guessed.token_ids:
+            drafted = self._sample(request, row, path, 1)
+            if not drafted.token_ids:
                 break
-            path.append(guessed.token_ids[0])
-            probs.append(guessed.probs[0])
-            reached *= budget.rate(probs[-1])
+            path.append(drafted.token_ids[0])
+            probs.append(drafted.probs[0])
+            path_prob *= budget.rate(probs[-1])
         return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
-    def _grown(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """The same chain plus siblings, the next best tokens of its rows, by expected tokens per row of the target's pass."""
-        root: Path | None = ()
-        growth, reached = growing_tree(request.token_ids[-1], budget, root), 1.0
+    def _tree(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+        """Draft the same chain plus siblings, chosen by expected tokens per row of the target's pass."""
+        root: TokenPath | None = ()
+        growth, path_prob = growing_tree(request.token_ids[-1], budget, root), 1.0
         try:
             path = next(growth)
             while True:
-                # no row is wanted behind siblings, nor where a chain would end
-                guesses = self._ranked(request, (yield path), path) if path is not None and reached >= budget.min_reach else []
-                reached *= budget.rate(guesses[0][1]) if guesses else 1.0
-                path = growth.send(guesses)
+                is_expanded = path is not None and path_prob >= budget.min_reach  # neither siblings nor the end of the chain
+                candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
+                path_prob *= budget.rate(candidates[0][1]) if candidates else 1.0
+                path = growth.send(candidates)
         except StopIteration as end:
             tree: DraftTree | None = end.value
             return tree
 
     def _drawn(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """Tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
+        """Draft tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
         token_ids: list[int] = []
         parents: list[int] = []
         draft_probs: dict[int, TokenProbs] = {}
         path, node = list[int](), 0
         key = request.seed, request.sample_index, len(request.token_ids)
-        for count in _fan(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
+        for count in _tokens_per_level(self._tree_width, budget.max_depth, budget.row_budget, budget.layout):
             row = yield path
             if row is None:
                 break
@@ -314,32 +314,32 @@ class DraftModelDrafter(Drafter):
             path.append(tokens[0])
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
-    def _guessed(self, request: Request, row: DraftRow | None, path: Path, width: int) -> Guessed:
-        """The token the target would draw if its row were this one, and the best others, each with its probability."""
+    def _sample(self, request: Request, row: DraftRow | None, path: TokenPath, width: int) -> DraftTokens:
+        """Sample up to `width` tokens from the row after a path."""
         if row is None:
-            return NOTHING
+            return NO_TOKENS
         ranked = row.ranked
         if ranked is not None and math.isfinite(ranked.log_sum):
             if not request.params.truncates:
-                return self._guesses.of_ranked(ranked, width, is_greedy=request.params.is_greedy)
-            guessed = self._guesses.of_truncated(request, path, ranked, width)
-            if guessed is not None:
-                return guessed
+                return self._sampler.sample_ranked(ranked, width, is_greedy=request.params.is_greedy)
+            drafted = self._sampler.sample_truncated(request, path, ranked, width)
+            if drafted is not None:
+                return drafted
         try:
-            return self._guesses.of_target_row(request, path, self._as_target_row(row.logits), width, needs_draft_probs=False)
+            return self._sampler.sample_target_row(request, path, self._as_target_row(row.logits), width, needs_draft_probs=False)
         except RequestError:  # no token is allowed
-            return NOTHING
+            return NO_TOKENS
 
-    def _ranked(self, request: Request, row: DraftRow | None, path: Path) -> list[Candidate[Path | None]]:
-        """The same as guesses: of the first one the row behind it will be wanted."""
-        guessed = self._guessed(request, row, path, self._tree_width)
+    def _candidates(self, request: Request, row: DraftRow | None, path: TokenPath) -> list[Candidate[TokenPath | None]]:
+        """Return the sampled tokens as candidates; only the first one can be expanded."""
+        drafted = self._sample(request, row, path, self._tree_width)
         return [
             (token, prob, self.name, None if rank else (*path, token))
-            for rank, (token, prob) in enumerate(zip(guessed.token_ids, guessed.probs, strict=True))
+            for rank, (token, prob) in enumerate(zip(drafted.token_ids, drafted.probs, strict=True))
         ]
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
-        """The row over the target's ids: padding cropped, or added as -inf."""
+        """Return the row over the target's ids: padding cropped, or added as -inf."""
         if self._translation is not None:
             return self._translation.target_row(row)
         row = row[: min(self._vocab_size, self._num_known_ids)]
@@ -350,7 +350,7 @@ class DraftModelDrafter(Drafter):
     def _run(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
     ) -> tuple[list[_Draft[ResultT]], list[DraftRow]]:
-        """One pass of the draft model; a draft that gets no cache block grows no further.
+        """Run one pass of the draft model; a draft that gets no cache block ends.
 
         Returns:
             the drafts that ran, and the last row of each.
@@ -373,14 +373,15 @@ class DraftModelDrafter(Drafter):
             return ran, []
         start = perf_counter()
         inputs, batch, asked = assemble(plans, rows, wanted)
-        is_ranked = wants_logits and any(draft.reads_ranks for draft in ran)
+        is_ranked = wants_logits and any(draft.uses_ranking for draft in ran)
         if is_ranked:
-            truncates = any(draft.truncates and draft.reads_ranks for draft in ran)
-            asked = asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=_draws_of(ran))
+            drawn = [(draft.request, draft.level) if draft.uses_ranking and not draft.request.params.is_greedy else None for draft in ran]
+            truncates = any(draft.truncates and draft.uses_ranking for draft in ran)
+            asked = asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
         output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
-            self._reading.observe(num_rows, perf_counter() - start)
+            self._prefill_time.observe(num_rows, perf_counter() - start)
         for draft, ids in zip(ran, rows, strict=True):
             self.cache.keep_path(draft.state.sequence, len(ids) - 1)
             draft.state.token_ids.extend(ids)
@@ -388,7 +389,7 @@ class DraftModelDrafter(Drafter):
             return ran, []
         ranked = output.ranked if is_ranked else [None] * len(ran)
         return ran, [
-            DraftRow(logits, found if draft.reads_ranks else None) for draft, logits, found in zip(ran, output.logits, ranked, strict=True)
+            DraftRow(logits, found if draft.uses_ranking else None) for draft, logits, found in zip(ran, output.logits, ranked, strict=True)
         ]
 
 
@@ -399,24 +400,92 @@ def _description(runtime: Network, tree_width: int, note: str) -> str:
     return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{note})"
 
 
-def _draws_of(drafts: Sequence[_Draft[ResultT]]) -> Draws | None:
-    """How the next token of each draft is drawn."""
-    if not any(draft.reads_ranks and not draft.request.params.is_greedy for draft in drafts):
-        return None
-    draws = np.zeros(len(drafts), DRAW)
-    for index, draft in enumerate(drafts):
-        request = draft.request
-        if draft.reads_ranks and not request.params.is_greedy:
-            key = noise_key(request.seed, request.sample_index, len(request.token_ids) + draft.level, Purpose.TOKEN)
-            draws[index] = (key, request.params.temperature, 0)
-    return draws
-
-
 @lru_cache(maxsize=256)
-def _fan(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
-    """Guesses per level of a chain with `width` - 1 siblings beside each token, within `row_budget` rows."""
+def _tokens_per_level(width: int, depth: int, row_budget: int, layout: TreeLayout) -> tuple[int, ...]:
+    """Return the draft tokens per level of a chain with `width` - 1 siblings next to each token, within `row_budget` rows."""
     parents = [1 + (level - 1) * width if level else 0 for level in range(depth) for _ in range(width)]
     tree = DraftTree.grow(0, [*range(width)] * depth, parents, "").trim(
         vocab_size=width, max_depth=depth, row_budget=row_budget, layout=layout
     )
     return tuple(tree.depths.count(level) for level in range(1, tree.tree_depth + 1))
+
+
+def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
+    """Load a draft model, and choose how its tokens become the target's.
+
+    Raises:
+        IncompatibleDrafterError: the pieces of its vocabulary cannot spell half of the target's.
+        CheckpointError: its files are damaged or incomplete.
+    """
+    config = read_model_config(directory)
+    tokenizer = Tokenizer.open(directory)
+    comparison = compare_vocabularies(target.tokenizer, tokenizer)
+    if comparison.is_unusable:
+        raise IncompatibleDrafterError(
+            f"draft model {directory} cannot draft for {target.directory}: {comparison.why_unusable()}. "
+            "Use a draft model of the same family (same tokenizer), or drafter='ngram'"
+        )
+    has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
+    token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)
+    max_model_len = min(math.ceil(target.max_model_len * token_ratio), config.max_positions)
+    runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
+    passes = time_passes(runtime, cache, (_PROFILED_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
+    translation, tokenizers = None, None
+    if not has_all_ids:
+        own, other = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
+        if comparison.match is not VocabularyMatch.DISJOINT:
+            translation = SharedPieces(own, other, vocab_size=target.vocab_size, draft_vocab_size=runtime.config.vocab_size)
+        else:
+            tokenizers = own, other
+    drafter = DraftModelDrafter(
+        runtime,
+        cache,
+        vocab_size=target.vocab_size,
+        num_known_ids=min(tokenizer.vocab_size, runtime.config.vocab_size),
+        translation=translation,
+        max_model_len=max_model_len,
+        tree_width=target.speculation.tree_width,
+        note=_pair_note(comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter),
+        prefill_token_s=passes[_PROFILED_ROWS] / _PROFILED_ROWS,
+    )
+    return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
+
+
+def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, token_ratio: float) -> tuple[Network, KVCache]:
+    """Load the draft model, with a cache for as many tokens as the target's.
+
+    Args:
+        token_ratio: draft-model tokens per target token.
+    """
+    adapter = None if target.speculation.draft_adapter is None else Path(target.speculation.draft_adapter)
+    options = RuntimeOptions(
+        numerics=Numerics.FAST,
+        num_threads=target.engine.num_threads,
+        max_model_len=max_model_len,
+        device=target.engine.device,
+        quantization=target.draft_model_quant,
+        quant_directory=cache_directory(),
+        memory_bytes=None if adapter is None else target.memory_bytes,
+        merge_adapter=adapter,
+    )
+    runtime = load_runtime(directory, options).runtime
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the profiled pass
+    kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
+    cache = runtime.new_cache(num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=kept_states))
+    cache.prefix_caching = target.cache.prefix_caching
+    return runtime, cache
+
+
+def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
+    """Estimate the draft model's tokens per target token of a text, with a margin; at least 1."""
+    counts = [len(tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False)) for tokenizer in (draft, target)]
+    return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
+
+
+def _pair_note(comparison: VocabularyComparison, max_model_len: int, wanted_context: int, adapter: str | None) -> str:
+    """Describe an adapter, and a vocabulary or context that differs from the target's, for the banner."""
+    note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
+    note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
+    if max_model_len < wanted_context:
+        note += f"; no drafts after its context of {max_model_len} tokens"
+    return note

@@ -1,7 +1,7 @@
-"""The files of a drafting head, whatever they are called: its tensors by their plain names, its config, and which method it is for.
+"""Files of a draft head: its tensors by plain names, its config, and the method they are for.
 
-Heads come as safetensors or as PyTorch's own files, with or without a config.json, and their names with whatever prefix the training
-code left on them. PyTorch files are read with `weights_only`, so that nothing in them runs.
+A head comes as safetensors or as PyTorch files, with or without a config.json. Training code leaves different prefixes in tensor names.
+PyTorch files are read with `weights_only`, so that no code in them runs.
 """
 
 import re
@@ -13,29 +13,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_containers import files_of, listed
-from paceline.drafters.head_kinds import HeadKind, kind_of
+from paceline.drafters.head_kinds import METHOD_FILES, HeadKind, kind_of
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
 from paceline.models.weights import Tensor
-from paceline.small_files import is_file, read_json
+from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
 _NUMBER = "[0-9]{1,6}"  # of a layer or a head: no file has more
+_MAX_LISTED_NAMES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFiles:
-    """What the files of a head hold; nothing is read until it is asked for.
+    """The tensors and config of a head; a tensor is read when it is opened.
 
     Attributes:
-        path: the directory, or the file where one was given.
-        config: config.json; empty where there is none.
+        path: the directory, or the single file.
+        config: config.json; empty if there is none.
         tensors: by name, without prefixes such as `module.`.
         kind: the method they are for.
-        files: those the tensors are in.
+        files: the files that hold the tensors.
     """
 
     path: Path
@@ -46,16 +47,16 @@ class HeadFiles:
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":
-        """The head in a directory, or in one file of it.
+        """Open the head in a directory, or in one file of it.
 
         Raises:
             CheckpointError: there is none, or a file is damaged.
-            IncompatibleDrafterError: it is of a method that is not known.
-            BackendUnavailableError: it takes a library that is not installed.
+            IncompatibleDrafterError: its method is unknown.
+            BackendUnavailableError: a library to read it is not installed.
         """
         directory = path if path.is_dir() else path.parent
         config = read_json(directory / "config.json") or {}
-        files = (path,) if path.is_file() else files_of(directory)
+        files = (path,) if path.is_file() else _tensor_files(directory)
         found: dict[str, FileTensor] = {}
         for file in files:
             found.update(read_tensors(file, "head"))
@@ -66,15 +67,22 @@ class HeadFiles:
         return cls(path, config, tensors, kind, files)
 
     @property
+    def config_path(self) -> Path:
+        """The config.json; of a GGUF file, which has none, the file itself."""
+        if self.path.suffix == ".gguf":
+            return self.path
+        return self.path / "config.json" if self.path.is_dir() else self.path.with_name("config.json")
+
+    @property
     def is_speculators(self) -> bool:
-        """Whether it is in the container of the speculators library."""
+        """Whether the files are in the format of the speculators library."""
         return "speculators_model_type" in self.config
 
     def shape(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns of a matrix, None where there is none of this name.
+        """Return rows and columns of a matrix, None if there is none of this name.
 
         Raises:
-            CheckpointError: it is no matrix.
+            CheckpointError: it is not a matrix.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -86,7 +94,7 @@ class HeadFiles:
         return tensor.shape[0], tensor.shape[1]
 
     def count(self, pattern: str) -> int:
-        """Number of parts whose names match `pattern`, where `{}` is the part's index: 0, 1, … without gaps.
+        """Return the number of parts whose names match `pattern`; `{}` is the part's index: 0, 1, … without gaps.
 
         Raises:
             CheckpointError: an index is missing (found without counting up to the largest).
@@ -100,7 +108,7 @@ class HeadFiles:
         return len(numbers)
 
     def weight(self, name: str) -> Tensor:
-        """A floating-point tensor.
+        """Return a floating-point tensor.
 
         Raises:
             CheckpointError: its stored type is not one of weights.
@@ -115,7 +123,7 @@ class HeadFiles:
         return Tensor(tensor.open(), _WEIGHT_TYPES[tensor.dtype], tensor.shape)
 
     def table(self, name: str) -> NDArray[np.int64]:
-        """A table of ids, offsets or flags.
+        """Return a table of ids, offsets or flags.
 
         Raises:
             CheckpointError: it is not one-dimensional, or not of integers.
@@ -131,7 +139,7 @@ class HeadFiles:
         """Check the tensors against the shapes a network needs.
 
         Raises:
-            CheckpointError: names all tensors that are missing or of another shape.
+            CheckpointError: tensors are missing or of another shape; all of them are named.
         """
         expected = {**required, **(optional or {})}
         missing = [f"{name} {list(shape)}" for name, shape in required.items() if name not in self.tensors]
@@ -145,13 +153,13 @@ class HeadFiles:
             raise CheckpointError(f"{self.path} is no complete {self.kind.value} head for this target: {'; '.join(problems)}")
 
     def check_all_used(self, used: Iterable[str], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
-        """Refuse a head with tensors that we do not use: without them it would be another network.
+        """Check that every tensor is used or known to take no part in the computation: without it the network would be another one.
 
         Args:
-            ignored: names that are known to be no part of the computation; rotary frequencies are.
+            ignored: returns whether a tensor takes no part; rotary frequencies never do.
 
         Raises:
-            CheckpointError: names all tensors that are neither used nor ignored.
+            CheckpointError: tensors are neither used nor ignored; all of them are named.
         """
         known = set(used)
         unknown = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq") and not ignored(name)]
@@ -163,23 +171,23 @@ class HeadFiles:
 
 
 def is_head_file(name: str) -> bool:
-    """Whether a path is that of a head's file rather than of a directory."""
+    """Return whether a path is a head's file rather than a directory."""
     path = Path(name)
     return path.suffix in (".pt", ".bin", ".safetensors") and is_file(path)
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the prefixes that training code leaves."""
+    """Return a tensor's name without the prefixes that training code leaves."""
     found = _PREFIXES.match(name)
     return name[found.end() :] if found else name
 
 
 def check_pairing(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vocab_rows: int | None = None) -> None:
-    """Refuse a head that was made for another target.
+    """Check that a head's sizes are those of the target.
 
     Args:
-        hidden_size: width of the target's features the head takes.
-        vocab_rows: rows of its vocabulary matrices, of the target's ids; None = it has none. Padding may differ.
+        hidden_size: width of the target's features that the head takes.
+        vocab_rows: rows of its vocabulary matrices, one per target id; None = it has none. Padding may differ.
 
     Raises:
         IncompatibleDrafterError: a size differs.
@@ -191,6 +199,46 @@ def check_pairing(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vo
         )
     if vocab_rows is not None and (vocab_rows == 0 or abs(vocab_rows - target.vocab_size) > max(1024, target.vocab_size // 20)):
         raise IncompatibleDrafterError(
-            f"the {files.kind.value} head {files.path} knows {vocab_rows} token ids, the target {target.vocab_size}: "
+            f"the {files.kind.value} head {files.path} has {vocab_rows} token ids, the target {target.vocab_size}: "
             "it was made for another base model"
         )
+
+
+def _tensor_files(directory: Path) -> tuple[Path, ...]:
+    """Return the files of a directory that hold the head; safetensors before PyTorch's.
+
+    Raises:
+        CheckpointError: there are none, or an index names missing files.
+    """
+    for name in METHOD_FILES:
+        if (directory / name).is_file():
+            return (directory / name,)
+    if (directory / "model.safetensors").is_file() or (directory / "model.safetensors.index.json").is_file():
+        return checkpoint_files(directory)
+    if (directory / "pytorch_model.bin").is_file():
+        return (directory / "pytorch_model.bin",)
+    if (directory / "pytorch_model.bin.index.json").is_file():
+        return _shards(directory / "pytorch_model.bin.index.json")
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return (others[0],)
+    looked_for = ", ".join((*METHOD_FILES, "model.safetensors", "pytorch_model.bin"))
+    found = f"{len(others)} *.safetensors files" if others else "no weights"
+    raise CheckpointError(f"{directory} holds {found}; expected config.json with {looked_for} or one *.safetensors: name a head or a model")
+
+
+def listed(items: list[str]) -> str:
+    """Format tensor names for an error: their number, and the first ones if there are many."""
+    rest = len(items) - _MAX_LISTED_NAMES
+    count = f"{len(items)} tensor{'s' if len(items) > 1 else ''}"
+    return f"{count}: {', '.join(items[:_MAX_LISTED_NAMES])}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    """Return the files that an index of PyTorch shards names, in the same directory."""
+    weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, Mapping) else []
+    wrong = [name for name in names if Path(name).name != name or not name.endswith(".bin") or not (index.parent / name).is_file()]
+    if wrong or not names:
+        raise CheckpointError(f"{index} names {listed(wrong) if wrong else 'no files'}, expected *.bin files next to it; download it again")
+    return tuple(index.parent / name for name in names)

@@ -1,4 +1,4 @@
-"""Which method a head's files are for: what its config says of it, else what its tensors show."""
+"""Detects the method that a head's files are for, from its config, else from its tensors."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,12 +6,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paceline.drafters.head_containers import METHOD_FILES
 from paceline.errors import IncompatibleDrafterError
 
 
 class HeadKind(Enum):
-    """The method that files are for; not all of them can be used."""
+    """The method that files are for; not all of them have a drafter."""
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
@@ -29,6 +28,9 @@ class HeadKind(Enum):
     LANGUAGE_MODEL = "draft_model"
 
 
+METHOD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
+"""Files that hold a head and nothing else."""
+
 _SPECULATORS = {
     "independent": HeadKind.LANGUAGE_MODEL,
     **{kind: HeadKind(kind) for kind in ("eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "xpress", "mlp")},
@@ -42,29 +44,27 @@ _ARCHITECTURES = {
     "Domino": HeadKind.DOMINO,
     "DFlash": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
-}  # parts of names; the first one decides
+}  # parts of names; the first match decides
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _MEDUSA_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
 _PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
 
 
 def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], files: Iterable[Path]) -> HeadKind:
-    """The first method that there is evidence for.
+    """Return the first method that the files match.
 
     Args:
         path: of the head, for errors.
         shapes: of the tensors, by their names without prefixes.
 
     Raises:
-        IncompatibleDrafterError: its container names an unknown method.
+        IncompatibleDrafterError: a speculators config names an unknown method.
     """
     if "speculators_model_type" in config:
         named = str(config["speculators_model_type"])
         if named not in _SPECULATORS:
             known = ", ".join(kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MTP))
-            raise IncompatibleDrafterError(
-                f"{path} holds a speculators head of type {named!r}, which is not known; types {known} can be used"
-            )
+            raise IncompatibleDrafterError(f"{path} holds a speculators head of unknown type {named!r}; types {known} can be used")
         return _SPECULATORS[named]
     if config.get("model_type") in _ASSISTANTS:
         return HeadKind.GEMMA4_ASSISTANT
@@ -86,14 +86,14 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
         return HeadKind.MEDUSA
     if METHOD_FILES[2] in names or any(name.startswith("hydra_mlp.") for name in shapes):
         return HeadKind.HYDRA
-    behind = f"layers.{config.get('num_hidden_layers')}.eh_proj.weight"
-    if behind in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
+    extra_layer = f"layers.{config.get('num_hidden_layers')}.eh_proj.weight"
+    if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
         return HeadKind.MTP
     return HeadKind.LANGUAGE_MODEL
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """The architectures in the config, and in the model config that vLLM's form nests."""
+    """Return the architectures of the config, and of the model config that vLLM's form nests."""
     found = []
     for values in (config, config.get("model")):
         architectures = values.get("architectures") if isinstance(values, Mapping) else None
@@ -113,7 +113,7 @@ def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the two halves are mixed before the first layer, which is an ordinary one."""
+    """Return whether `fc` mixes token and feature before the first layer, which is an ordinary one."""
     fc = shapes.get("fc.weight", shapes.get("fusion_fc.weight", ()))
     query = shapes.get("layers.0.self_attn.q_proj.weight", shapes.get("transformer.self_attn.q_proj.weight", ()))
     return len(fc) == 2 and fc[1] == 2 * fc[0] and query[-1:] == fc[:1]

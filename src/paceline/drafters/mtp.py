@@ -1,14 +1,10 @@
-"""MTP: the multi-token-prediction layer that some checkpoints hold guesses token after token.
+"""MTP: the multi-token-prediction layer of a model's own checkpoint drafts token after token.
 
-Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. A pair joins token t + 1 with the target's
-feature of position t, as in EAGLE, and is drafted with in the same way; the network differs: both halves are normed, the layer is an
-ordinary one of the model's family, and a norm stands in front of the vocabulary matrix. Deviations: modules behind the first one
-are left out, and the first one is applied again and again.
+A pair joins token t + 1 with the target's feature of position t, as in EAGLE, and drafting is the same. The network differs: both halves
+are normed, the layer is an ordinary one of the model's family, and a norm precedes the vocabulary matrix. The next feature is the normed
+output. Deviation: only the first module is used, again and again.
 
-Layouts: `mtp.*` (Qwen3-Next and later: norms hold their weights less 1, queries and gates lie in one matrix), one layer more than
-config.json counts (DeepSeek-V3, GLM: copies of the embedding and of the vocabulary matrix may lie beside it), both in GGUF files
-`blk.L.nextn.*`, and `mtp_layers.*`, which are MiMo's and mix [feature, embedding], or lie in a file of the speculators library. The
-next feature is the normed output in all of them.
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2) and the checkpoints' reference code. docs/methods/mtp.md has the tensor layouts.
 """
 
 import re
@@ -22,14 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import QuantOptions
-from paceline.drafters.frequent_ids import GuessedIds, guessed_ids
-from paceline.drafters.head_experts import with_single_experts
+from paceline.drafters.draft_vocab import DraftVocab, draft_vocab
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.pairs.config import PairConfig
-from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.drafters.pairs.head import EMBEDDING, FEATURE, PairHead
-from paceline.drafters.pairs.opening import settle
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
+from paceline.drafters.recurrent_heads.head import EMBEDDING, FEATURE, RecurrentHead, RecurrentHeadConfig
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import is_gguf, open_weights
@@ -37,6 +30,7 @@ from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.layer_builder import NUM_EXPERTS_KEYS
 from paceline.models.layers import AttentionConfig, ExpertMLP
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
@@ -49,17 +43,16 @@ from paceline.runtimes.load import open_head
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the parts of a module are.
+    """Tensor names of a module.
 
     Attributes:
-        prefix: of the names of its decoder layer.
+        prefix: of its decoder layer's tensors.
         names: our name -> the file's.
-        own_matrices: matrices it may bring although the target has them too.
-        modules: the prefix of all modules' names, in front of their number.
-        norms_less_one: its norm weights are stored less 1.
-        holds_copies: its own matrices are meant to be the target's; others are used only where they guess better.
-        may_be_plain: the next feature may be the output in front of the final norm, as the reference code has it.
-        feature_first: the mixing matrix takes the feature in front of the embedding.
+        own_matrices: embedding and vocabulary matrix, our name -> the file's.
+        modules: the prefix of all modules' names, followed by their number.
+        norms_less_one: norm weights are stored less 1.
+        holds_copies: its own matrices are copies of the target's, which are used instead, as in transformers.
+        feature_first: the mixing matrix takes [feature, embedding].
     """
 
     prefix: str
@@ -68,7 +61,6 @@ class _Layout:
     modules: str
     norms_less_one: bool = False
     holds_copies: bool = False
-    may_be_plain: bool = False
     feature_first: bool = False
 
 
@@ -81,7 +73,8 @@ _PARTS = {
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
 _GATE = "self_attn.attention_gate"
-"""Name of a gate's tensor, after the layer's prefix, once it is split from the matrix of its queries."""
+"""Name after the layer's prefix of an output gate's tensor, once it is split from the matrix of the queries."""
+_EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
@@ -104,7 +97,7 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
     if f"{prefix}eh_proj.weight" in files.tensors:
         own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
         names = named(prefix, "layers.")
-        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, holds_copies=True, may_be_plain=True)
+        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, holds_copies=True)
     raise IncompatibleDrafterError(
         f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
         "use another drafter"
@@ -112,7 +105,7 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
 
 
 def _has_own_embedding(files: HeadFiles) -> bool:
-    """Whether a module's embedding is meant to be another than the target's."""
+    """Return whether config.json gives the module an embedding of its own."""
     text = files.config.get("text_config")
     return any(isinstance(values, Mapping) and values.get("mtp_use_dedicated_embeddings") is True for values in (files.config, text))
 
@@ -122,79 +115,75 @@ class MtpModule:
     """A loaded module.
 
     Attributes:
-        config: sizes and switches, in the terms of heads that draft with pairs.
-        weights: under the names of the network below; `lm_head.weight` is the target's where the file has none.
-        embedding: embedding of the pairs' tokens.
+        config: sizes and switches.
+        weights: under the names of `mtp_network`; `lm_head.weight` is the target's if the file has none.
+        embedding: of the pairs' tokens.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        feature_first: the mixing matrix takes the feature in front of the embedding.
-        may_be_plain: the next feature may be the output in front of the final norm.
-        notices: lines a user should see.
-        with_copies: the same with the file's copies of the target's matrices, where these are no longer the same.
-        ids: that it guesses alone, ascending: the first ones (a range), or others, [Vd]; None = all.
-        is_copy: `lm_head.weight` is a copy of the rows of these ids.
+        feature_first: the mixing matrix takes [feature, embedding].
+        notices: one-line remarks for the user.
+        draft_vocab: the ids that it drafts; None = all.
+        has_lm_head_copy: `lm_head.weight` is a copy of the rows of these ids.
     """
 
-    config: PairConfig
+    config: RecurrentHeadConfig
     weights: Weights
     embedding: AnyTensor
     soft_cap: float | None
     feature_first: bool
-    may_be_plain: bool
     notices: tuple[str, ...]
-    with_copies: "MtpModule | None" = None
-    ids: GuessedIds | None = None
-    is_copy: bool = False
+    draft_vocab: DraftVocab | None = None
+    has_lm_head_copy: bool = False
 
 
 def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, num_threads: int = 1) -> MtpModule:
-    """The first module of a target's own checkpoint, or of a file of the speculators library.
+    """Load the first module of a target's own checkpoint, or of a file of the speculators library.
 
     Args:
-        num_threads: to convert a GGUF file's matrices with.
+        num_threads: for the conversion of a GGUF file's matrices.
 
     Raises:
-        CheckpointError: tensors are missing or of another shape, or there are some that no such module has; all of them are named.
+        CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
         IncompatibleDrafterError: there is no module.
     """
     lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
 
-    def module(layout: _Layout, layers: ModelConfig, weights: Weights, later: int) -> MtpModule:
+    def module(layers: ModelConfig, weights: Weights, num_later: int, *, feature_first: bool = False) -> MtpModule:
         return MtpModule(
-            PairConfig(kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False),
+            RecurrentHeadConfig(
+                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False
+            ),
             weights,
             target_weights["embedding.weight"],
             target.logit_soft_cap,
-            layout.feature_first,
-            layout.may_be_plain,
-            (f"{files.path}: of {later + 1} MTP modules the first one guesses at every depth",) * (later > 0),
+            feature_first,
+            (f"{files.path}: of {num_later + 1} MTP modules the first one drafts every position",) * (num_later > 0),
         )
 
     if is_gguf(files.path):
         layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
         makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
         made = LazyWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
-        return module(_Layout("", {}, {}, "", may_be_plain=not target.norm_offset), layers, made, num_modules(file, target) - 1)
+        return module(layers, made, num_modules(file, target) - 1)
     layout = _layout(files, target)
-    layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
-    tensors, own, later = _read(files, layout, layers, target)
-    shared = module(layout, layers, Weights({**tensors, "lm_head.weight": lm_head}), later)
-    other = _with_own_matrices(shared, own)
-    return replace(shared, with_copies=other) if layout.holds_copies else other or shared
+    layers = _one_layer(_layer_config(files, target), norm_offset=layout.norms_less_one)
+    tensors, own, num_later = _read(files, layout, layers, target)
+    loaded = module(layers, Weights({**tensors, "lm_head.weight": lm_head}), num_later, feature_first=layout.feature_first)
+    return loaded if layout.holds_copies else _with_own_matrices(loaded, own)
 
 
 def _read(
     files: HeadFiles, layout: _Layout, layers: ModelConfig, target: ModelConfig
 ) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
-    """A module's tensors under our names, its own matrices, and how many modules follow.
+    """Return a module's tensors under our names, its own matrices, and the number of modules after it.
 
     Raises:
         CheckpointError: as `load_mtp`.
     """
     size, mlp, attention = target.hidden_size, layers.layers[0].mlp, layers.attention
     if isinstance(mlp, ExpertMLP):
-        files = with_single_experts(files, layout.prefix, mlp, size)
+        files = _split_experts(files, layout.prefix, mlp, size)
     if attention.is_gated:
-        files = _with_gates(files, layout.prefix, attention, size)
+        files = _split_gates(files, layout.prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
     plain |= {name: name.replace("attention_gate", _GATE) for name in shapes if name.startswith("layers.0.attention_gate.")}
@@ -210,11 +199,52 @@ def _read(
     return tensors, own, later
 
 
-def _with_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden_size: int) -> HeadFiles:
-    """The same files with each head's queries, the first half of its rows, in one matrix and its gates in another; nothing is read.
+def _split_experts(files: HeadFiles, prefix: str, mlp: ExpertMLP, hidden_size: int) -> HeadFiles:
+    """Return the same files with stacked experts one by one, `<prefix>mlp.experts.E.gate_proj.weight`; no tensor is read.
 
     Args:
-        prefix: of the names of the head's layer.
+        prefix: of the names of the module's layer.
+        mlp: the experts that the target's config describes.
+
+    Raises:
+        CheckpointError: the number of experts differs, or a stack has another shape.
+    """
+    prefix = f"{prefix}mlp.experts."
+    tensors, count = dict(files.tensors), mlp.routing.num_experts
+    numbers = {int(found[1]) for name in tensors if (found := re.match(re.escape(prefix) + r"([0-9]{1,6})\.", name))}
+    key = next((key for key in NUM_EXPERTS_KEYS if files.config.get(key) is not None), None)
+    expected_count = f"{'the target has' if key is None else f'config.json has {key} ='} {count}; one of the two is another model's"
+    if numbers and len(numbers) != count:
+        raise CheckpointError(f"{files.path}: {prefix}* are {len(numbers)} experts, but {expected_count}")
+    inner = mlp.expert.intermediate_size
+    for stack, parts in _EXPERT_STACKS.items():
+        tensor = tensors.pop(prefix + stack, None)
+        if tensor is None:
+            continue
+        rows, columns = (hidden_size, inner) if stack == "down_proj" else (inner, hidden_size)
+        shape = (count, len(parts) * rows, columns)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{files.path}: tensor {prefix + stack!r} has shape {list(tensor.shape)}, expected {list(shape)}: {expected_count}"
+            )
+        for expert in range(count):
+            for number, part in enumerate(parts):
+                rows_of_part = partial(_expert_rows, tensor, expert, number * rows, rows)
+                tensors[f"{prefix}{expert}.{part}.weight"] = FileTensor((rows, columns), tensor.dtype, rows_of_part)
+    return replace(files, tensors=tensors)
+
+
+def _expert_rows(stack: FileTensor, expert: int, first: int, count: int) -> NDArray[Any]:
+    return np.ascontiguousarray(stack.open()[expert, first : first + count])
+
+
+def _split_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidden_size: int) -> HeadFiles:
+    """Return the same files with queries and output gates in separate matrices; no tensor is read.
+
+    The first half of each head's rows are queries, the second half gates.
+
+    Args:
+        prefix: of the names of the module's layer.
 
     Raises:
         CheckpointError: the stored matrix, or its bias, has another shape.
@@ -239,18 +269,18 @@ def _with_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidde
 
 
 def _half_of(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
-    """The first or the second half of each head's rows."""
+    """Return the first or the second half of each head's rows."""
     array = whole.open()
     heads = array.reshape(-1, 2, head_size, *array.shape[1:])
     return np.ascontiguousarray(heads[:, half]).reshape(-1, *array.shape[1:])
 
 
-def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule | None:
-    """The module with its own matrices in place of the target's, None where they are the same: those are in memory already."""
-    given = {"embedding.weight": module.embedding, "lm_head.weight": module.weights["lm_head.weight"]}
-    differ = {name: tensor for name, tensor in own.items() if not _is_same(tensor, given[name])}
+def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:
+    """Return the module with its own matrices, except those that equal the target's, which are in memory already."""
+    shared = {"embedding.weight": module.embedding, "lm_head.weight": module.weights["lm_head.weight"]}
+    differ = {name: tensor for name, tensor in own.items() if not _is_same(tensor, shared[name])}
     if not differ:
-        return None
+        return module
     has_head = "lm_head.weight" in differ
     return replace(
         module,
@@ -261,29 +291,28 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     )
 
 
-def with_ids(module: MtpModule, ids: GuessedIds, quantization: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
-    """The module that guesses some ids alone: frequent ones, which the first are, where the vocabulary is in the order of its merges.
-
-    Guesses are drawn from the distribution over these ids.
+def restrict_vocab(module: MtpModule, vocab: DraftVocab, quantization: QuantOptions | None = None, *, num_threads: int = 1) -> MtpModule:
+    """Return the module with a draft vocabulary: it multiplies only these rows of the vocabulary matrix.
 
     Args:
-        ids: ascending; a range begins at 0, and its rows of the vocabulary matrix are read where they lie.
-        quantization: to so many bits these rows are copied; None, or where they take no more: they stay as they are stored.
+        vocab: the rows of a range are read where they are stored; others are copied.
+        quantization: of the copied rows; None, or not smaller than stored: as they are stored.
     """
-    rows = take_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
+    rows = take_rows(module.weights["lm_head.weight"], slice(vocab.stop) if isinstance(vocab, range) else vocab)
     stored = Weights({**module.weights, "lm_head.weight": rows})
     weights = stored
     if quantization is not None:
-        others_stay = replace(quantization, overrides=(("lm_head.weight", quantization.bits), ("*", None)))
-        weights = quantized_weights(stored, others_stay, None, num_threads=num_threads)
-    return replace(module, weights=weights, ids=ids, is_copy=weights is not stored or not isinstance(ids, range))
+        lm_head_only = replace(quantization, overrides=(("lm_head.weight", quantization.bits), ("*", None)))
+        weights = quantized_weights(stored, lm_head_only, None, num_threads=num_threads)
+    is_copy = weights is not stored or not isinstance(vocab, range)
+    return replace(module, weights=weights, draft_vocab=vocab, has_lm_head_copy=is_copy)
 
 
 def open_gguf_module(path: Path) -> HeadFiles | None:
-    """The module inside a GGUF file, None where it has none.
+    """Open the module inside a GGUF file; None if it has none.
 
     Raises:
-        CheckpointError: the file is damaged, or not one of a model we run.
+        CheckpointError: the file is damaged, or of an unsupported model.
     """
     file = open_gguf(path)
     if not num_modules(file, gguf_config(file)):
@@ -291,17 +320,16 @@ def open_gguf_module(path: Path) -> HeadFiles | None:
     return HeadFiles(path, {}, {}, HeadKind.MTP, split_parts(path))
 
 
-def _layer_of(files: HeadFiles, target: ModelConfig) -> ModelConfig:
-    """Sizes of the module's layer: those of a target layer, unless its files have their own config."""
+def _layer_config(files: HeadFiles, target: ModelConfig) -> ModelConfig:
+    """Return the sizes of the module's layer: those of the target's layers, unless its files have their own config."""
     values = files.config.get("transformer_layer_config")
     if not files.is_speculators or not isinstance(values, Mapping):
         return target
-    path = files.path / "config.json" if files.path.is_dir() else files.path.with_name("config.json")
-    return config_from_values(values, path, weight_type=target.weight_type)
+    return config_from_values(values, files.config_path, weight_type=target.weight_type)
 
 
 def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
-    """A network of one layer with attention to the whole text; with experts, if any layer of the target has some."""
+    """Return a network of one layer with full attention; with experts if any layer of the target has some."""
     layers = [config.layers[index] for index in config.attentions]
     full = next((layer for layer in layers if layer.attention.window is None), layers[0])
     mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertMLP)), full.mlp)
@@ -310,10 +338,10 @@ def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
 
 
 def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:
-    """Refuse a module with unknown tensors; returns how many modules follow the first.
+    """Check that no tensor is unknown; return the number of modules after the first.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: a tensor is unknown.
     """
     number = re.compile(re.escape(layout.modules) + "([0-9]{1,6})[.]")
     number_of = {name: int(found[1]) for name in files.tensors if (found := number.match(name))}
@@ -322,21 +350,21 @@ def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layer
     modules = ("mtp.", "mtp_layers.", layout.prefix)
 
     def is_other(name: str) -> bool:
-        """Whether it is of a later module, or of the target: what its checkpoint holds, or what a trainer kept of it."""
+        """Return whether a tensor is of a later module, or of the target."""
         return name in later or (name.startswith("verifier_") if files.is_speculators else not name.startswith(modules))
 
     files.check_all_used(used, ignored=is_other)
     return len({number_of[name] for name in later})
 
 
-def mtp_pairs(config: PairConfig, soft_cap: float | None = None, *, feature_first: bool = False) -> Compose:
-    """The network: inputs `embedding` and `feature`; results `feature` [T, E] for the pairs behind these, `logits` [R, V].
+def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, feature_first: bool = False) -> Compose:
+    """Compose the network: inputs `embedding` and `feature`; results `feature` [T, E] for the next pairs, `logits` [R, V].
 
         u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
 
     Args:
-        soft_cap: the target's logit soft cap, if its matrix is used.
-        feature_first: `fc` takes the two the other way round.
+        soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
+        feature_first: `fc` takes [feature, embedding].
     """
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -363,9 +391,9 @@ def open_mtp_head(
     backend: str = "auto",
     device: str = "cpu",
     lm_head_of: Network | None = None,
-) -> PairHead:
-    """The network of a module, ready to run; the arguments are those of `open_head`."""
-    network = mtp_pairs(module.config, module.soft_cap, feature_first=module.feature_first)
+) -> RecurrentHead:
+    """Load the network of a module; the arguments are those of `open_head`."""
+    network = mtp_network(module.config, module.soft_cap, feature_first=module.feature_first)
     runtime = open_head(
         network,
         module.config.layers,
@@ -374,54 +402,34 @@ def open_mtp_head(
         max_model_len=max_model_len,
         backend=backend,
         device=device,
-        lm_head_of=None if module.config.own_lm_head or module.is_copy else lm_head_of,
-        rounds_rows=module.is_copy,
+        lm_head_of=None if module.config.own_lm_head or module.has_lm_head_copy else lm_head_of,
+        rounds_rows=module.has_lm_head_copy,
     )
-    first, chosen = (len(module.ids), None) if isinstance(module.ids, range) else (None, module.ids)
-    return PairHead(module.config, runtime, runtime, module.embedding, target_ids=chosen, num_ids=first, notices=module.notices)
+    vocab = module.draft_vocab
+    first, chosen = (len(vocab), None) if isinstance(vocab, range) else (None, vocab)
+    return RecurrentHead(
+        module.config, runtime, runtime, module.embedding, target_ids=chosen, draft_vocab_size=first, notices=module.notices
+    )
 
 
-def candidates(module: MtpModule) -> tuple[PairConfig, ...]:
-    """Every way in which a module may be meant; what all reference code agrees on by now, or the files say, comes first.
-
-    With one layer more than config.json counts, vLLM's code once took the feature in front of the final norm; and the copies of the
-    target's matrices that lie there, which transformers ignores, may have become others than these.
-    """
-    own = () if module.with_copies is None else (module.with_copies.config,)
-    recurrences = (True, False) if module.may_be_plain else (True,)
-    return tuple(replace(config, normed_recurrence=normed) for config in (module.config, *own) for normed in recurrences)
-
-
-def open_mtp(files: HeadFiles, target: LoadedTarget) -> PairDrafter:
-    """The drafter for the files of a module: those of the target's own checkpoint, or a file of the speculators library.
+def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
+    """Open the drafter for a module of the target's own checkpoint, or for a file of the speculators library.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files hold no complete module.
-        ConfigError: it is to guess more ids than there are, or those of a text that cannot be read.
+        ConfigError: the draft vocabulary is larger than the target's, or its corpus cannot be read.
     """
-    sizes = target.runtime.config
-    ids = guessed_ids(target.head_options, target.tokenizer, sizes.vocab_size)
-    module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=target.engine.num_threads)
-    modules = [replace(one, weights=target.quantized(one.weights, files.files)) for one in (module, module.with_copies) if one is not None]
-
-    def opened(config: PairConfig, max_model_len: int, ids: GuessedIds | None = None) -> PairHead:
-        own = config.own_embedding, config.own_lm_head
-        one = next(one for one in modules if (one.config.own_embedding, one.config.own_lm_head) == own)
-        one, num_threads = replace(one, config=config), target.engine.num_threads
-        if ids is not None:
-            one = with_ids(one, ids, target.copy_quant, num_threads=num_threads)
-        shared = target.lm_head_of
-        return open_mtp_head(one, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
-
-    named = target.head_options.variant_for(files.kind)
-    if named is None:
-        admitted = candidates(module)
-    else:
-        flag = module.config.normed_recurrence if named.normed_recurrence is None else named.normed_recurrence
-        admitted = (replace(module.config, normed_recurrence=flag),)
-    config, notices = settle(files, admitted, opened, target, target.vocab_size)
-    head = opened(config, target.max_model_len, ids)
-    return PairDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width, notices=notices)
+    sizes, options, num_threads = target.runtime.config, target.head_options, target.engine.num_threads
+    vocab = draft_vocab(options, target.tokenizer, sizes.vocab_size)
+    module = load_mtp(files, sizes, open_weights(target.directory, sizes), num_threads=num_threads)
+    module = replace(module, weights=target.quantized(module.weights, files.files))
+    if options.normed_recurrence is not None:
+        module = replace(module, config=replace(module.config, normed_recurrence=options.normed_recurrence))
+    if vocab is not None:
+        module = restrict_vocab(module, vocab, target.copy_quant, num_threads=num_threads)
+    shared, max_model_len = target.lm_head_of, target.max_model_len
+    head = open_mtp_head(module, num_threads=num_threads, max_model_len=max_model_len, device=target.device, lm_head_of=shared)
+    return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)
 
 
 def _plus_one(tensor: AnyTensor) -> Tensor:
@@ -429,5 +437,5 @@ def _plus_one(tensor: AnyTensor) -> Tensor:
 
 
 def _is_same(own: Tensor, shared: AnyTensor) -> bool:
-    """Whether a file's matrix is the target's."""
+    """Return whether a file's matrix equals the target's."""
     return isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)

@@ -1,7 +1,7 @@
-"""Prompt lookup: draft what followed the same tokens before.
+"""Prompt lookup: drafts what followed the same tokens before.
 
-Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match wins and, among equally long ones, the latest; the index
-is built token by token instead of searching the prompt every step; short matches propose nothing.
+Source: Saxena 2023, "Prompt Lookup Decoding". Deviations: the longest match wins and, of equally long ones, the latest; an index grows
+token by token, so that no step searches the prompt; short matches propose nothing.
 """
 
 from collections.abc import Sequence
@@ -13,78 +13,77 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH = 3
 MAX_MATCH = 6
-MOST_PLACES = 256  # of the shortest run, the latest ones, that are looked at for a longer one
+MAX_OCCURRENCES = 256  # of the last n-gram that are compared for a longer match, latest first
 
 
 class NgramIndex:
-    """Where each run of `min_match` to `max_match` tokens last ended with something behind it. O(1) amortised per token.
+    """Index of the positions after each n-gram of `min_match` tokens. O(1) amortised per token.
 
-    Example: after [1, 2, 3, 4, 1, 2, 3] with min_match 2, the longest run that occurred before is 1 2 3, and 4 1 2 3 followed it;
-    asked for six tokens, the proposal is 4 1 2 3 4 1.
+    Example: after [1, 2, 3, 4, 1, 2, 3] with min_match 2, the longest match is 1 2 3, which 4 1 2 3 followed. A proposal of six tokens is
+    4 1 2 3 4 1.
     """
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._min_match, self._max_match = min_match, max_match
-        self._ends: dict[tuple[int, ...], int] = {}  # of each run of `min_match` tokens
-        self._before: list[int] = [0]  # by the end of such a run, that of the same one before it; 0 = none
+        self._ends: dict[tuple[int, ...], int] = {}  # position after the latest occurrence of each n-gram
+        self._previous: list[int] = [0]  # by position after an n-gram: that of its previous occurrence; 0 = none
         self.match_len = 0  # of the last match
-        self._matched: tuple[int, int | None] = 0, None  # tokens of the text that was matched last, and what was found
+        self._last_match: tuple[int, int | None] = 0, None  # length of the text, and the position found
 
     def num_unread(self, num_tokens: int) -> int:
-        """How many of `num_tokens` tokens are not in the index yet."""
-        return num_tokens - len(self._before) + 1
+        """Return how many of `num_tokens` tokens are not in the index yet."""
+        return num_tokens - len(self._previous) + 1
 
     def match(self, token_ids: Sequence[int]) -> int | None:
-        """The place behind the latest earlier occurrence of the longest matching end of `token_ids`; None without one.
+        """Return the position after the latest earlier occurrence of the longest matching suffix of `token_ids`; None without one.
 
-        `token_ids` must begin with what earlier calls saw.
+        `token_ids` must begin with those of earlier calls.
         """
-        size, ends, before, length = len(token_ids), self._ends, self._before, self._min_match
-        if size == self._matched[0]:  # asked whether there is a guess, then for it
-            return self._matched[1]
-        for end in range(len(before), size):  # the run that ends at `size` has nothing behind it yet
+        size, ends, previous, length = len(token_ids), self._ends, self._previous, self._min_match
+        if size == self._last_match[0]:  # `has_candidates` computed it
+            return self._last_match[1]
+        for end in range(len(previous), size):  # nothing follows the n-gram that ends at `size` yet
             if end < length:
-                before.append(0)
+                previous.append(0)
                 continue
-            run = tuple(token_ids[end - length : end])
-            before.append(ends.get(run, 0))
-            ends[run] = end
-        place = ends.get(tuple(token_ids[size - length :])) if size > length else None
-        found = None if place is None else self._longest(token_ids, place)
-        self._matched = size, found
+            ngram = tuple(token_ids[end - length : end])
+            previous.append(ends.get(ngram, 0))
+            ends[ngram] = end
+        end_of_latest = ends.get(tuple(token_ids[size - length :])) if size > length else None
+        found = None if end_of_latest is None else self._longest(token_ids, end_of_latest)
+        self._last_match = size, found
         return found
 
-    def _longest(self, token_ids: Sequence[int], place: int) -> int:
-        """Of the ends of the run that the text ends with, from `place` back, the first one behind a longest match."""
-        size, before, best, most = len(token_ids), self._before, place, 0
-        end = place
-        for _ in range(MOST_PLACES):
+    def _longest(self, token_ids: Sequence[int], end: int) -> int:
+        """Return the position after the longest match, of the occurrences of the last n-gram from the one before `end` back."""
+        size, best, best_length = len(token_ids), end, 0
+        for _ in range(MAX_OCCURRENCES):
             length = self._min_match
             while length < self._max_match and length < end and token_ids[end - 1 - length] == token_ids[size - 1 - length]:
                 length += 1
-            if length > most:
-                best, most = end, length
+            if length > best_length:
+                best, best_length = end, length
                 if length == self._max_match:
                     break
-            end = before[end]
+            end = self._previous[end]
             if end == 0:
                 break
-        self.match_len = most
+        self.match_len = best_length
         return best
 
     def propose(self, token_ids: Sequence[int], num_draft_tokens: int) -> list[int]:
-        """The tokens behind that place; empty without a match. Arguments as for `match`."""
+        """Return the tokens after the match; empty without one. Arguments as for `match`."""
         found, size = self.match(token_ids), len(token_ids)
         if found is None:
             return []
         drafts = list(token_ids[found : found + num_draft_tokens])
-        while len(drafts) < num_draft_tokens:  # a repetition goes on with its own guesses
+        while len(drafts) < num_draft_tokens:  # a repetition continues with its own draft tokens
             drafts.append(drafts[found + len(drafts) - size])
         return drafts
 
 
 class NgramDrafter(Drafter):
-    """Proposes a chain copied from the request's own tokens; needs no model and no memory to speak of."""
+    """Drafts a chain copied from the request's own tokens; needs no model."""
 
     name = "ngram"
 

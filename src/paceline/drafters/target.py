@@ -1,4 +1,4 @@
-"""What drafters are made for: a loaded target and the settings it was loaded with."""
+"""A loaded target with its settings, for which drafters are made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,14 +28,13 @@ class LoadedTarget:
 
     Attributes:
         directory: its checkpoint.
-        runtime, cache: the target itself; the rows of heads lie beside its own.
+        runtime, cache: its network and key-value cache; heads keep their rows in the same blocks.
         vocab_size: V, ids that can be drawn.
-        max_model_len: prompt + output at most, in tokens.
-        collected_layers: layer boundaries that the runtime collects, ascending.
-        weight_bits: bits a value of its matrices.
-        memory_bytes: that can be had beside it; None = no limit.
-        engine: how it was loaded; drafters compute on the same processors.
-        speculation: how to guess.
+        max_model_len: longest prompt + output, in tokens.
+        weight_bits: bits per value of its matrices.
+        memory_bytes: free memory for drafters; None = no limit.
+        engine: settings it was loaded with; drafters use the same device and threads.
+        speculation: settings of drafters.
     """
 
     directory: Path
@@ -44,7 +43,6 @@ class LoadedTarget:
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
-    collected_layers: tuple[int, ...] = ()
     weight_bits: float = 32.0
     memory_bytes: int | None = None
     engine: EngineConfig
@@ -52,7 +50,7 @@ class LoadedTarget:
 
     @property
     def device(self) -> str:
-        """Where it runs: "cpu" or "cuda"."""
+        """Device of the target: "cpu" or "cuda"."""
         return self.runtime.capabilities.device
 
     @property
@@ -67,7 +65,7 @@ class LoadedTarget:
 
     @property
     def copy_quant(self) -> QuantOptions | None:
-        """How to quantise rows that a head copies of the vocabulary matrix; None = it reads them where they lie."""
+        """How to quantise rows that a head copies of the vocabulary matrix; None = they are read where they are stored."""
         return copy_quant_options(self.draft_model_quant, quant_options("quantization", self.engine.quantization))
 
     @property
@@ -77,11 +75,11 @@ class LoadedTarget:
 
     @property
     def lm_head_of(self) -> Network | None:
-        """Whose vocabulary matrix heads without one may read where it lies, or copy rows of; None = heads are quantised anew."""
+        """The runtime whose vocabulary matrix heads without one share; None = heads quantise their own copy."""
         return self.runtime if self.head_quant is None else None
 
     def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:
-        """The weights of a head, read from `files`, quantised as the settings say."""
+        """Return the weights of a head, read from `files`, quantised by the settings."""
         if self.head_quant is None:
             return weights
         sums, num_threads = fastest_page_sums(), self.engine.num_threads

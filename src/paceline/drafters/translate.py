@@ -1,4 +1,4 @@
-"""A draft model with another vocabulary: by ids where most pieces are shared, else by text. Only the target's tokens are ever kept.
+"""Draft models with another vocabulary: by ids if most pieces are shared, else through text. Only the target's tokens are ever kept.
 
 Sources: Timor et al. 2025, arXiv:2502.05202, algorithm 4 (token-level intersection) and algorithm 2 (text; there, too, the re-encoded
 draft is checked token by token). Deviation: with ids, the draft row over the shared pieces is drawn from with the target's noise.
@@ -18,16 +18,16 @@ from paceline.speculation.tree import DraftTree
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import IdMap, Speller, match_ids, piece_bytes, pieces_of
 
-LOOK_BEHIND = 10
-"""Tokens before a border that are tokenized again with what follows, which can change them."""
+RETOKENIZED = 10
+"""Last tokens of a text that are tokenized again with the text after them, which can change them."""
 
 
 class ByteTokenizer:
-    """A tokenizer for bytes that knows how many of them each token stands for.
+    """A tokenizer of bytes that returns each token with its number of bytes.
 
     Attributes:
-        pieces, bytes_of: by id, as the vocabulary spells it and the bytes it stands for.
-        start: special tokens it puts in front of a text.
+        pieces, bytes_of: by id, the vocabulary's spelling and the bytes that it stands for.
+        start: special tokens that it puts before a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,34 +39,34 @@ class ByteTokenizer:
         self.start = tuple(takewhile(self.special_token_ids.__contains__, tokenizer.encode("a")))
         self._adds_space = self._joined(tokenizer.encode("a", add_special_tokens=False)) == b" a"
 
-    def cut(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
-        """Token ids of `text`, each with the number of bytes it stands for.
+    def tokenize(self, text: bytes, *, at_start: bool = False) -> list[tuple[int, int]]:
+        """Return the token ids of `text`, each with its number of bytes.
 
-        The tokenizer's own tokens if they spell `text`, else the longest pieces from the left. Bytes without a piece
-        count as part of the token before them.
+        These are the tokenizer's own tokens if they spell `text`, else the longest pieces from the left. Bytes without a piece count as
+        part of the token before them.
 
         Args:
-            at_start: nothing stands before `text`, so a space that the tokenizer puts in front belongs there.
+            at_start: `text` is the beginning of a text, so a space that the tokenizer adds there is expected.
         """
         natural = self._natural(text, at_start=at_start)
         if natural is not None:
             return natural
-        cut: list[tuple[int, int]] = []
+        tokens: list[tuple[int, int]] = []
         ids = self._speller.spell(text)
         if ids is not None:
             return [(token_id, len(self.bytes_of[token_id])) for token_id in ids]
         for part in _characters(text):
             ids = self._speller.spell(part)
             if ids is not None:
-                cut.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
-            elif cut:
-                cut[-1] = (cut[-1][0], cut[-1][1] + len(part))
-        return cut
+                tokens.extend((token_id, len(self.bytes_of[token_id])) for token_id in ids)
+            elif tokens:
+                tokens[-1] = (tokens[-1][0], tokens[-1][1] + len(part))
+        return tokens
 
-    def look_behind(self, token_ids: Sequence[int], first: int) -> int:
-        """Index, not below `first`, of a token some way before the end where a text can be cut in two: one that begins with a space."""
-        index = max(first, len(token_ids) - LOOK_BEHIND)
-        least = max(first, len(token_ids) - 4 * LOOK_BEHIND)
+    def retokenize_from(self, token_ids: Sequence[int], first: int) -> int:
+        """Return the index, at least `first`, from which a text is tokenized again: a token near the end that begins with a space."""
+        index = max(first, len(token_ids) - RETOKENIZED)
+        least = max(first, len(token_ids) - 4 * RETOKENIZED)
         while index > least and not self.bytes_of[token_ids[index]].startswith(b" "):
             index -= 1
         return index
@@ -94,7 +94,7 @@ class ByteTokenizer:
 
 
 class SharedPieces:
-    """Carries tokens between vocabularies through the pieces that both have; a draft model's other ids are never drafted.
+    """Maps tokens between vocabularies through the pieces that both have; a draft model's other ids are never drafted.
 
     Args:
         target, draft: the two tokenizers.
@@ -116,7 +116,7 @@ class SharedPieces:
         self._contexts = RequestState[tuple[list[int], int]]()
 
     def context(self, request: Request) -> Sequence[int]:
-        """The draft model's ids of everything the request holds; from call to call it grows at its end only."""
+        """Return the draft model's ids of the request's tokens; later calls only append."""
         ids, num_read = self._contexts.get(request) or (list(self._draft.start), _num_start_tokens(self._target, request))
         for token_id in request.token_ids[num_read:]:
             ids.extend(self._spell(token_id))
@@ -124,13 +124,13 @@ class SharedPieces:
         return ids
 
     def target_row(self, row: FloatArray) -> FloatArray:
-        """A draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
+        """Return a draft row [V of the draft model] over the target's ids [V], -inf for those that cannot be drafted."""
         scores = np.full(self._vocab_size, -np.inf, np.float32)
         scores[self._target_ids] = row[self._draft_ids]
         return scores
 
     def draft_id(self, token_id: int) -> int:
-        """The draft model's id of a target token that can be drafted."""
+        """Return the draft model's id of a target token that can be drafted."""
         return int(self._to_draft[token_id])
 
     def _spell(self, token_id: int) -> tuple[int, ...]:
@@ -139,17 +139,17 @@ class SharedPieces:
             return (mapped,)
         if token_id not in self._spelled:
             text = self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
-            self._spelled[token_id] = tuple(draft_id for draft_id, _ in self._draft.cut(text))
+            self._spelled[token_id] = tuple(draft_id for draft_id, _ in self._draft.tokenize(text))
         return self._spelled[token_id]
 
 
-class Writer(Protocol):
-    """A draft model that continues texts in its own ids (see `DraftModelDrafter.write`)."""
+class TextGenerator(Protocol):
+    """A draft model that continues texts in its own ids (see `DraftModelDrafter.generate`)."""
 
     name: str
     traits: DrafterTraits
 
-    def write(
+    def generate(
         self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
     ) -> list[list[int]]: ...
 
@@ -159,119 +159,124 @@ class Writer(Protocol):
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What the draft model is given of one request: its text, the draft model's ids of it, and where in the text each ends."""
+class _Context:
+    """One request's text as the draft model's tokens.
 
-    num_read: int  # target tokens
+    Attributes:
+        num_read: tokens of the request that `text` holds.
+        ids: the draft model's.
+        ends: offset in `text` at which each token ends.
+    """
+
+    num_read: int
     ids: list[int]
     ends: list[int]
     text: bytearray = field(default_factory=bytearray)
 
 
 class TextDrafter(Drafter):
-    """Drafts with a model of any vocabulary: it reads the text, and what it writes is tokenized by the target's tokenizer.
+    """Drafts with a model of any vocabulary: the target's tokenizer tokenizes the text that the model generates.
 
-    The model writes its most probable text. If the last word may be incomplete, its last token is left out.
+    The model generates its most probable text. If the last word may be incomplete, its last token is left out.
 
     Args:
-        writer: the draft model.
+        model: the draft model.
         target, draft: the two tokenizers.
     """
 
-    def __init__(self, writer: Writer, target: ByteTokenizer, draft: ByteTokenizer) -> None:
-        self.writer = writer
-        self.name = writer.name
-        self.traits = writer.traits
+    def __init__(self, model: TextGenerator, target: ByteTokenizer, draft: ByteTokenizer) -> None:
+        self.model = model
+        self.name = model.name
+        self.traits = model.traits
         self._target, self._draft = target, draft
-        self._readings = RequestState[_Reading]()
+        self._contexts = RequestState[_Context]()
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: list[DraftTree | None] = [None] * len(requests)
         depths = [budget.max_tokens for budget in budgets]
-        asked = [index for index, depth in enumerate(depths) if depth > 0]
-        contexts = {index: context for index in asked if (context := self._read(requests[index])) is not None}
-        texts = self.writer.write([requests[i] for i in contexts], list(contexts.values()), [depths[i] for i in contexts])
+        contexts = {i: context for i, depth in enumerate(depths) if depth > 0 and (context := self._context(requests[i])) is not None}
+        texts = self.model.generate([requests[i] for i in contexts], list(contexts.values()), [depths[i] for i in contexts])
         for index, draft_ids in zip(contexts, texts, strict=True):
-            token_ids = self._cut(requests[index], draft_ids)[: depths[index]]
+            token_ids = self._target_ids(requests[index], draft_ids)[: depths[index]]
             if token_ids:
                 trees[index] = DraftTree.chain(requests[index].token_ids[-1], token_ids, self.name)
         return trees
 
     def prefill_s(self, request: Request) -> float:
-        return self.writer.prefill_s(request)
+        return self.model.prefill_s(request)
 
     def release(self, request: Request) -> None:
-        self.writer.release(request)
+        self.model.release(request)
 
-    def _read(self, request: Request) -> tuple[Sequence[int], int] | None:
-        """The draft model's ids of the request's text and how many are unchanged; None inside a character."""
+    def _context(self, request: Request) -> tuple[Sequence[int], int] | None:
+        """Return the draft model's ids of the request's text, and how many are unchanged; None if the text ends inside a character."""
         start = self._draft.start
-        reading = self._readings.get(request)
-        if reading is None:
-            reading = _Reading(_num_start_tokens(self._target, request), list(start), [0] * len(start))
-            self._readings[request] = reading
-        for token_id in request.token_ids[reading.num_read :]:
-            reading.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
-        reading.num_read = len(request.token_ids)
-        if _whole_len(reading.text) < len(reading.text):
+        known = self._contexts.get(request)
+        if known is None:
+            known = _Context(_num_start_tokens(self._target, request), list(start), [0] * len(start))
+            self._contexts[request] = known
+        for token_id in request.token_ids[known.num_read :]:
+            known.text += self._target.bytes_of[token_id] if token_id < len(self._target.bytes_of) else b""
+        known.num_read = len(request.token_ids)
+        if _whole_len(known.text) < len(known.text):
             return None
-        first = self._draft.look_behind(reading.ids, len(start))
-        offset = reading.ends[first - 1] if first else 0
-        cut = self._draft.cut(bytes(reading.text[offset:]), at_start=first == len(start))
+        first = self._draft.retokenize_from(known.ids, len(start))
+        offset = known.ends[first - 1] if first else 0
+        tokens = self._draft.tokenize(bytes(known.text[offset:]), at_start=first == len(start))
         num_unchanged = first
-        for old, (new, _) in zip(reading.ids[first:], cut, strict=False):
+        for old, (new, _) in zip(known.ids[first:], tokens, strict=False):
             if old != new:
                 break
             num_unchanged += 1
-        del reading.ids[first:], reading.ends[first:]
-        for token_id, size in cut:
+        del known.ids[first:], known.ends[first:]
+        for token_id, size in tokens:
             offset += size
-            reading.ids.append(token_id)
-            reading.ends.append(offset)
-        return reading.ids, num_unchanged
+            known.ids.append(token_id)
+            known.ends.append(offset)
+        return known.ids, num_unchanged
 
-    def _cut(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
-        """The target's tokens of a text that the draft model wrote behind the request's."""
+    def _target_ids(self, request: Request, draft_ids: Sequence[int]) -> list[int]:
+        """Return the target's tokens of the text that the draft model generated after the request's."""
         texts: list[bytes] = []
         for token_id in draft_ids:
             if token_id in self._draft.special_token_ids or token_id >= len(self._draft.bytes_of):
                 break
             texts.append(self._draft.bytes_of[token_id])
-        written = b"".join(texts)
-        written = written[: _whole_len(written)]
-        if not written:
+        generated = b"".join(texts)
+        generated = generated[: _whole_len(generated)]
+        if not generated:
             return []
         first_token = _num_start_tokens(self._target, request)
-        first = self._target.look_behind(request.token_ids, first_token)
+        first = self._target.retokenize_from(request.token_ids, first_token)
         before = b"".join(self._target.bytes_of[token_id] for token_id in request.token_ids[first:])
         tokens: list[tuple[int, int]] = []
         end = -len(before)
-        for token_id, size in self._target.cut(before + written, at_start=first == first_token):
+        for token_id, size in self._target.tokenize(before + generated, at_start=first == first_token):
             start, end = end, end + size
             if start >= 0:
                 tokens.append((token_id, size))
-            elif end > 0:  # what was written would have changed the last token, which is committed
-                tokens.extend(self._target.cut(written[:end]))
-        if len(tokens) > 1 and written[-1:].isalnum() and tokens[-1][1] > len(texts[-1]):
-            tokens.pop()  # a word of several draft tokens may go on in the next one
+            elif end > 0:  # the generated text would have changed the last token, which is committed
+                tokens.extend(self._target.tokenize(generated[:end]))
+        if len(tokens) > 1 and generated[-1:].isalnum() and tokens[-1][1] > len(texts[-1]):
+            tokens.pop()  # the next draft token may continue the word
         return [token_id for token_id, _ in tokens]
 
 
 def _as_slice(ids: IdMap) -> IdMap | slice:
-    """Consecutive ids as a slice: copying a range of a wide row is ten times as fast as picking ids."""
+    """Return consecutive ids as a slice: copying a range of a wide row is ten times as fast as indexing by ids."""
     if len(ids) and np.array_equal(ids, np.arange(ids[0], ids[0] + len(ids))):
         return slice(int(ids[0]), int(ids[0]) + len(ids))
     return ids
 
 
 def _num_start_tokens(tokenizer: ByteTokenizer, request: Request) -> int:
-    """Special tokens in front of the request's text; another vocabulary has its own."""
+    """Return the number of special tokens at the start of the request; another vocabulary has its own."""
     count = len(tokenizer.start)
     return count if tuple(request.token_ids[:count]) == tokenizer.start else 0
 
 
 def _whole_len(text: bytes | bytearray) -> int:
-    """Bytes of `text` without an incomplete character at its end."""
+    """Return the length of `text` without an incomplete character at its end."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:
@@ -283,5 +288,5 @@ def _whole_len(text: bytes | bytearray) -> int:
 
 
 def _characters(text: bytes) -> list[bytes]:
-    """The characters of `text`; invalid bytes stand alone."""
+    """Return the characters of `text`; each invalid byte is one."""
     return [character.encode("utf-8", "surrogateescape") for character in text.decode("utf-8", "surrogateescape")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory, quant_options
-from paceline.drafters import NUM_CALIBRATION_TEXTS, LoadedTarget, prepare
+from paceline.drafters import LoadedTarget, prepare
 from paceline.engine.engine import Engine
 from paceline.engine.input_processor import InputProcessor
 from paceline.engine.inputs import Params, RequestOptions, params_of_each
@@ -16,7 +16,7 @@ from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
-from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
+from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.machine import available_memory_bytes
 from paceline.models.adapters.read import check_name
@@ -198,7 +198,6 @@ def load_engine(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_model_len=plan.max_model_len,
-        collected_layers=prepared.layers,
         weight_bits=loaded.weight_bits,
         memory_bytes=available_memory_bytes() if config.device != "cuda" else None,
         engine=config,
@@ -259,9 +258,8 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass in the target's cache: a step, or a profiling or calibration pass during loading."""
-    loading_rows = max(PROFILED_CONTEXT_LEN + max(ROW_COUNTS), NUM_CALIBRATION_TEXTS * BLOCK_SIZE)  # a block a text
-    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, loading_rows))
+    """Return the largest pass in the target's cache: a step, or a profiled pass during loading."""
+    return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
 
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:

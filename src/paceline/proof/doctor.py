@@ -20,7 +20,7 @@ from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
 from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
 from paceline.proof.pairing import PairVerdict, judge_pair
-from paceline.proof.probe import ProbeResult, probe
+from paceline.proof.probe import ProbeResult, probe, search_layout
 from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter
 
 _GIGABYTE = 1e9
@@ -200,9 +200,30 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     if question.probe_arguments is not None and found.works:
         try:
             found.probe = probe(**question.probe_arguments)
+            found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
         except PacelineError as error:
             found.problems.append(str(error))
     return found
+
+
+def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
+    """Search better values of the options that heads leave open; return a line for each head that has some.
+
+    Args:
+        names: of the drafters, as `paceline run` takes them.
+    """
+    notes = []
+    for drafter, name in zip(drafters, names, strict=True):
+        if drafter.head is not None and drafter.head.open_switches:
+            alone = {**arguments, "drafter": drafter.name if name == "auto" else name}
+            found = search_layout(drafter.head.open_switches, **alone)
+            given = " ".join(f"--drafter-options {option}={_option_text(value)}" for option, value in found.items())
+            notes += [f"the {drafter.name} head drafts better with {given}"] * bool(found)
+    return notes
+
+
+def _option_text(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
 
 
 def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> AdapterDiagnosis:

@@ -1,6 +1,6 @@
 """Can this drafting head guess for this target? From the shapes of its tensors: no matrix is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -10,15 +10,15 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
+from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
-from paceline.drafters.eagle.variants import admitted
-from paceline.drafters.frequent_ids import read_text
+from paceline.drafters.eagle.config import open_switches, read_eagle_config
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
-from paceline.drafters.mtp import load_mtp, with_ids
-from paceline.drafters.pairs.config import PairConfig
+from paceline.drafters.mtp import load_mtp, restrict_vocab
+from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import schemes_for
@@ -38,6 +38,7 @@ class HeadFacts:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
         copied_bytes: of the rows of the vocabulary matrix that it copies.
+        open_switches: drafter options that its files leave open, with the values to try besides the defaults.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class HeadFacts:
     weights: Mapping[str, AnyTensor]
     cache_bytes_per_1k: int
     copied_bytes: int = 0
+    open_switches: Sequence[tuple[str, Sequence[object]]] = ()
 
     def memory(self, quantization: QuantOptions | None) -> ModelMemory:
         """The memory it takes once loaded."""
@@ -98,49 +100,54 @@ def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
     matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"
     if len(own) < len(heads.weights):
         matrix = "the target's vocabulary matrix"
-    tree = "" if options.medusa_tree is None else f", tree {options.medusa_tree}"
+    tree = "" if options.tree is None else f", tree {options.tree}"
     summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
     return HeadFacts(files.path, files.kind, own, 0), PairVerdict(True, summary, None, heads.notices)
 
 
 def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
     sizes = target.config
-    configs = admitted(files, sizes, options.variant_for(files.kind))
-    opened = open_eagle(files, configs[0], sizes)
+    config = read_eagle_config(files, sizes, options)
+    opened = open_eagle(files, config, sizes)
     if target.tokenizer is not None:
         check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
-    summary = f"{files.kind.value} head {_reading(configs[0])}; {_sizes_fit(sizes.hidden_size)}"
-    return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
+    summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
+    unset = [switch for switch in open_switches(files, config, sizes) if getattr(options, switch[0]) is None]
+    facts = replace(_pair_facts(files, config, opened.weights), open_switches=unset)
+    return facts, PairVerdict(True, summary, None, _layout_note([name for name, _ in unset]))
 
 
 def _judge_mtp(
     files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None
 ) -> tuple[HeadFacts, PairVerdict]:
-    num_ids = options.guessed_ids(target.config.vocab_size)
+    num_ids = options.num_draft_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
-    if options.ids_of is not None:
-        read_text(options.ids_of)
-    chosen = "" if options.ids_of is None else f"the {num_ids} most frequent ids of {options.ids_of}"
-    limit = "" if num_ids is None else f" that guesses {chosen or f'ids below {num_ids}'}"
+    corpus = options.draft_vocab_corpus
+    if corpus is not None:
+        read_corpus(corpus)
+    chosen = "" if corpus is None else f"the {num_ids} most frequent ids of {corpus}"
+    limit = "" if num_ids is None else f" that drafts {chosen or f'ids below {num_ids}'}"
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
-        own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
-        if own.is_copy:
+        own = restrict_vocab(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # of the size in use
+        if own.has_lm_head_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
             copied = own.weights.info("lm_head.weight").nbytes
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
+    if options.normed_recurrence is None:  # reference code differs in the next feature
+        facts = replace(facts, open_switches=[("normed_recurrence", [False])])
     return facts, PairVerdict(True, summary, None, module.notices)
 
 
-def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
+def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights) -> HeadFacts:
     return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
 
 
-def _reading(config: PairConfig) -> str:
+def _reading(config: RecurrentHeadConfig) -> str:
     if not config.boundaries:
         return "that reads the final hidden states"
     return f"that reads layer boundaries {', '.join(map(str, config.boundaries))}"
@@ -152,10 +159,10 @@ def _sizes_fit(hidden_size: int) -> str:
     )
 
 
-def _open_question(configs: tuple[PairConfig, ...]) -> tuple[str, ...]:
-    if len(configs) == 1:
+def _layout_note(unset: list[str]) -> tuple[str, ...]:
+    if not unset:
         return ()
     return (
-        f"the head's files can be read in {len(configs)} ways: the first time it is loaded they are tried on a text of the target's, "
-        "unless --drafter-options says which",
+        f"the head's files do not settle {', '.join(unset)}: the documented defaults are used; --probe tries other values, and "
+        "--drafter-options sets them",
     )

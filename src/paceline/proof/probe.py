@@ -1,11 +1,12 @@
 """What speculation will bring here, from measured pass times: the one part of the doctor that loads the models."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import PacelineError
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
 _NUM_DRAFT_TOKENS = 4
 _LEAST_STEPS = 16  # fewer say nothing
+_LAYOUT_TEXTS, _LAYOUT_TOKENS = 8, 48
+_MIN_LAYOUT_GAIN = 0.05  # share of all tokens; less is chance in as many tokens
 _LEAST_KEPT = 0.15  # heads made for a model get a first guess right in half of the steps and more
-_HEADS = ("medusa", "eagle", "eagle3", "mtp")  # drafters that were made for one model
+_HEADS = ("medusa", "eagle", "eagle3", "peagle", "mtp")  # drafters that were made for one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,13 @@ class Trial:
     Attributes:
         num_steps: steps with guesses.
         num_kept: of these, the ones in which at least one was kept.
+        num_accepted: draft tokens that were kept.
         draft_s: seconds a guess took, all depths together.
     """
 
     num_steps: int
     num_kept: int
+    num_accepted: int
     draft_s: float
 
 
@@ -136,8 +141,8 @@ def probe(**arguments: Any) -> ProbeResult:
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
     pass_s = time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len)
-    writer = getattr(llm.drafter, "writer", llm.drafter)  # a drafter that translates text keeps its network there
-    runtime, cache = getattr(writer, "runtime", None), getattr(writer, "cache", None)
+    model = getattr(llm.drafter, "model", llm.drafter)  # of a drafter that translates text
+    runtime, cache = getattr(model, "runtime", None), getattr(model, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
     trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
     if trial is not None and draft_s == 0.0:
@@ -146,8 +151,10 @@ def probe(**arguments: Any) -> ProbeResult:
     return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices)
 
 
-def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
-    """Let it guess the target's greedy continuations of pieces of the sample text, even where drafting does not pay."""
+def _try_drafts(
+    llm: "LLM", drafter: "Drafter", num_texts: int = _NUM_TEXTS, num_tokens: int = _TEXT_TOKENS, temperature: float = 0.0
+) -> Trial:
+    """Let it guess the target's continuations of pieces of the sample text, even where drafting does not pay."""
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length.policy import FixedDraftLength
 
@@ -164,26 +171,62 @@ def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
 
     setattr(drafter, "propose", timed)  # noqa: B010  # on this instance only, which nothing else uses
     words = SAMPLE_TEXT.split(" ")
-    prompts = [" ".join(words[len(words) * index // _NUM_TEXTS :][:_PROMPT_WORDS]) for index in range(_NUM_TEXTS)]
-    params = SamplingParams(max_tokens=max(1, min(_TEXT_TOKENS, llm.max_model_len // 2)), ignore_eos=True)
+    prompts = [" ".join(words[len(words) * index // num_texts :][:_PROMPT_WORDS]) for index in range(num_texts)]
+    max_tokens = max(1, min(num_tokens, llm.max_model_len // 2))
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
     stats = [output.speculation for output in llm.generate(prompts, params)]
     num_drafted = sum(one.num_draft_tokens for one in stats)
     num_steps = sum(one.steps - one.plain_steps for one in stats)
     num_kept = sum(sum(one.num_accepted_tokens_by_position[:1]) for one in stats)
-    return Trial(num_steps, num_kept, spent / num_drafted if num_drafted else 0.0)
+    num_accepted = sum(one.num_accepted_tokens for one in stats)
+    return Trial(num_steps, num_kept, num_accepted, spent / num_drafted if num_drafted else 0.0)
 
 
 def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, ...]:
     """Whether a head seems to be another model's."""
     if drafter is None or trial is None or drafter.name not in _HEADS or trial.num_steps < _LEAST_STEPS:
         return ()
-    was_said = any("made for another" in notice for notice in drafter.traits.notices)  # when it was loaded
-    if was_said or trial.num_kept >= _LEAST_KEPT * trial.num_steps:
+    if trial.num_kept >= _LEAST_KEPT * trial.num_steps:
         return ()
     return (
         f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps the target kept no guess of the {drafter.name} drafter: it was "
         "made for another model, or for other weights of this one, and will seldom help",
     )
+
+
+def search_layout(switches: Sequence[tuple[str, Sequence[object]]], **arguments: Any) -> dict[str, object]:
+    """Try other values of the drafter options that a head's files leave open, one option after another.
+
+    Args:
+        switches: options with the values to try, as of `open_switches`.
+        arguments: of `paceline.LLM`, with the head as the only drafter. The model is loaded once for each value.
+
+    Returns:
+        the options whose values clearly raise the number of accepted tokens; empty if the defaults are best.
+    """
+    given = dict(arguments.pop("drafter_options", None) or {})
+    found: dict[str, object] = {}
+    best = _num_accepted(given, arguments)
+    for name, values in switches:
+        for value in values:
+            count = _num_accepted({**given, **found, name: value}, arguments)
+            if count - best > _MIN_LAYOUT_GAIN * _LAYOUT_TEXTS * _LAYOUT_TOKENS:
+                found[name], best = value, count
+    return found
+
+
+def _num_accepted(options: Mapping[str, object], arguments: Mapping[str, Any]) -> int:
+    """Load the model with drafter options and count the accepted draft tokens of a few short texts; 0 if they do not fit the head."""
+    from paceline.llm import LLM
+
+    try:
+        llm = LLM(**arguments, drafter_options=options)
+    except PacelineError:
+        return 0
+    if llm.drafter is None:
+        return 0
+    # sampled texts: greedy ones of small models repeat themselves, which any layout drafts
+    return _try_drafts(llm, llm.drafter, _LAYOUT_TEXTS, _LAYOUT_TOKENS, temperature=1.0).num_accepted
 
 
 def _peak_bytes() -> int:

@@ -92,7 +92,7 @@ def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
 def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(open_llm: Open, tmp_path: Path, drafter: str) -> None:
-    """Passes are timed and texts drawn for a calibration, with more rows and sequences than the steps of this engine will have."""
+    """Passes are profiled with more rows and sequences than the steps of this engine will have."""
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_size": 1}
     if drafter == "eagle3":
         values = {**EAGLE3, "hidden_size": 64, "head_dim": 16, "rope_theta": 1e6, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}

@@ -8,8 +8,8 @@ from harness.native_network import plain_tensor
 from paceline.drafters.eagle.config import EagleConfig
 from paceline.drafters.eagle.network import true_pairs
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.drafters.pairs.head import PairHead
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
+from paceline.drafters.recurrent_heads.head import RecurrentHead
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.weights import Weights
@@ -25,7 +25,7 @@ LAYERS = make_config(
 )
 
 
-def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int = 1) -> tuple[PairDrafter, Request]:
+def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int = 1) -> tuple[EagleStyleDrafter, Request]:
     """A drafter that has seen the features of all tokens but the last."""
     random = np.random.default_rng(seed)
     shapes = {"q_proj": (HIDDEN, HIDDEN), "k_proj": (HIDDEN // 2, HIDDEN), "v_proj": (HIDDEN // 2, HIDDEN), "o_proj": (HIDDEN, HIDDEN)}
@@ -36,9 +36,9 @@ def begun(embedding: np.ndarray, known: list[int], seed: int, *, tree_width: int
     tensors["lm_head.weight"].array[:4] = 0.0  # the tokens of the texts are not the best guess
     config = EagleConfig(kind=HeadKind.EAGLE, layers=LAYERS, feature_size=HIDDEN)
     runtime = open_head(true_pairs(config), LAYERS, Weights(tensors), num_threads=1, max_model_len=100)
-    head = PairHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
+    head = RecurrentHead(config, runtime, runtime, plain_tensor(embedding), target_ids=None)
     cache = KVCache([], 16, TreeLayout.MASK)
-    drafter = PairDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
+    drafter = EagleStyleDrafter(head, cache, vocab_size=VOCAB, tree_width=tree_width)
     params = SamplingParams()
     request = Request(known, len(known), params, LogitsProcessor(params, VOCAB, known), cache.new_sequence(), seed, 0, 99)
     cache.reserve(request.sequence, range(-1, len(known) - 2))

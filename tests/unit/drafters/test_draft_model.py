@@ -150,11 +150,11 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Netw
 
 
 def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Network, drafter: DraftModelDrafter) -> None:
-    drafter._reading = PrefillTime(0.5)
+    drafter._prefill_time = PrefillTime(0.5)
     request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
     assert drafter.prefill_s(request) == 60.0
     ask(drafter, request)
-    drafter._reading = PrefillTime(0.5)  # that pass was measured
+    drafter._prefill_time = PrefillTime(0.5)  # that pass was measured
     assert drafter.prefill_s(request) == 0.0
     append(request, [11] * 30)
     assert drafter.prefill_s(request) == 15.0, "a pass over so many tokens takes longer than one over a few"
@@ -162,7 +162,7 @@ def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime:
     ask(drafter, request)
     drafter.release(request)
     drafter.release(others)
-    drafter._reading = PrefillTime(0.5)
+    drafter._prefill_time = PrefillTime(0.5)
     assert drafter.prefill_s(others) == 90.0 - 0.5 * 96, "three blocks of the text were seen"
     drafter.release(others)
 
@@ -261,8 +261,8 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
         fresh = make_request([*request.token_ids, *path])
         other = make_drafter(twin)
         rows: list[np.ndarray] = []
-        guessed = other._guessed
-        other._guessed = lambda request, row, path, width, guessed=guessed, rows=rows: (  # type: ignore[method-assign]
+        guessed = other._sample
+        other._sample = lambda request, row, path, width, guessed=guessed, rows=rows: (  # type: ignore[method-assign]
             rows.append(row.logits.copy()),
             guessed(request, row, path, width),
         )[1]

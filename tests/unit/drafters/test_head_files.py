@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from harness.model_configs import make_config
-from paceline.drafters.head_containers import METHOD_FILES
 from paceline.drafters.head_files import HeadFiles, check_pairing, is_head_file, plain_name
-from paceline.drafters.head_kinds import HeadKind
+from paceline.drafters.head_kinds import METHOD_FILES, HeadKind
 from paceline.errors import BackendUnavailableError, CheckpointError, IncompatibleDrafterError
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
@@ -153,7 +152,7 @@ def test_shards_of_both_kinds_are_joined(tmp_path: Path) -> None:
         assert sorted(HeadFiles.open(directory).tensors) == ["a", "b"]
     index = tmp_path / "bin" / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd.bin"}}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"names .*/etc/passwd\.bin, expected \*\.bin files beside it"):
+    with pytest.raises(CheckpointError, match=r"names .*/etc/passwd\.bin, expected \*\.bin files next to it"):
         HeadFiles.open(tmp_path / "bin")
 
 
@@ -223,7 +222,7 @@ def test_what_nobody_uses_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_container_that_names_an_unknown_method_is_refused_by_that_name(tmp_path: Path) -> None:
-    with pytest.raises(IncompatibleDrafterError, match="speculators head of type 'frobnicate', which is not known"):
+    with pytest.raises(IncompatibleDrafterError, match="speculators head of unknown type 'frobnicate'"):
         HeadFiles.open(write(tmp_path, EAGLE, {"speculators_model_type": "frobnicate"}))
 
 
@@ -242,7 +241,7 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     check_pairing(files, target, hidden_size=8)
     with pytest.raises(IncompatibleDrafterError, match="features of 16 values, the target's have 8"):
         check_pairing(files, target, hidden_size=16)
-    with pytest.raises(IncompatibleDrafterError, match="knows 128256 token ids, the target 32000"):
+    with pytest.raises(IncompatibleDrafterError, match="has 128256 token ids, the target 32000"):
         check_pairing(files, target, hidden_size=8, vocab_rows=128256)
 
 

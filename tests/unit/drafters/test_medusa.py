@@ -15,8 +15,7 @@ from harness.medusa_checkpoints import Arrays, edit, random_heads, write_heads
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.medusa.drafter import MedusaDrafter, open_medusa
-from paceline.drafters.medusa.guesses import RankAccuracy
+from paceline.drafters.medusa.drafter import MedusaDrafter, RankAccuracy, open_medusa
 from paceline.drafters.medusa.network import HeadOutputs
 from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
@@ -96,7 +95,7 @@ def test_wrong_heads_are_named_exactly(tmp_path: Path) -> None:
         opened("wrong", "vllm", wrong)
     with pytest.raises(IncompatibleDrafterError, match=r"features of 32 values, the target's have 64"):
         opened("narrow", "rows", random_heads(hidden=32))
-    with pytest.raises(IncompatibleDrafterError, match=r"knows 4000 token ids, the target 97"):
+    with pytest.raises(IncompatibleDrafterError, match=r"has 4000 token ids, the target 97"):
         opened("wide", "rows", random_heads(rows=4000))
     with pytest.raises(CheckpointError, match=r"token_map has 96 entries for vocabulary matrices of 97 rows"):
         opened("short map", "vllm", arrays, token_map=np.arange(96))
@@ -226,7 +225,7 @@ def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
     accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
     assert accuracy.trials == [1.0, 1.0, 0.0]
     assert [hits[:2] for hits in accuracy.hits] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
-    assert accuracy.of(7, 0, 0.25) == 0.25
+    assert accuracy.estimate(7, 0, 0.25) == 0.25
 
 
 def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float32], large_counts: bool) -> None:

@@ -11,13 +11,10 @@ from harness.eagle_checkpoints import write_legible_target
 from harness.medusa_checkpoints import perfect_heads, write_heads, write_successor_target
 from harness.unconventional_heads import write_reading_eagle3
 from paceline import LLM, ConfigError, IncompatibleDrafterError, SamplingParams
-from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.options import OPTIONS, TREES, HeadOptions
-from paceline.drafters.pairs import opening
-from paceline.drafters.pairs.config import PairVariant
-from paceline.drafters.pairs.drafter import PairDrafter
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.engine.loader import parse_settings
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -27,27 +24,26 @@ IDS = "eagle_aux_hidden_state_layer_ids"
     ("given", "expected"),
     [
         ({}, HeadOptions()),
-        ({"tree": "accuracy"}, HeadOptions(medusa_tree="accuracy")),
-        ({"boundaries": "2, 8,13"}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
-        ({"boundaries": [2, 8, 13]}, HeadOptions(variant=PairVariant(boundaries=(2, 8, 13)))),
-        ({"num_ids": "32768"}, HeadOptions(num_ids=32768)),
-        ({"num_ids": 512, "ids_of": "a.txt"}, HeadOptions(num_ids=512, ids_of=Path("a.txt"))),
-        ({"num_ids": 256, "normed_recurrence": True}, HeadOptions(num_ids=256, variant=PairVariant(normed_recurrence=True))),
-        ({"norm_before_residual": "true"}, HeadOptions(variant=PairVariant(norm_before_residual=True))),
+        ({"tree": "accuracy"}, HeadOptions(tree="accuracy")),
+        ({"boundaries": "2, 8,13"}, HeadOptions(boundaries=(2, 8, 13))),
+        ({"boundaries": [2, 8, 13]}, HeadOptions(boundaries=(2, 8, 13))),
+        ({"draft_vocab_size": "32768"}, HeadOptions(draft_vocab_size=32768)),
+        ({"draft_vocab_size": 512, "draft_vocab_corpus": "a.txt"}, HeadOptions(draft_vocab_size=512, draft_vocab_corpus=Path("a.txt"))),
+        ({"draft_vocab_size": 256, "normed_recurrence": True}, HeadOptions(draft_vocab_size=256, normed_recurrence=True)),
+        ({"norm_before_residual": "true"}, HeadOptions(norm_before_residual=True)),
         (
             {"tree": "zephyr_stage2", "normed_recurrence": False, "rope_theta": "5e5"},
-            HeadOptions(medusa_tree="zephyr_stage2", variant=PairVariant(normed_recurrence=False, rope_theta=5e5)),
+            HeadOptions(tree="zephyr_stage2", normed_recurrence=False, rope_theta=5e5),
         ),
     ],
 )
 def test_options_are_values_or_their_text(given: Mapping[str, object], expected: HeadOptions) -> None:
     options = HeadOptions.of(given)
     assert options == expected
-    assert set(options.given) == set(given)
 
 
-def test_every_convention_of_a_head_is_an_option() -> None:
-    assert set(OPTIONS) - {"tree", "num_ids", "ids_of"} == set(PairVariant.__dataclass_fields__)
+def test_every_field_is_an_option() -> None:
+    assert list(OPTIONS) == list(HeadOptions.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +60,13 @@ def test_every_convention_of_a_head_is_an_option() -> None:
         ({"rope_theta": "-1"}, "rope_theta is '-1'"),
         ({"rope_theta": "nan"}, "rope_theta is 'nan'"),
         ({"rope_theta": True}, "rope_theta is True"),
-        ({"num_ids": 255}, "num_ids is 255: use a number of ids from 256 to the size of the target's vocabulary"),
-        ({"num_ids": "many"}, "num_ids is 'many'"),
-        ({"num_ids": 300.0}, "num_ids is 300.0"),
-        ({"num_ids": True}, "num_ids is True"),
-        ({"num_ids": 0}, "num_ids is 0"),
-        ({"ids_of": 3}, "ids_of is 3: use a text file"),
-        ({"ids_of": " "}, "ids_of is ' '"),
+        ({"draft_vocab_size": 255}, "draft_vocab_size is 255: use a number of ids from 256 to the size of the target's vocabulary"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'"),
+        ({"draft_vocab_size": 300.0}, "draft_vocab_size is 300.0"),
+        ({"draft_vocab_size": True}, "draft_vocab_size is True"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ({"draft_vocab_corpus": 3}, "draft_vocab_corpus is 3: use a text file"),
+        ({"draft_vocab_corpus": " "}, "draft_vocab_corpus is ' '"),
         ({"branches": 2}, "'branches' is unknown; there are tree \\(medusa\\), boundaries \\(eagle3 and peagle\\)"),
     ],
 )
@@ -79,21 +75,14 @@ def test_what_an_option_does_not_take_is_named_with_what_it_does(given: Mapping[
         HeadOptions.of(given)
 
 
-def test_each_kind_of_head_is_told_what_it_knows_and_no_more() -> None:
-    options = HeadOptions.of({"boundaries": "1,2,3", "rope_theta": "10000"})
-    assert options.variant_for(HeadKind.EAGLE3) == options.variant
-    assert options.variant_for(HeadKind.EAGLE) == PairVariant(rope_theta=10000.0)
-    assert options.variant_for(HeadKind.MTP) is None, "what it does not say is still to be found out"
-
-
 @pytest.mark.parametrize(("asked", "expected"), [(256, 256), (257, 272), (592, 592), (593, 600), (600, 600)])
 def test_a_number_of_ids_is_rounded_up_but_not_beyond_the_vocabulary(asked: int, expected: int) -> None:
-    assert HeadOptions(num_ids=asked).guessed_ids(600) == expected
-    assert HeadOptions().guessed_ids(600) is None
-    assert HeadOptions(ids_of=Path("a.txt")).guessed_ids(600) == 600
-    assert HeadOptions(ids_of=Path("a.txt")).guessed_ids(248320) == 16384
-    with pytest.raises(ConfigError, match="num_ids is 601 and the target has 600 ids: use at most 600, or leave it out"):
-        HeadOptions(num_ids=601).guessed_ids(600)
+    assert HeadOptions(draft_vocab_size=asked).num_draft_ids(600) == expected
+    assert HeadOptions().num_draft_ids(600) is None
+    assert HeadOptions(draft_vocab_corpus=Path("a.txt")).num_draft_ids(600) == 600
+    assert HeadOptions(draft_vocab_corpus=Path("a.txt")).num_draft_ids(248320) == 16384
+    with pytest.raises(ConfigError, match="draft_vocab_size is 601 and the target has 600 ids: use at most 600, or leave it out"):
+        HeadOptions(draft_vocab_size=601).num_draft_ids(600)
 
 
 @pytest.fixture(scope="module")
@@ -134,18 +123,16 @@ def test_a_medusa_tree_is_a_choice_of_the_user(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2] == open_llm(target, "none").generate([prompt], params)[0].token_ids
 
 
-def test_boundaries_named_by_hand_are_read_and_nothing_is_tried(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "facts"))
-    monkeypatch.setattr(opening, "draw_text", lambda *given, **named: pytest.fail("nothing was to be tried"))
+def test_boundaries_named_by_hand_override_the_files(target: Path, tmp_path: Path) -> None:
     head = str(write_reading_eagle3(tmp_path / "head", **{IDS: [7, 8, 9]}))  # the target has no such boundaries
-    with pytest.raises(IncompatibleDrafterError, match="the drafter option 'boundaries' names them by hand"):
+    with pytest.raises(IncompatibleDrafterError, match="--drafter-options boundaries="):
         open_llm(target, head)
     for boundaries in ((0, 2, 3), "1,2,4"):
         llm = open_llm(target, ("ngram", head), drafter_options={"boundaries": boundaries})
-        (drafter,) = [one for one in llm.engine.speculator.drafters if isinstance(one, PairDrafter)]
-        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.of({"boundaries": boundaries}).variant.boundaries
+        (drafter,) = [one for one in llm.engine.speculator.drafters if isinstance(one, EagleStyleDrafter)]
+        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.of({"boundaries": boundaries}).boundaries
         assert "speculation: on" in llm.banner
-    with pytest.raises(IncompatibleDrafterError, match="reads 3 of a target of 4 layers"):
+    with pytest.raises(IncompatibleDrafterError, match=r"option 'boundaries' gives \[1, 2\] for its 4 layers"):
         open_llm(target, head, drafter_options={"boundaries": (1, 2)})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.drafters.pairs.cache import PairCache, PairRows
+from paceline.drafters.recurrent_heads.cache import PairCache, PairRows
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -60,11 +60,13 @@ class Bench:
         self.cache.keep_path(request.sequence, count - 1)
         self.cache.register_prefix(request.sequence, request.token_ids)
         if observed:
-            self.pairs.observe(request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)]))
+            self.pairs.append_features(
+                request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)])
+            )
 
     def run(self, request: Request, *, with_root: bool) -> PairRows | None:
         """Run what waits, and check it: every pair joins its token with the feature of what stands before it."""
-        rows = self.pairs.waiting_rows(request, with_root=with_root)
+        rows = self.pairs.pending_rows(request, with_root=with_root)
         if rows is None:
             return None
         first = rows.rows.cached_len
@@ -77,7 +79,7 @@ class Bench:
         for slot in range(rows.rows.first_slot, first):  # what they see was computed from this text
             block = int(rows.rows.block_table[slot // BLOCK_SIZE])
             assert self.rows[block, slot % BLOCK_SIZE] == tuple(request.token_ids[: slot + 1])
-        self.pairs.keep(rows.request, rows.token_ids)
+        self.pairs.mark_computed(rows.request, rows.token_ids)
         return rows
 
 
@@ -126,8 +128,8 @@ def test_a_root_whose_feature_is_missing_is_not_drafted() -> None:
     bench = Bench.make()
     request = bench.request(text(50))
     bench.commit(request, 30)
-    assert bench.pairs.waiting_rows(request, with_root=True) is None
-    assert bench.pairs.waiting_rows(bench.request(text(3)), with_root=True) is None
+    assert bench.pairs.pending_rows(request, with_root=True) is None
+    assert bench.pairs.pending_rows(bench.request(text(3)), with_root=True) is None
 
 
 @pytest.mark.parametrize("shared", [32, 40, 64, 95])

@@ -15,7 +15,7 @@ from paceline import LLM, SamplingParams
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget, Drafter, RequestState

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.drafters.suffix.automaton import MAX_FOLLOWERS, MAX_SIBLINGS, SEPARATOR, SuffixAutomaton
-from paceline.drafters.suffix.drafter import LEAST_PROB, MIN_MATCH, SuffixDrafter, SuffixStore
+from paceline.drafters.suffix import (
+    MAX_FOLLOWERS,
+    MAX_SIBLINGS,
+    MIN_MATCH,
+    MIN_PATH_PROB,
+    SEPARATOR,
+    SuffixAutomaton,
+    SuffixDrafter,
+    SuffixStore,
+)
 from paceline.errors import ConfigError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -60,7 +68,7 @@ def search(text: Sequence[int], budget: DraftBudget, min_match: int, max_match: 
     def offer(node: Path, prob: float) -> None:
         if len(node) < budget.max_depth:
             for token, share in law(text, [*text, *node], min_match, max_match):
-                if prob * share >= LEAST_PROB:
+                if prob * share >= MIN_PATH_PROB:
                     offered.append(((*node, token), prob * share))
 
     offer((), 1.0)

@@ -19,7 +19,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.drafter import MedusaDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.prediction import PredictionDrafter
-from paceline.drafters.suffix.drafter import SuffixDrafter
+from paceline.drafters.suffix import SuffixDrafter
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 
 
@@ -131,7 +131,7 @@ def test_the_banner_says_where_a_shorter_context_ends_the_drafts(directory: Path
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=64)
     drafter = make_drafter(str(other), directory)
     assert drafter is not None
-    assert "no drafts behind its context of 64 tokens" in drafter.traits.description
+    assert "no drafts after its context of 64 tokens" in drafter.traits.description
 
 
 def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(directory: Path, tmp_path: Path) -> None:

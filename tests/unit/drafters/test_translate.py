@@ -50,7 +50,7 @@ def make_request(token_ids: Sequence[int], vocab_size: int, params: SamplingPara
 @pytest.mark.parametrize("at_start", [True, False])
 def test_what_is_cut_is_the_text(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, text: str, at_start: bool) -> None:
     for tokenizer in (byte_level, byte_fallback):
-        cut = tokenizer.cut(text.encode(), at_start=at_start)
+        cut = tokenizer.tokenize(text.encode(), at_start=at_start)
         assert sum(size for _, size in cut) == len(text.encode())
         joined = b"".join(tokenizer.bytes_of[token_id] for token_id, _ in cut)
         assert joined in (text.encode(), b" " + text.encode())
@@ -61,13 +61,13 @@ def test_what_is_cut_is_the_text(byte_level: ByteTokenizer, byte_fallback: ByteT
 def test_half_a_character_is_cut_too(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     half = "😺".encode()[:2]
     for tokenizer in (byte_level, byte_fallback):
-        assert b"".join(tokenizer.bytes_of[token_id] for token_id, _ in tokenizer.cut(b"the" + half)) == b"the" + half
+        assert b"".join(tokenizer.bytes_of[token_id] for token_id, _ in tokenizer.tokenize(b"the" + half)) == b"the" + half
 
 
 def test_text_is_cut_as_the_tokenizer_cuts(mini: ByteTokenizer, mini_dir: Path) -> None:
     tokenizer = Tokenizer.open(mini_dir)
     text = 'Once upon a time, "there" was\n    return 12.5'
-    assert [token_id for token_id, _ in mini.cut(text.encode())] == tokenizer.encode(text, add_special_tokens=False)
+    assert [token_id for token_id, _ in mini.tokenize(text.encode())] == tokenizer.encode(text, add_special_tokens=False)
 
 
 # Ids through shared pieces
@@ -162,7 +162,9 @@ class ScriptedWriter:
         self.answer: list[int] = []
         self.contexts: list[tuple[list[int], int]] = []
 
-    def write(self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]) -> list[list[int]]:
+    def generate(
+        self, requests: Sequence[Request], contexts: Sequence[tuple[Sequence[int], int]], counts: Sequence[int]
+    ) -> list[list[int]]:
         self.contexts = [(list(ids), num_unchanged) for ids, num_unchanged in contexts]
         return [self.answer] * len(contexts)
 
@@ -185,7 +187,7 @@ def test_the_draft_model_reads_the_text_as_its_own_tokenizer_cuts_it(
 ) -> None:
     drafter = TextDrafter(writer, target=byte_fallback, draft=mini)
     text = "the cat sat there, and the dog ran! "
-    ids = [token_id for token_id, _ in byte_fallback.cut(text.encode(), at_start=False)]
+    ids = [token_id for token_id, _ in byte_fallback.tokenize(text.encode(), at_start=False)]
     request = make_request(ids[:1], len(byte_fallback.pieces))
     seen: list[int] = []
     for token_id in ids[1:]:
@@ -196,13 +198,13 @@ def test_the_draft_model_reads_the_text_as_its_own_tokenizer_cuts_it(
         seen = context
         written = b"".join(byte_fallback.bytes_of[token_id] for token_id in request.token_ids)
         assert b"".join(mini.bytes_of[token_id] for token_id in context) == written
-        assert context == [token_id for token_id, _ in mini.cut(written)]
+        assert context == [token_id for token_id, _ in mini.tokenize(written)]
 
 
 def test_inside_a_character_there_is_no_guess(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_fallback)
     writer.answer = [byte_fallback.pieces.index("▁the")]
-    ids = [token_id for token_id, _ in byte_level.cut("a😺".encode())]
+    ids = [token_id for token_id, _ in byte_level.tokenize("a😺".encode())]
     request = make_request(ids[:-1], len(byte_level.pieces))
     assert guess(drafter, request) is None
     request.token_ids.append(ids[-1])
@@ -227,8 +229,8 @@ def test_what_it_writes_is_cut_by_the_targets_tokenizer(
     byte_level: ByteTokenizer, writer: ScriptedWriter, tmp_path: Path, before: str, written: list[str], expected: list[str]
 ) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_level)
-    writer.answer = [token_id for piece in written for token_id, _ in byte_level.cut(piece.encode())]
-    request = make_request([token_id for token_id, _ in byte_level.cut(before.encode())], len(byte_level.pieces))
+    writer.answer = [token_id for piece in written for token_id, _ in byte_level.tokenize(piece.encode())]
+    request = make_request([token_id for token_id, _ in byte_level.tokenize(before.encode())], len(byte_level.pieces))
     found = guess(drafter, request)
     assert [byte_level.bytes_of[token_id].decode() for token_id in found or ()] == expected
 
@@ -250,9 +252,9 @@ def test_start_tokens_of_the_target_become_those_of_the_draft_model(mini: ByteTo
     other = ByteTokenizer(Tokenizer.open(stories))
     assert (mini.start, other.start) == ((), (other.pieces.index("<|start_story|>"),))
     text = b"Once upon a time"
-    ids = [token_id for token_id, _ in mini.cut(text)]
+    ids = [token_id for token_id, _ in mini.tokenize(text)]
     guess(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
-    assert writer.contexts[0][0] == [*other.start, *(token_id for token_id, _ in other.cut(text, at_start=True))]
+    assert writer.contexts[0][0] == [*other.start, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
     guess(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
     assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 
@@ -263,16 +265,16 @@ def test_a_disjoint_pair_drafts_and_gives_everything_back(mini_dir: Path, mini: 
         pytest.skip("no model of another vocabulary")
     drafter = open_drafter(stories, mini_dir)
     assert isinstance(drafter, TextDrafter)
-    assert isinstance(drafter.writer, DraftModelDrafter)
+    assert isinstance(drafter.model, DraftModelDrafter)
     assert "disjoint vocabularies: drafts are decoded and encoded again" in drafter.traits.description
-    request = make_request([token_id for token_id, _ in mini.cut(b"Once upon a time, there was a little girl named")], len(mini.pieces))
+    request = make_request([token_id for token_id, _ in mini.tokenize(b"Once upon a time, there was a little girl named")], len(mini.pieces))
     for word in (b" Lily", b".", b" She"):
         found = guess_any(drafter, request)
         assert found
-        request.token_ids.extend(token_id for token_id, _ in mini.cut(word))
+        request.token_ids.extend(token_id for token_id, _ in mini.tokenize(word))
     drafter.release(request)
-    drafter.writer.cache.check()
-    assert drafter.writer.cache.pool.num_free == drafter.writer.cache.pool.num_blocks
+    drafter.model.cache.check()
+    assert drafter.model.cache.pool.num_free == drafter.model.cache.pool.num_blocks
 
 
 def guess_any(drafter: Drafter, request: Request) -> list[int]:

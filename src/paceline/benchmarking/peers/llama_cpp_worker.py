@@ -26,7 +26,7 @@ KINDS = {
     "f32": "F32",
 }
 DRAFT_TOKENS = 16
-LEAST_PROBABILITY = 0.75
+MIN_PATH_PROBABILITY = 0.75
 LOOKUP_NGRAM, LOOKUP_TOKENS = 2, 10
 _CANDIDATES = 10
 _ROWS = 512  # of a pass over a prompt
@@ -103,7 +103,7 @@ class DraftModel:
         while True:
             logits = self._context.logits(-1)
             best = numpy.partition(logits, -_CANDIDATES)[-_CANDIDATES:]
-            if 1 / numpy.exp(best - best.max()).sum() < LEAST_PROBABILITY:
+            if 1 / numpy.exp(best - best.max()).sum() < MIN_PATH_PROBABILITY:
                 return guesses
             guesses.append(int(logits.argmax()))
             if len(guesses) == self._most:
@@ -126,7 +126,7 @@ def open_model(order: Any) -> Any:
         draft = Context(api, gguf_of(Path(order["draft"]), kind), threads=threads, length=length, rows=1)
         if draft.vocab_size != context.vocab_size:
             raise loop.PeerError(f"the draft model has {draft.vocab_size} tokens and the target {context.vocab_size}")
-        propose, note = DraftModel(draft, most), f"up to {most} tokens while their probability is {LEAST_PROBABILITY} or more"
+        propose, note = DraftModel(draft, most), f"up to {most} tokens while their probability is {MIN_PATH_PROBABILITY} or more"
     elif order["mode"] == "ngram":
         count = order["num_speculative_tokens"] or LOOKUP_TOKENS
         lookup = importlib.import_module("llama_cpp.llama_speculative").LlamaPromptLookupDecoding(LOOKUP_NGRAM, count)

@@ -11,7 +11,7 @@ from typing import Any
 
 loop = importlib.import_module("worker_loop")
 
-DRAFT_TOKENS, LEAST_PROBABILITY = 5, 0.4
+DRAFT_TOKENS, MIN_PATH_PROBABILITY = 5, 0.4
 LOOKUP_TOKENS, LOOKUP_NGRAM = 10, 2
 DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "float32"}
 
@@ -32,9 +32,9 @@ def open_model(order: Any) -> Any:
         assistant = _load(transformers, torch, order["draft"], order["precision"])
         assistant.generation_config.num_assistant_tokens = count or DRAFT_TOKENS
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = LEAST_PROBABILITY
+        assistant.generation_config.assistant_confidence_threshold = MIN_PATH_PROBABILITY
         options = {"assistant_model": assistant}
-        note = f"assistant_model, num_assistant_tokens={count or DRAFT_TOKENS}, assistant_confidence_threshold={LEAST_PROBABILITY}"
+        note = f"assistant_model, num_assistant_tokens={count or DRAFT_TOKENS}, assistant_confidence_threshold={MIN_PATH_PROBABILITY}"
     elif order["mode"] == "ngram":
         options = {"prompt_lookup_num_tokens": count or LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM}
         note = ", ".join(f"{name}={value}" for name, value in options.items())

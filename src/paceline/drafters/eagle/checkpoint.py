@@ -1,23 +1,66 @@
-"""EAGLE heads as they are stored: the weights under our names, and the draft vocabulary."""
+"""Weights of an EAGLE head under the names of `network.py`, and its draft vocabulary; from safetensors, PyTorch or GGUF files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.eagle.config import EagleConfig, holds_norm, is_left_out
-from paceline.drafters.eagle.layout import our_name, plain_files
+from paceline.drafters.eagle.config import FIRST_NORM, LAST_NORM, EagleConfig, config_fields, is_nested, means_no_norm, unified_names
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
+from paceline.models.gguf.blocks import group_blocks
+from paceline.models.gguf.file import GgufFile, open_gguf
+from paceline.models.gguf.header import GgufTensor
 from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
+from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 Shapes = dict[str, tuple[int, ...]]
 _MASK = "mask_hidden"
+_PARTS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "hidden_norm": "hidden_norm",
+    **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
+    **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
+}
+_OURS = {
+    "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
+    "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
+}  # fmt: skip
+
+_GGUF_ARCHITECTURE = "eagle3"
+_GGUF_PLAIN = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
+_GGUF_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_norm_2": "hidden_norm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+_GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
+_GGUF_KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "target_hidden_size": "target_hidden_size",
+    "norm_before_residual": "norm_before_residual",
+    "extract_layers": "eagle_aux_hidden_state_layer_ids",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +82,18 @@ class EagleCheckpoint:
 
 
 def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> EagleCheckpoint:
-    """The weights and the draft vocabulary.
+    """Open the weights and the draft vocabulary.
 
     Raises:
-        CheckpointError: tensors are missing or of another shape, or there are some that no such head has; all of them are named.
+        CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
         IncompatibleDrafterError: its vocabulary is not the target's, or its mask token is not in it.
     """
-    files = plain_files(files)
+    files = unified_names(files)
     required, optional = _shapes(files, config, target)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
-    tables = ("token_map",) if config.is_first else ("d2t", "t2d")
-    files.check_all_used([*used, *tables], ignored=lambda name: is_left_out(files, name))
+    tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
+    files.check_all_used([*used, *tables], ignored=lambda name: _is_unused(files, name))
     tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used if name != _MASK}
     mask = as_float32(files.weight(_MASK)).reshape(-1) if _MASK in used else None
     ids = _target_ids(files, config, target)
@@ -60,13 +103,13 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
     if config.mask_token_id is not None and config.mask_token_id >= embedded_ids:
         raise IncompatibleDrafterError(
             f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {embedded_ids}: the head was made for "
-            "another model, or the drafter option 'mask_token_id' names another one"
+            "another model, or --drafter-options mask_token_id=ID is wrong"
         )
     return EagleCheckpoint(config, Weights(tensors), embedded_ids, ids, mask)
 
 
 def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
-    """Refuse a head without embeddings for all ids of the target's tokenizer; padding ids need none.
+    """Check that a head has embeddings for all ids of the target's tokenizer; padding ids need none.
 
     Args:
         embedded_ids: token ids from here on have no embedding.
@@ -77,64 +120,78 @@ def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
     """
     if embedded_ids < num_known:
         raise IncompatibleDrafterError(
-            f"the {files.kind.value} head {files.path} has embeddings of {embedded_ids} token ids, the target's tokenizer knows "
+            f"the {files.kind.value} head {files.path} has embeddings of {embedded_ids} token ids, the target's tokenizer has "
             f"{num_known}: it was made for another model"
         )
 
 
+def our_name(name: str) -> str:
+    """Return the name in `network.py` of a tensor of the file."""
+    stem, kind = name.rsplit(".", 1)
+    if stem.startswith("layers."):
+        _, layer, part = stem.split(".", 2)
+        return f"layers.{layer}.{_PARTS[part]}.{kind}"
+    return f"{_OURS.get(stem, stem)}.{kind}"
+
+
+def _is_unused(files: HeadFiles, name: str) -> bool:
+    """Return whether a tensor is known to take no part in the computation.
+
+    Trainers keep tensors of the target (`verifier_*`). vLLM's EAGLE stores norms that its config turns off. A SpecForge file holds a
+    final norm that it does not apply.
+    """
+    if name == LAST_NORM and means_no_norm(files, config_fields(files)):
+        return True
+    return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and is_nested(files))
+
+
 def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Tensors that the network needs, and those it uses if present."""
+    """Return the tensors that the network needs, and those it uses if present."""
     layers = config.layers
     hidden, width = layers.hidden_size, config.num_features
     required: Shapes = {}
     optional: Shapes = {}
-    if config.is_first:
-        required["fc.weight"] = (hidden, 2 * hidden)
+    if config.is_eagle1 or config.has_fc:
+        required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
         optional["fc.bias"] = (hidden,)
+    if config.is_eagle1:
         if config.norms_embedding:
             required["embedding_layernorm.weight"] = (hidden,)
         if config.norms_feature:
             required["hidden_states_layernorm.weight"] = (hidden,)
     else:
-        if config.has_fc:
-            required["fc.weight"] = (hidden, width)
-            optional["fc.bias"] = (hidden,)
         required["layers.0.hidden_norm.weight"] = (hidden,)
         if config.norms_features:
             required["input_norm.weight"] = (width,)
         if config.norms_chunks:
             required |= {f"fc_norm.{chunk}.weight": (config.feature_size,) for chunk in range(len(config.boundaries))}
-    if holds_norm(files, config):
-        required["norm.weight"] = (hidden,)
+    if config.has_final_norm:
+        required[LAST_NORM] = (hidden,)
     if config.kind is HeadKind.PEAGLE:
         stored = files.tensors.get(_MASK)
         required[_MASK] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     for layer in range(layers.num_layers):
-        has_norm = layer > 0 or (config.norms_mixture if config.is_first else config.norms_embedding)
-        is_joined = not config.is_first and layer == 0
+        has_norm = layer > 0 or (config.norms_mixture if config.is_eagle1 else config.norms_embedding)
+        is_joined = not config.is_eagle1 and layer == 0
         columns = 2 * hidden if is_joined else hidden
         _add_layer(layers.layers[layer], f"layers.{layer}.", required, optional, hidden=hidden, columns=columns, has_norm=has_norm)
     if config.own_embedding:
         required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
-    _add_lm_head(files, config, target, required)
+    has_own_ids = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
+    if "token_map" in files.tensors:
+        required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
+    elif config.own_lm_head or (has_own_ids and not config.is_eagle1):
+        required["lm_head.weight"] = (layers.vocab_size, hidden)
     return required, optional
 
 
-def _add_lm_head(files: HeadFiles, config: EagleConfig, target: ModelConfig, required: Shapes) -> None:
-    layers = config.layers
-    has_own_ids = layers.vocab_size != target.vocab_size or layers.hidden_size != target.hidden_size
-    if "token_map" in files.tensors:
-        required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], layers.hidden_size)
-    elif config.own_lm_head or (has_own_ids and not config.is_first):
-        required["lm_head.weight"] = (layers.vocab_size, layers.hidden_size)
-
-
 def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shapes, *, hidden: int, columns: int, has_norm: bool) -> None:
-    """
+    """Add the tensors of a decoder layer.
+
     Args:
         columns: input width of q, k and v.
     """
-    assert isinstance(layer.mlp, DenseMLP)  # read_layers makes no others
+    assert isinstance(layer.mlp, DenseMLP)  # eagle/config.py makes no others
     attention, inner = layer.attention, layer.mlp.intermediate_size
     matrices = {
         "self_attn.q_proj": (attention.query_size, columns),
@@ -155,7 +212,7 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
 
 
 def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> NDArray[np.int64] | None:
-    """`d2t` holds offsets to add to draft ids; the sums ascend, and `t2d` marks the same ids.
+    """Read `d2t`, which holds offsets to add to draft ids. The sums ascend, and `t2d` marks the same ids.
 
     Raises:
         IncompatibleDrafterError: an id is not the target's.
@@ -181,7 +238,7 @@ def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> N
 
 
 def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
-    """vLLM's form of a draft vocabulary: the target's ids themselves, in any order."""
+    """Read vLLM's form of a draft vocabulary: the target's ids themselves, in any order."""
     ids = files.table("token_map").reshape(-1)
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(np.unique(ids)) < len(ids):
         span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
@@ -193,7 +250,7 @@ def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
 
 
 def _mapped_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """The rows of the mapped ids, ascending; the matrix may hold these alone, or those of all ids."""
+    """Return the rows of the mapped ids, ascending. The matrix may hold these alone, or those of all ids."""
     order = np.argsort(ids)
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
         raise CheckpointError(
@@ -201,3 +258,67 @@ def _mapped_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> t
         )
     rows = order if lm_head.shape[0] == len(ids) else ids[order]
     return Tensor(lm_head.array[rows], lm_head.weight_type, (len(ids), lm_head.shape[1])), ids[order]
+
+
+def open_gguf_eagle(path: Path) -> HeadFiles | None:
+    """Open the EAGLE-3 head in a GGUF file, presented as if it were stored the usual way; None if the file holds something else.
+
+    Three things differ in GGUF: `d2t` holds the target's ids themselves, the rows of q and k are interleaved as in llama's files, and
+    layer ids are boundaries. Quantised matrices are dequantised to float16.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = open_gguf(path)
+    if file.metadata.get("general.architecture") != _GGUF_ARCHITECTURE:
+        return None
+    config = _gguf_config(file)
+    tensors = {_gguf_name(name): _gguf_tensor(tensor, config) for name, tensor in file.tensors.items()}
+    if "d2t" in tensors:
+        absolute = tensors["d2t"]
+        tensors["d2t"] = FileTensor(absolute.shape, absolute.dtype, lambda: absolute.open() - np.arange(absolute.shape[0]))
+    return HeadFiles(path, config, tensors, HeadKind.EAGLE3, (path,))
+
+
+def _gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Return the metadata under the names of a config.json."""
+    values: dict[str, Any] = {"general.architecture": _GGUF_ARCHITECTURE}
+    for key, name in _GGUF_KEYS.items():
+        value = file.metadata.get(f"{_GGUF_ARCHITECTURE}.{key}")
+        if value is not None:
+            values[name] = list(value) if key == "extract_layers" and isinstance(value, Sequence) else value
+    vocabulary = file.metadata.get(f"{_GGUF_ARCHITECTURE}.vocab_size")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if vocabulary is None and tokens is None:
+        raise CheckpointError(f"{file.path} has neither {_GGUF_ARCHITECTURE}.vocab_size nor a vocabulary; download it again")
+    return {**values, "vocab_size": len(tokens or ()) if vocabulary is None else vocabulary}
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem:
+        return name  # d2t
+    if stem.startswith("blk."):
+        layer, _, part = stem.removeprefix("blk.").partition(".")
+        return f"layers.{layer}.{_GGUF_PARTS.get(part, part)}.{kind}"
+    return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
+
+
+def _gguf_tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
+    dtype, _ = _GGUF_PLAIN.get(stored.block_type.name, ("F16", ""))
+    part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
+    heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
+    return FileTensor(stored.shape, dtype, partial(_gguf_values, stored, heads.get(part)))
+
+
+def _gguf_values(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
+    """Return the stored values, with the interleaved rows of q and k put back in order."""
+    if stored.block_type.name in _GGUF_PLAIN:
+        values = stored.data.view(_GGUF_PLAIN[stored.block_type.name][1]).reshape(stored.shape)
+    else:
+        rows = stored.data.reshape(stored.shape[0], -1)
+        values = group_blocks(rows, stored.block_type, str(stored)).values().astype(np.float16)
+    if num_heads is None or stored.shape[0] % (2 * num_heads):
+        return values if values.flags.aligned else values.copy()
+    order = np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return values[order]

@@ -1,7 +1,7 @@
-"""What an EAGLE head is, from its config and the shapes of its tensors; nothing large is read.
+"""Configuration of an EAGLE head, from its config.json and the shapes of its tensors; no tensor is read.
 
-What the files do not say is decided by the rules of the reference implementations: no `rope_theta` means 10000, never the target's;
-biases and norms are those whose tensors are there; a recurrence through the final norm is honoured in speculators files only.
+What a config leaves out has the default of the reference code: `rope_theta` is 10000, never the target's; a norm or bias is applied if its
+tensor is in the file; only speculators files normalise the next feature. `--drafter-options` override these.
 
 Source: EAGLE (Li et al. 2024, arXiv:2401.15077, section 4.1), EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3), P-EAGLE
 (arXiv:2602.01469) and their code.
@@ -9,36 +9,53 @@ Source: EAGLE (Li et al. 2024, arXiv:2401.15077, section 4.1), EAGLE-3 (Li et al
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from typing import Any
 
-from paceline.drafters.eagle.boundaries import boundaries_of, named_boundaries
-from paceline.drafters.eagle.layers import read_layers
-from paceline.drafters.eagle.layout import config_fields, is_nested, plain_files
 from paceline.drafters.head_files import HeadFiles, check_pairing
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.pairs.config import PairConfig, PairVariant
-from paceline.errors import IncompatibleDrafterError
-from paceline.models.config import ModelConfig
+from paceline.drafters.options import HeadOptions
+from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.config import ModelConfig, WeightType, check_frequencies
+from paceline.models.families.table import FAMILIES
 from paceline.models.json_fields import JsonFields
+from paceline.models.layer_builder import ACTIVATIONS
+from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
+from paceline.models.rope_config import RopeConfig, RopeType, read_rope
+from paceline.models.storage.tensor_file import FileTensor
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
+DEFAULT_MAX_POSITIONS = 2048  # of a config without a length
+BOUNDARIES_KEY = "eagle_aux_hidden_state_layer_ids"
+FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
 _HALF_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-_FIRST_NORM, _LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
+_LAYER_TYPES = ("llama", "qwen3")  # in containers that name the layers' family; all others use llama's
+_EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ALIASES = {
+    "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc.",
+    "embed_layernorm.": "embedding_layernorm.", "enorm.": "embedding_layernorm.",
+    "hidden_layernorm.": "hidden_states_layernorm.", "hnorm.": "hidden_states_layernorm.",
+    "lm_head_layernorm.": "norm.", "pre_lm_head_layernorm.": "norm.",
+}  # fmt: skip
+"""Tensor names of the reference code, speculators 0.1 and 0.2, HASS as trained in speculators' research/hass, and vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig(PairConfig):
-    """What a head is; its kind is EAGLE (1 and 2 are the same network), EAGLE3, or PEAGLE, which differs in how it is drafted with.
+class EagleConfig(RecurrentHeadConfig):
+    """An EAGLE head; its kind is EAGLE (1 and 2 are the same network), EAGLE3, or PEAGLE, which drafts all positions in one pass.
 
     Attributes:
-        has_fc: EAGLE-3: its features are mixed by `fc`; otherwise they are used as they are.
-        norms_embedding: the embedding is normed: EAGLE: before `fc`; EAGLE-3: in front of the attention.
+        has_fc: EAGLE-3: features pass through `fc`; otherwise they are used as they are.
+        norms_embedding: the embedding is normed: EAGLE: before `fc`; EAGLE-3: before the attention.
         norms_feature: EAGLE: the feature is normed before `fc`.
-        norms_mixture: EAGLE: the first attention reads the mixture normed.
+        norms_mixture: EAGLE: the first attention's input is normed.
         norms_features, norms_chunks: EAGLE-3: all boundaries together, or each of them, are normed before `fc`.
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
-        has_final_norm: there is a norm in front of the head over the vocabulary.
-        uses_fc_bias: a bias of `fc` that the file holds is added.
+        has_final_norm: there is a norm before the vocabulary matrix.
+        uses_fc_bias: a bias of `fc` in the file is added.
         mask_token_id: P-EAGLE: the token of masked pairs.
     """
 
@@ -54,31 +71,37 @@ class EagleConfig(PairConfig):
     mask_token_id: int | None = None
 
     @property
-    def is_first(self) -> bool:
+    def is_eagle1(self) -> bool:
         """Whether it mixes token and feature before its first layer, as EAGLE-1 and 2 do."""
         return self.kind is HeadKind.EAGLE
 
 
-def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant | None = None) -> EagleConfig:
-    """What the head is by the documented defaults.
+def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOptions | None = None) -> EagleConfig:
+    """Return the configuration of a head for a target.
 
     Args:
-        named: the user's settings, for files that do not name their boundaries or mask token.
+        options: the user's settings, which override the files.
 
     Raises:
-        CheckpointError: the config lacks a size or holds an absurd value.
-        IncompatibleDrafterError: the head is of a kind we do not run, or made for another target.
+        CheckpointError: the config lacks a size or has an invalid value.
+        IncompatibleDrafterError: the head is of an unsupported kind, or made for another target.
     """
     if files.kind not in EAGLE_KINDS:
         raise IncompatibleDrafterError(f"{files.path} is a {files.kind.value} head, not an EAGLE one; name its method's drafter")
-    files, named = plain_files(files), named or PairVariant()
+    files, options = unified_names(files), options or HeadOptions()
     fields = config_fields(files)
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
         raise IncompatibleDrafterError(f"{fields.path}: logit_scale = {scale}: heads that scale logits cannot be used")
-    layers = read_layers(files, fields)
-    config = _eagle(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3(files, fields, layers, target, named)
-    embedding = files.shape("embed_tokens.weight")
+    layers = _read_layers(files, fields)
+    if options.rope_theta is not None:
+        rope = replace(layers.attention.rope, theta=options.rope_theta)
+        layers = layers.with_attention(lambda attention: replace(attention, rope=rope))
+    config = (
+        _eagle1_config(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3_config(files, fields, layers, target, options)
+    )
+    if options.normed_recurrence is not None and files.kind is not HeadKind.PEAGLE:
+        config = replace(config, normed_recurrence=options.normed_recurrence)
     for rows in (None, *_rows_by_id(files, config)):
         check_pairing(files, target, hidden_size=config.feature_size, vocab_rows=rows)
     if not config.has_fc and layers.hidden_size != target.hidden_size:
@@ -86,7 +109,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant 
             f"{files.path} takes the target's features of {target.hidden_size} values as they are, its own size is "
             f"{layers.hidden_size}: it was made for another model"
         )
-    if embedding is None and layers.hidden_size != target.hidden_size:
+    if files.shape("embed_tokens.weight") is None and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
             f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its "
             f"hidden size {layers.hidden_size}: the file is not complete"
@@ -94,35 +117,108 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, named: PairVariant 
     return config
 
 
+def unified_names(files: HeadFiles) -> HeadFiles:
+    """Return the same files with one name per tensor, whatever wrote them.
+
+    Raises:
+        CheckpointError: a tensor is there under two names.
+    """
+    renamed: dict[str, FileTensor] = {}
+    for name, tensor in files.tensors.items():
+        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
+        unified = name if alias is None else _ALIASES[alias] + name.removeprefix(alias)
+        if unified in renamed:
+            raise CheckpointError(f"{files.path} holds {unified} under two names, one of them {name}: the file is damaged")
+        renamed[unified] = tensor
+    return replace(files, tensors=renamed)
+
+
+def open_switches(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
+    """Return the drafter options that a head's files leave open, each with the values to try besides the default.
+
+    Trainers number layer outputs and runtimes layer inputs, so boundaries may be off by one. The reference trainer ignores `rope_theta`.
+    The defaults of the other switches differ between trainers.
+    """
+    fields = config_fields(files)
+    found: list[tuple[str, list[object]]] = []
+    if shifted := [ids for shift in (1, -1) if _exist(ids := tuple(b + shift for b in config.boundaries), target.num_layers)]:
+        found.append(("boundaries", [*shifted]))
+    if not config.is_eagle1 and fields.values.get("norm_before_residual") is None:
+        found.append(("norm_before_residual", [not config.norm_before_residual]))
+    if config.layers.attention.rope.theta != 10000.0 and not files.is_speculators:
+        found.append(("rope_theta", [10000.0]))
+    if means_no_norm(files, fields):
+        found.append(("final_norm", [not config.has_final_norm]))
+    elif (
+        config.has_final_norm
+        and config.kind is not HeadKind.PEAGLE
+        and not (files.is_speculators and fields.values.get("norm_output") is not None)
+    ):
+        found.append(("normed_recurrence", [not config.normed_recurrence]))
+    return found
+
+
+def is_nested(files: HeadFiles) -> bool:
+    """Return whether the config is vLLM's own form, which nests the layer's config in `model`."""
+    return isinstance(files.config.get("model"), Mapping)
+
+
+def config_fields(files: HeadFiles) -> JsonFields:
+    """Return the values of config.json, nested ones included; `model_type` is the layer's.
+
+    Raises:
+        CheckpointError: there is no config.json.
+    """
+    if not files.config:
+        raise CheckpointError(f"{files.config_path} is missing: it holds an EAGLE head's sizes; download it with the weights")
+    nested = files.config.get("model" if is_nested(files) else "transformer_layer_config")
+    layer = nested if isinstance(nested, Mapping) else {}
+    length = files.config.get("max_sequence_length", DEFAULT_MAX_POSITIONS)
+    values: dict[str, Any] = {"max_position_embeddings": length, **layer, **files.config}
+    values["model_type"] = layer.get("model_type", files.config.get("model_type"))
+    if is_nested(files):
+        values.setdefault("bias", values.get("eagle_fc_bias", False))
+    for key in ("rope_scaling", "rope_parameters"):
+        values[key] = _text_rope(values.get(key))
+    return JsonFields(values, files.config_path)
+
+
+def means_no_norm(files: HeadFiles, fields: JsonFields) -> bool:
+    """Return whether `norm_output: false` turns the final norm off, as in SpecForge; elsewhere it is about the next feature."""
+    return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
+
+
+def _text_rope(values: object) -> object:
+    """Choose the rope parameters of sliding layers, which speculators uses for all layers. For text, mrope equals plain rope."""
+    if not isinstance(values, Mapping):
+        return values
+    own = values.get("sliding_attention")
+    values = own if isinstance(own, Mapping) else values
+    if values.get("rope_type", values.get("type")) != "mrope":
+        return values
+    return {"rope_theta": values["rope_theta"]} if "rope_theta" in values else None
+
+
 def _rows_by_id(files: HeadFiles, config: EagleConfig) -> list[int]:
-    """Row counts of the tensors that have one row per target id."""
+    """Return the row counts of the tensors that have one row per target id."""
     shapes = [files.tensors[name].shape[:1] for name in ("t2d", "embed_tokens.weight") if name in files.tensors]
-    whole = config.is_first and config.own_lm_head and "token_map" not in files.tensors
+    whole = config.is_eagle1 and config.own_lm_head and "token_map" not in files.tensors
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
 
 
-def is_left_out(files: HeadFiles, name: str) -> bool:
-    """Whether a tensor is known to be unused: what trainers keep of the target, and the norms that vLLM's EAGLE stores but applies only
-    where `skip_prenorm` and `skip_output_norm` are false."""
-    return name.startswith("verifier_") or (name in (_FIRST_NORM, _LAST_NORM) and files.kind is HeadKind.EAGLE and is_nested(files))
-
-
-def holds_norm(files: HeadFiles, config: EagleConfig) -> bool:
-    """Whether the file must hold a final norm: also if only one of the conventions to try applies it."""
-    return config.has_final_norm or (not config.is_first and means_no_norm(files, config_fields(files)))
-
-
-def _eagle(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
-    """EAGLE-1 and 2, and HASS, which adds norms; where these apply depends on what wrote the file.
+def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleConfig:
+    """Read an EAGLE-1 or 2 head, or a HASS head, which adds norms. Which norms are applied depends on what wrote the file.
 
     Raises:
         CheckpointError: a switch is not a boolean.
     """
-    has = {name: name in files.tensors for name in (*_HALF_NORMS, _FIRST_NORM, _LAST_NORM)}
-    norms_embedding, norms_feature = has[_HALF_NORMS[0]], has[_HALF_NORMS[1]]
-    norms_mixture, has_final_norm, normed_recurrence = has[_FIRST_NORM], has[_LAST_NORM], False
+    norms_embedding, norms_feature, norms_mixture, has_final_norm = (
+        name in files.tensors for name in (*_HALF_NORMS, FIRST_NORM, LAST_NORM)
+    )
+    normed_recurrence = False
     if files.is_speculators:
-        norms_embedding = norms_mixture = has_final_norm = fields.flag("layernorms", default=any(has.values()))
+        has_any = norms_embedding or norms_feature or norms_mixture or has_final_norm
+        norms_embedding = norms_mixture = has_final_norm = fields.flag("layernorms", default=has_any)
         norms_feature = False
     elif is_nested(files):
         norms_embedding = norms_feature = fields.flag("add_para_norm", default=False)
@@ -146,7 +242,7 @@ def _eagle(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> EagleCo
     )
 
 
-def _eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, named: PairVariant) -> EagleConfig:
+def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: ModelConfig, options: HeadOptions) -> EagleConfig:
     nested = files.config.get("eagle_config")
     switches = JsonFields(nested if isinstance(nested, Mapping) else {}, fields.path)
     if switches.flag("use_mtp_layernorm", default=False) or switches.size("parallel_draft_step", 1) > 1:
@@ -160,49 +256,172 @@ def _eagle3(files: HeadFiles, fields: JsonFields, layers: ModelConfig, target: M
             "the head was made for another model"
         )
     count = fc[1] // feature_size if fc is not None else fields.size("num_aux_hidden_states", 3)
-    boundaries: tuple[int, ...] = ()
-    if has_fc and named.boundaries is not None:
-        boundaries = named_boundaries(named.boundaries, count, target.num_layers)
-    elif has_fc:
-        boundaries = boundaries_of(files, switches, fields, count, target.num_layers)
     vocab_size = fields.size("draft_vocab_size", layers.vocab_size, null=layers.vocab_size) if lm_head is None else lm_head[0]
+    norm_before_residual, final_norm = options.norm_before_residual, options.final_norm
+    if norm_before_residual is None:
+        norm_before_residual = fields.flag("norm_before_residual", default=False)
+    if final_norm is None:
+        final_norm = switches.flag("use_last_layernorm", default=True) and not means_no_norm(files, fields)
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=vocab_size),
         feature_size=feature_size,
-        boundaries=boundaries,
+        boundaries=_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
         has_fc=has_fc,
         norms_features=fields.flag("norm_before_fc", default=False) or "input_norm.weight" in files.tensors,
         norms_chunks=fields.flag("fc_norm", default=False) or "fc_norm.0.weight" in files.tensors,
         norms_embedding=switches.flag("use_input_layernorm_in_first_layer", default=True),
-        norm_before_residual=fields.flag("norm_before_residual", default=False),
-        has_final_norm=switches.flag("use_last_layernorm", default=True) and not means_no_norm(files, fields),
+        norm_before_residual=norm_before_residual,
+        has_final_norm=final_norm,
         normed_recurrence=files.is_speculators and fields.flag("norm_output", default=False),
         own_embedding="embed_tokens.weight" in files.tensors,
         own_lm_head=lm_head is not None,
-        mask_token_id=_mask_token_id(files, fields, named) if files.kind is HeadKind.PEAGLE else None,
+        mask_token_id=_mask_token_id(files, fields, options) if files.kind is HeadKind.PEAGLE else None,
     )
 
 
-def means_no_norm(files: HeadFiles, fields: JsonFields) -> bool:
-    """Whether `norm_output: false` may mean what SpecForge means: logits without a norm. Elsewhere it is about the recurrence."""
-    return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
+def _boundaries(
+    files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int, options: HeadOptions
+) -> tuple[int, ...]:
+    """Return the boundaries that a head reads, ascending; boundary b is the residual stream that enters layer b.
 
+    Speculators and GGUF files name boundaries. Other files do so too, unless their first id is 1: trainers that name layer outputs all
+    begin with layer 1. Without ids the boundaries are those of the EAGLE-3 code.
 
-def _mask_token_id(files: HeadFiles, fields: JsonFields, named: PairVariant) -> int:
-    """The mask token, by its names in vLLM, speculators and Automodel.
+    Args:
+        nested, fields: `eagle_config` and the whole config.
+        count: boundaries that the head takes.
+        num_layers: L of the target.
 
     Raises:
-        IncompatibleDrafterError: neither the files nor the user name it.
+        IncompatibleDrafterError: the target has no such boundaries, or there are more or fewer than the head takes.
     """
-    if named.mask_token_id is not None:
-        return named.mask_token_id
+    ids = sorted(set(fields.token_ids(BOUNDARIES_KEY) or nested.token_ids(BOUNDARIES_KEY)))
+    source = BOUNDARIES_KEY
+    if options.boundaries is not None:
+        source, ids = "the drafter option 'boundaries'", sorted(set(options.boundaries))
+    elif not ids:
+        source, ids = "the default", [2, num_layers // 2, num_layers - 3]
+    elif ids[0] == 1 and not {"speculators_model_type", "general.architecture"} & files.config.keys():
+        ids = [layer + 1 for layer in ids]
+    if len(ids) != count or not _exist(tuple(ids), num_layers):
+        raise IncompatibleDrafterError(
+            f"{files.path} reads {count} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
+            f"the head was made for another model, or its config.json needs {BOUNDARIES_KEY!r}; "
+            f"--drafter-options boundaries=… names {count} different ones from 0 to {num_layers}"
+        )
+    return tuple(ids)
+
+
+def _exist(boundaries: tuple[int, ...], num_layers: int) -> bool:
+    """Return whether there are boundaries, they ascend, and a target of `num_layers` layers has them."""
+    ascend = all(below < above for below, above in pairwise(boundaries))
+    return bool(boundaries) and ascend and boundaries[0] >= 0 and boundaries[-1] <= num_layers
+
+
+def _mask_token_id(files: HeadFiles, fields: JsonFields, options: HeadOptions) -> int:
+    """Return the mask token, by its names in vLLM, speculators and Automodel.
+
+    Raises:
+        IncompatibleDrafterError: neither the files nor the options name it.
+    """
+    if options.mask_token_id is not None:
+        return options.mask_token_id
     block = files.config.get("dflash_config")
     for values in (block if isinstance(block, Mapping) else {}, fields.values):
         for name in ("mask_token_id", "pard_token", "ptd_token_id"):
             if ids := JsonFields(values, fields.path).token_ids(name):
                 return ids[0]
     raise IncompatibleDrafterError(
-        f"{fields.path} names no mask_token_id, the token of positions that a peagle head guesses at once: the drafter option "
-        "'mask_token_id' names it"
+        f"{fields.path} has no mask_token_id, the token of the masked positions of a peagle head: add --drafter-options mask_token_id=ID"
     )
+
+
+def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
+    """Return the sizes of the head's decoder layers. Where config and tensors differ, the tensors are right.
+
+    Raises:
+        CheckpointError: a size is missing or invalid, or the layers are not supported.
+        IncompatibleDrafterError: they are of an unsupported family.
+    """
+    _check_family(files, fields)
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    if fields.values.get("head_dim") is None and query is not None and query[0] and query[0] % num_heads == 0:
+        head_size = query[0] // num_heads
+    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    if key is not None and key[0] % head_size == 0 and num_heads % max(1, key[0] // head_size) == 0:
+        num_kv_heads = max(1, key[0] // head_size)
+    activation = str(fields.values.get("hidden_act", "silu"))
+    if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "
+            f"network we run: the activation is one of {', '.join(ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
+        )
+    has_qk_norm = "layers.0.self_attn.q_norm.weight" in files.tensors or (files.is_speculators and fields.values["model_type"] == "qwen3")
+    attention = AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rope=_rope(files, fields, head_size),
+        scale=float(head_size**-0.5),
+        qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
+    )
+    inner = gate[0] if gate is not None else fields.size("intermediate_size")
+    mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
+    windows = _windows(fields, max(1, files.count("layers.{}.")))
+    by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
+    config = ModelConfig(
+        family="llama",
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden_size,
+        layers=tuple(by_window[window] for window in windows),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_positions=fields.size("max_position_embeddings"),
+        weight_type=WeightType.F32,
+    )
+    check_frequencies(config, fields.path)
+    return config
+
+
+def _check_family(files: HeadFiles, fields: JsonFields) -> None:
+    """Check the family of the head's layers in containers that name it; elsewhere `model_type` is the target's."""
+    if not files.is_speculators and not is_nested(files):
+        return
+    family = fields.values["model_type"]
+    known = _EAGLE1_LAYER_TYPES if files.kind is HeadKind.EAGLE else _LAYER_TYPES
+    if family is not None and family not in known:
+        raise IncompatibleDrafterError(
+            f"{fields.path}: its layers are those of {family!r}; {files.kind.value} heads with layers of {', '.join(known)} can be used"
+        )
+
+
+def _windows(fields: JsonFields, num_layers: int) -> list[int | None]:
+    """Return the attention window of each layer, None = full attention. `layer_types` may list more layers than the head has."""
+    is_qwen = str(fields.values["model_type"]).startswith("qwen")
+    if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
+        return [None] * num_layers
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        first = fields.number("max_window_layers", 28) if is_qwen else num_layers
+        slides = [layer >= first for layer in range(num_layers)]
+    elif isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in kinds[:num_layers]):
+        slides = [kind == _SLIDING for kind in kinds[:num_layers]]
+    else:
+        raise CheckpointError(
+            f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+        )
+    window = fields.size("sliding_window") if any(slides) else None
+    return [window if is_local else None for is_local in slides]
+
+
+def _rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
+    """Read the rotary embedding as the classes of speculators do: `partial_rotary_factor` counts only where the rotation is scaled.
+
+    Raises:
+        CheckpointError: it is not supported.
+    """
+    family = replace(FAMILIES["llama"], has_partial_rope=files.is_speculators)
+    rope = read_rope(fields, family, head_size=head_size).for_context(None)
+    return replace(rope, rotated_fraction=1.0) if rope.type is RopeType.DEFAULT else rope

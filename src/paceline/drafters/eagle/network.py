@@ -1,18 +1,67 @@
-"""The networks of EAGLE heads, for the blocks of a runtime. Pure forward: rows in, rows out.
+"""Networks of EAGLE heads, composed from the blocks of a runtime.
 
-Pair t is token t + 1 with the target's feature of position t. It outputs the distribution of token t + 2 and a guess of the feature of
-position t + 1, which the next pair takes where the target has not computed that feature yet.
+Pair t is token t + 1 with the target's feature of position t. It yields the distribution of token t + 2 and a draft of the feature of
+position t + 1. The next pair takes that feature if the target has not computed it yet.
 """
 
 from collections.abc import Mapping
 
+from paceline.drafters.eagle.checkpoint import EagleCheckpoint
 from paceline.drafters.eagle.config import EagleConfig
-from paceline.drafters.pairs.head import BOUNDARY, EMBEDDING, FEATURE
+from paceline.drafters.recurrent_heads.head import BOUNDARY, EMBEDDING, FEATURE, MaskedPair, RecurrentHead
+from paceline.models.config import ModelConfig
+from paceline.models.weights import AnyTensor, Weights
+from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.load import open_head
+
+
+def open_eagle_head(
+    checkpoint: EagleCheckpoint,
+    target: ModelConfig,
+    target_weights: Weights,
+    *,
+    num_threads: int,
+    max_model_len: int,
+    device: str = "cpu",
+    lm_head_of: Network | None = None,
+) -> RecurrentHead:
+    """Load the networks of a head, with the target's matrices in place of those it has none of.
+
+    Args:
+        max_model_len: positions to prepare for.
+        device: "cpu" or "cuda".
+        lm_head_of: see `open_head`; for heads without a vocabulary matrix.
+    """
+    config, soft_cap = checkpoint.config, None
+    tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
+    embedding = tensors.pop("embedding.weight", None)
+    if not config.uses_fc_bias:
+        tensors.pop("fc.bias", None)
+    if "lm_head.weight" in tensors:
+        lm_head_of = None
+    else:
+        tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
+        soft_cap = target.logit_soft_cap
+    runtime = open_head(
+        true_pairs(config, soft_cap),
+        config.layers,
+        Weights(tensors),
+        num_threads=num_threads,
+        max_model_len=max_model_len,
+        device=device,
+        lm_head_of=lm_head_of,
+    )
+    masked = None
+    if config.mask_token_id is not None and checkpoint.mask_feature is not None:
+        masked = MaskedPair(config.mask_token_id, checkpoint.mask_feature)
+    drafted = runtime if config.is_eagle1 or masked else runtime.beside(drafted_pairs(config, soft_cap))
+    embedding = target_weights["embedding.weight"] if embedding is None else embedding
+    return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
 
 
 def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
-    """Pairs whose features are the target's: inputs `embedding` and, where there is `fc`, `boundary.0` …, else `feature`.
+    """Compose pairs with the target's features: inputs `embedding` and, for heads with `fc`, `boundary.0` …, else `feature`.
 
     Args:
         soft_cap: the target's logit soft cap, if its `lm_head` is used.
@@ -34,7 +83,7 @@ def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
 
 
 def drafted_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
-    """Pairs whose features are this head's own outputs: inputs `embedding` and `feature`."""
+    """Compose pairs with this head's own outputs as features: inputs `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         return _pairs(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
@@ -43,10 +92,10 @@ def drafted_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose
 
 
 def _pairs(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
-    """Results: `feature` [T, Hd] for the pairs behind these, `logits` [R, Vd] of the rows wanted."""
+    """Return `feature` [T, Hd] for the next pairs and `logits` [R, Vd] of the requested rows."""
     layers = config.layers
     embedding = blocks.input(EMBEDDING, layers.hidden_size)
-    first_layer = _first_layer if config.is_first else _first_layer3
+    first_layer = _eagle1_first_layer if config.is_eagle1 else _eagle3_first_layer
     x = first_layer(blocks, config, embedding, feature)
     for layer in range(1, layers.num_layers):
         x = decoder_layer(blocks, layers.layers[layer], x, layer)
@@ -57,8 +106,8 @@ def _pairs(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap:
     return {FEATURE: out if config.normed_recurrence else x, LOGITS: logits}
 
 
-def _first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
-    """EAGLE: embedding first, and attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
+def _eagle1_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+    """EAGLE: embedding first; attention reads the mixture without a norm (Li et al. 2024, arXiv:2401.15077, section 4.1).
 
     Norms of the halves and of the mixture were added by other trainers.
     """
@@ -70,7 +119,7 @@ def _first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, f
     return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.norms_mixture else mixed)
 
 
-def _first_layer3(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
+def _eagle3_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """EAGLE-3: attention reads both halves, each normed, embedding first (Li et al. 2025, arXiv:2503.01840, section 3.1)."""
     half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.norms_embedding else embedding
     normed = blocks.rms_norm(feature, "layers.0.hidden_norm")

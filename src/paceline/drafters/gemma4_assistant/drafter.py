@@ -1,7 +1,7 @@
-"""Drafting with a Gemma 4 assistant: a small decoder reads the target's own keys and values, and feeds itself what it returns.
+"""Drafter for Gemma 4 assistants: a small decoder attends to the target's keys and values and feeds itself.
 
 Source: Gemma 4's assistants ("multi-token prediction drafters"), as transformers and llama.cpp run them. Deviations: every kept token is
-the target's own draw (`speculation/verify.py`); trees as well as chains, because a node costs one row and leaves nothing behind.
+the target's own draw (`speculation/verify.py`); trees are drafted too, because a node costs one row and is not cached.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
-from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray, ForwardOutput, in_parts
@@ -35,11 +35,11 @@ class _Feature:
 
 
 class AssistantDrafter(Drafter):
-    """Proposes trees of what an assistant guesses, level by level for all requests together.
+    """Drafts trees with an assistant, level by level for all requests together.
 
     Args:
         vocab_size: V of the target; ids beyond it are never proposed.
-        tree_width: guesses per node, and nodes expanded per level; 1 = a chain.
+        tree_width: draft tokens per node, and nodes expanded per level; 1 = a chain.
     """
 
     name = HeadKind.GEMMA4_ASSISTANT.value
@@ -49,9 +49,9 @@ class AssistantDrafter(Drafter):
         config = network.assistant.config
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
         self._features = RequestState[_Feature]()
-        self._guesses = Guesses(None, vocab_size, config.layers.vocab_size)
+        self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
         self.traits = DrafterTraits(self._describe())
-        self._ranking = None if config.clusters is not None else self._guesses.ranking(tree_width)
+        self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
@@ -61,13 +61,13 @@ class AssistantDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        asked = [
-            GrowingDraft(request, budget, *shape_of(budget, self._tree_width), _NO_BLOCKS, 0)
+        drafts = [
+            GrowingDraft(request, budget, *draft_shape(budget, self._tree_width), _NO_BLOCKS, 0)
             for request, budget in zip(requests, budgets, strict=True)
         ]
-        for part in in_parts([draft for draft in asked if self._can_guess(draft)], lambda draft: draft.width):
+        for part in in_parts([draft for draft in drafts if self._can_draft(draft)], lambda draft: draft.width):
             self._draft(part)
-            trees |= {id(draft.request): draft.finished(self.name) for draft in part}
+            trees |= {id(draft.request): draft.to_tree(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]
 
     def _describe(self) -> str:
@@ -79,63 +79,63 @@ class AssistantDrafter(Drafter):
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)})"
 
-    def _can_guess(self, draft: GrowingDraft) -> bool:
-        """Whether the target has just run everything in front of the root."""
+    def _can_draft(self, draft: GrowingDraft) -> bool:
+        """Return whether the target's cache and last hidden state end just before the root."""
         request = draft.request
-        feature, behind = self._features.get(request), len(request.token_ids) - 1
-        return draft.depth > 0 and feature is not None and feature.position == behind - 1 and request.sequence.committed_len == behind
+        feature, position = self._features.get(request), len(request.token_ids) - 1
+        return draft.depth > 0 and feature is not None and feature.position == position - 1 and request.sequence.committed_len == position
 
     def _draft(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
             nodes = [self._nodes(draft) for draft in active]
-            output = self._network.forward(nodes, self._ranking, None if self._ranking is None else draws_of(active))
+            output = self._network.forward(nodes, self._ranking, None if self._ranking is None else frontier_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
             ranked = output.ranked if self._ranking is not None else []
             for draft in active:
                 last = first + len(draft.frontier)
-                if draft.reads_ranks and ranked:
+                if draft.uses_ranking and ranked:
                     is_greedy = draft.request.params.is_greedy
-                    guesses = [self._guesses.of_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
+                    drafted = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in ranked[first:last]]
                 else:
-                    guesses = [self._guess(draft, node, output, row) for row, node in enumerate(draft.frontier, first)]
-                draft.take(guesses, features[first:last])
+                    drafted = [self._sample(draft, node, output, row) for row, node in enumerate(draft.frontier, first)]
+                draft.add_level(drafted, features[first:last])
                 first = last
 
     def _nodes(self, draft: GrowingDraft) -> NodeRows:
-        """The frontier: the root, or the last rows of those that a head with a cache would run."""
+        """Return the rows of the frontier. The network has no cache, so only the last rows of a tree run."""
         request = draft.request
         if draft.level == 0:
             return NodeRows(request.token_ids[-1:], self._features[request].values[None], request.sequence)
-        rows = draft.next_rows()
+        rows = draft.frontier_rows()
         first = rows.wanted[0]
         return NodeRows(rows.token_ids[first:], rows.features[first:], request.sequence)
 
-    def _guess(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> Guessed:
+    def _sample(self, draft: GrowingDraft, node: int, output: ForwardOutput, row: int) -> DraftTokens:
         request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs
         if self._network.assistant.config.clusters is None:
-            return self._guesses.next_token(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
+            return self._sampler.sample(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
         ids, scores = self._network.candidates(output, row, self._vocab_size)
         if not len(ids) or not np.isfinite(scores).all():
-            return NOTHING
-        if request.processor.only_scales:  # the others need not be looked at
+            return NO_TOKENS
+        if request.processor.only_scales:  # then other tokens stay impossible
             is_greedy = request.params.is_greedy
             scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
             candidates = Distribution(scaled, ids, is_greedy)
-            return self._guesses.of_candidates(request, path, candidates, draft.width, needs_draft_probs=needs_draft_probs)
+            return self._sampler.sample_candidates(request, path, candidates, draft.width, needs_draft_probs=needs_draft_probs)
         whole = np.full(self._vocab_size, -np.inf, np.float32)
         whole[ids] = scores
         try:
-            return self._guesses.of_target_row(request, path, whole, draft.width, needs_draft_probs=needs_draft_probs)
+            return self._sampler.sample_target_row(request, path, whole, draft.width, needs_draft_probs=needs_draft_probs)
         except PacelineError:  # none of them is allowed here
-            return NOTHING
+            return NO_TOKENS
 
 
 def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:
-    """The drafter for an assistant's files.
+    """Open the drafter for an assistant's files.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files do not hold an assistant of this target.
-        BackendUnavailableError: the target's runtime lets nobody read its cache.
+        BackendUnavailableError: the target's runtime does not share its cache.
     """
     assistant = load_assistant(files, target.runtime.config, num_threads=target.engine.num_threads)
     assistant = replace(assistant, weights=target.quantized(assistant.weights, files.files))

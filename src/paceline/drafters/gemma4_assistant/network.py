@@ -1,7 +1,7 @@
-"""The network of an assistant: layers with queries alone, which attend to what the target's own layers keep.
+"""Network of an assistant: layers that have only queries and attend to the target's keys and values.
 
-Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers see the causal window of the target, where that code sees two
-rows more; tokens outside the best clusters have no probability, where it gives them that of the worst one inside.
+Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers attend to the causal window of the target, that code to two
+rows more; tokens outside the best clusters have probability 0, there that of the worst token inside.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class NodeRows:
 
     Attributes:
         token_ids: [F].
-        features: [F, E] the target's final hidden state in front of the root, or what the network returned for the parent.
-        sequence: the request's rows in the target's cache: all tokens in front of the root.
+        features: [F, E] the target's final hidden state before the root, or the network's `feature` of the parent.
+        sequence: the request's rows in the target's cache: all tokens before the root.
     """
 
     token_ids: Sequence[int]
@@ -38,10 +38,10 @@ class NodeRows:
 
 
 class AssistantNetwork:
-    """Guesses behind nodes. It keeps nothing: drafted tokens are never in a cache, a node is its token and its feature.
+    """Runs nodes of draft trees. It has no cache: a node is its token and its feature.
 
     Args:
-        target: whose keys and values it reads, and whose scaled embeddings.
+        target: its keys and values are read, and its scaled embeddings.
     """
 
     def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
@@ -49,7 +49,7 @@ class AssistantNetwork:
         self._network = target.reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
     def forward(self, nodes: Sequence[NodeRows], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
-        """One pass; `feature` [T, E] of every node's children, and `logits` [T, V], or `states` and `centroids` where there are clusters.
+        """Run one pass; return `feature` [T, E] for each node's children, and `logits` [T, V], or `states` and `centroids` with clusters.
 
         Args:
             ranking, draws: as in `Wanted`.
@@ -58,14 +58,14 @@ class AssistantNetwork:
         token_ids = np.array([token for one in nodes for token in one.token_ids], np.int32)
         features = nodes[0].features if len(nodes) == 1 else np.concatenate([one.features for one in nodes])
         ranges = tuple([_range(one, start) for one, start in zip(nodes, starts, strict=False)])
-        # every node stands where the root does, in whatever depth
+        # every node has the root's position, whatever its depth
         positions = np.repeat(np.array([one.sequence.committed_len for one in nodes], np.int32), [len(one.token_ids) for one in nodes])
         inputs = {EMBEDDING: self._target.embed(token_ids), FEATURE: features}
         rows = np.arange(starts[-1], dtype=np.int32)
         return self._network.forward(inputs, ForwardBatch(positions, ranges), Wanted(rows, ranking, draws))
 
     def candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
-        """The tokens of the best clusters behind a node: ids [N], ascending and below `vocab_size`, and their logits [N]."""
+        """Return the tokens of a node's best clusters: ids [N], ascending and below `vocab_size`, and their logits [N]."""
         clusters, ordering = self.assistant.config.clusters, self.assistant.token_ordering
         if clusters is None or ordering is None:
             raise RuntimeError("this assistant has no clusters: its logits are those of all tokens")
@@ -89,9 +89,10 @@ class AssistantNetwork:
 
 
 def _range(nodes: NodeRows, start: int) -> RowRange:
-    """Rows that see the cached ones and neither themselves nor one another.
+    """Return rows that attend to the cached ones, but neither to themselves nor to one another.
 
-    The table is as long as if they were kept; what is missing repeats a block of its own, because what others keep must not reach it.
+    The block table is as long as if the rows were kept. Missing entries repeat the sequence's last block, so that no other sequence's
+    block is read.
     """
     sequence, count = nodes.sequence, len(nodes.token_ids)
     own = sequence.block_table

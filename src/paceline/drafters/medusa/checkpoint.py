@@ -1,8 +1,8 @@
-"""Medusa heads from the four layouts they come in, under one set of names.
+"""Medusa heads from the four layouts in use, under one set of names.
 
-Layouts: `{i}.{j}.linear.*` and `{i}.{n}.weight` (the paper's own code); the same without the vocabulary matrices, for which the target's
-stands in (TGI); both with `medusa_head.` in front, inside a whole model; `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or
-one shared `lm_head.weight`, and perhaps a `token_map` of absolute ids (vLLM). Counts are taken from the tensors: configs may be wrong.
+Layouts: `{i}.{j}.linear.*` and `{i}.{n}.weight` (the paper's own code); the same without vocabulary matrices, so that the target's is
+used (TGI); both with the prefix `medusa_head.`, inside a whole model; `blocks.{i}.layers.{j}.*` with `lm_heads.{i}.weight` or one shared
+`lm_head.weight`, and optionally a `token_map` of target ids (vLLM). Numbers of heads come from the tensors, as configs may be wrong.
 """
 
 import re
@@ -30,15 +30,15 @@ class MedusaHeads:
     """Loaded heads.
 
     Attributes:
-        num_heads: how many; head d guesses the token behind d others.
-        num_blocks: residual blocks of each.
+        num_heads: number of heads; head d drafts the token d positions after the root's child.
+        num_blocks: residual blocks of each head.
         weights: `heads.{i}.blocks.{j}.weight` (and `.bias`) [E, E]; `heads.{i}.lm_head.weight`, or `lm_head.weight` for all [rows, E].
         shares_lm_head: whether one vocabulary matrix serves all heads.
         num_rows: rows of a vocabulary matrix.
         token_map: [rows] target id of each row; None = the row's own number.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        notices: lines a user should see.
-        borrows_lm_head: whether that matrix is the target's.
+        notices: one-line remarks for the user.
+        uses_target_lm_head: whether the vocabulary matrix is the target's.
     """
 
     num_heads: int
@@ -49,12 +49,12 @@ class MedusaHeads:
     token_map: NDArray[np.int64] | None = None
     soft_cap: float | None = None
     notices: tuple[str, ...] = ()
-    borrows_lm_head: bool = False
+    uses_target_lm_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names in the files: of block (head, block, "weight" or "bias") and of the vocabulary matrix of a head."""
+    """Names in the files: of blocks by (head, block, "weight" or "bias"), and of vocabulary matrices by head."""
 
     blocks: Mapping[tuple[int, int, str], str]
     lm_heads: Mapping[int, str]
@@ -64,10 +64,10 @@ class _Names:
 
 
 def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor) -> MedusaHeads:
-    """Heads for a target.
+    """Load heads for a target.
 
     Args:
-        target_lm_head: the target's vocabulary matrix, for heads that bring none.
+        target_lm_head: the target's vocabulary matrix, for heads without one.
 
     Raises:
         CheckpointError: tensors are missing or of another shape.
@@ -76,9 +76,9 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     names = _names(files)
     hidden = _columns(files, names)
     check_pairing(files, target, hidden_size=hidden)
-    brings_lm_heads = bool(names.lm_heads) or names.shared is not None
-    num_rows = _check(files, names, target.hidden_size) if brings_lm_heads else target_lm_head.shape[0]
-    if not brings_lm_heads:
+    has_lm_heads = bool(names.lm_heads) or names.shared is not None
+    num_rows = _check(files, names, target.hidden_size) if has_lm_heads else target_lm_head.shape[0]
+    if not has_lm_heads:
         _check(files, names, target.hidden_size)
     token_map = files.table("token_map") if "token_map" in files.tensors else None
     _check_token_map(files, token_map, num_rows, target.vocab_size)
@@ -101,9 +101,9 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         not names.lm_heads,
         num_rows,
         token_map,
-        None if brings_lm_heads else target.logit_soft_cap,
+        None if has_lm_heads else target.logit_soft_cap,
         _count_notice(files, names.num_heads),
-        not brings_lm_heads,
+        not has_lm_heads,
     )
 
 
@@ -137,13 +137,13 @@ def _names(files: HeadFiles) -> _Names:
 
 
 def _columns(files: HeadFiles, names: _Names) -> int:
-    """Columns of a block's matrix."""
+    """Return the number of columns of a block's matrix."""
     shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
 def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
-    """Check that all heads have the same tensors; returns the rows of the vocabulary matrices (0 without any)."""
+    """Check that all heads have the same tensors; return the number of rows of the vocabulary matrices (0 without any)."""
     is_named = any("layers." in name for name in names.blocks.values())
     nest = next((match[0] for name in names.blocks.values() if (match := _NEST.match(name))), "")
     block_name = nest + ("blocks.{}.layers.{}" if is_named else "{}.{}.linear")

@@ -1,39 +1,44 @@
-"""Medusa: extra heads on the target's own last feature guess several positions at once.
+"""Medusa: extra heads on the target's last feature draft several positions at once.
+
+Head d reads the feature of position t and drafts token t + 2 + d. Token t + 1 is the root, so head 0 drafts its children. The heads have no
+cache; the feature is that of the pass that produced the root.
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774).
-Deviations: the root is the token the target has already committed, so heads guess from its first child on; every kept token is the
-target's own draw (no typical acceptance); the tree is grown by probability per row of the target pass unless a fixed one is named; for
-sampled requests the first guess at a depth is drawn with the target's own noise, or, for rejection sampling, a chain with separate noise.
-
-Head d reads the feature f of position t and guesses token t + 2 + d. The token t + 1 is the root, so head 0 guesses its children. The
-heads have no cache, and the feature comes from the pass that produced the root.
+Deviations: the root is already committed; every kept token is the target's own draw (no typical acceptance); the tree grows by probability
+per row of the target pass unless a published tree is named; sampled requests draw the first token of a depth with the target's noise, or,
+for rejection sampling, a chain with separate noise.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftTokens, token_draws
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.medusa.checkpoint import load_medusa
-from paceline.drafters.medusa.guesses import NUM_RANKS, Guesses, RankAccuracy, drawn_chain
 from paceline.drafters.medusa.network import HeadOutputs, MedusaNetwork
 from paceline.drafters.medusa.trees import GROWN_TREES, STATIC_TREES, static_shape
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
 from paceline.runtimes.base import FloatArray, in_parts
-from paceline.runtimes.ranking import DRAW, Draws, Ranking
-from paceline.sampling.noise import Purpose, noise_key
+from paceline.runtimes.ranking import RankedRow, Ranking
+from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.sampling.truncation import top_probs
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
-_FIRST_ACCURACY = 0.5  # of a first guess, before anything is measured
-_NEXT_ACCURACY = 0.1  # of the second guess; halved for each one after it
+NUM_RANKS = 10  # candidates of a depth
+_FIRST_ACCURACY = 0.5  # assumed of the first candidate before anything is measured
+_NEXT_ACCURACY = 0.1  # assumed of the second candidate; halved for each one after it
+_PRIOR_TRIALS = 8.0  # weight of these assumptions
+_MAX_TRIALS = 512.0  # of a depth, then its counts are halved
 
 
 @dataclass(slots=True)
@@ -45,30 +50,135 @@ class _Feature:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Job:
     """A request that drafts in this step.
 
     Attributes:
-        reads_ranks: whether the pass's own ranking of its rows is enough.
-        is_drawn: whether that includes a draw.
+        uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
+        is_drawn: whether that ranking includes a draw.
     """
 
     request: Request
     budget: DraftBudget
     feature: _Feature
     depth: int
-    reads_ranks: bool
+    uses_ranking: bool
     is_drawn: bool
 
 
+@dataclass(slots=True)
+class RankAccuracy:
+    """How often the target's token was a head's r-th candidate, counted over positions whose earlier candidates were right.
+
+    Attributes:
+        trials: [depths].
+        hits: [depths, ranks].
+    """
+
+    trials: list[float] = field(default_factory=list)
+    hits: list[list[float]] = field(default_factory=list)
+
+    def observe(self, candidates: Sequence[Sequence[int]], token_ids: Sequence[int]) -> None:
+        """Record the target's tokens; the last of `token_ids` is the first one that no candidate matched, or the bonus token.
+
+        Args:
+            candidates: by depth, the candidate ids, best first.
+        """
+        while len(self.trials) < len(candidates):
+            self.trials.append(0.0)
+            self.hits.append([0.0] * NUM_RANKS)
+        for depth, (ids, token) in enumerate(zip(candidates, token_ids, strict=False)):
+            if self.trials[depth] >= _MAX_TRIALS:
+                self.trials[depth] /= 2.0
+                self.hits[depth] = [hits / 2.0 for hits in self.hits[depth]]
+            self.trials[depth] += 1.0
+            if token in ids:
+                self.hits[depth][ids.index(token)] += 1.0
+
+    def estimate(self, depth: int, rank: int, prior: float) -> float:
+        """Return the accuracy of a rank at a depth, with `prior` counted as `_PRIOR_TRIALS` trials."""
+        trials, hits = (self.trials[depth], self.hits[depth][rank]) if depth < len(self.trials) else (0.0, 0.0)
+        return (hits + _PRIOR_TRIALS * prior) / (trials + _PRIOR_TRIALS)
+
+
+class DepthCandidates:
+    """Candidates of one request by depth, computed on first access, in order.
+
+    A depth's candidates do not depend on those before, except through processors that use the history (penalties): these see the chain of
+    first candidates.
+
+    Args:
+        row_of: a depth -> the head's row over the target's ids [V].
+        num_ranks: candidates of a depth.
+        wants_probs: whether probabilities are used; otherwise all are 1.
+        ranked: the pass's ranking of each depth's row, if that suffices; else None.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        row_of: Callable[[int], FloatArray],
+        num_ranks: int,
+        *,
+        wants_probs: bool,
+        ranked: Sequence[RankedRow] | None = None,
+    ) -> None:
+        self._ranked = ranked
+        self._request, self._row_of = request, row_of
+        self._num_ranks, self._wants_probs = num_ranks, wants_probs
+        self.by_depth: list[DraftTokens] = []
+
+    def at(self, depth: int) -> DraftTokens:
+        """Return the candidates for the token `depth` positions after the root's child; none if no known token is allowed."""
+        while len(self.by_depth) <= depth:
+            at = len(self.by_depth)
+            self.by_depth.append(self._from_row(at) if self._ranked is None else self._from_ranking(self._ranked[at]))
+        return self.by_depth[depth]
+
+    def _from_ranking(self, row: RankedRow) -> DraftTokens:
+        """Rank as `_from_row`, for a request whose rows only the temperature changes."""
+        log_sum, drawn, scores, ids = row
+        if not math.isfinite(log_sum):
+            return NO_TOKENS
+        is_greedy = self._request.params.is_greedy
+        if self._num_ranks == 1:
+            return DraftTokens((ids[0] if is_greedy else drawn,), (1.0,))
+        listed = [token for token in ids[: self._num_ranks] if token >= 0]
+        probs = [1.0] * len(listed)
+        if self._wants_probs:
+            probs = [math.exp(score - log_sum) for score in scores[: len(listed)]]
+        return DraftTokens(listed, probs) if is_greedy else self._with_first(drawn, listed, probs)
+
+    def _with_first(self, first: int, ids: Sequence[int], probs: Sequence[float]) -> DraftTokens:
+        """Return the drawn token, then the others."""
+        others = [(token, prob) for token, prob in zip(ids, probs, strict=True) if token != first][: self._num_ranks - 1]
+        own = probs[ids.index(first)] if first in ids else probs[-1]
+        return DraftTokens([first, *[token for token, _ in others]], [own, *[prob for _, prob in others]])
+
+    def _from_row(self, depth: int) -> DraftTokens:
+        request = self._request
+        chain = [one.token_ids[0] for one in self.by_depth if one.token_ids]
+        try:
+            edited = request.processor.edit(self._row_of(depth), chain)
+        except PacelineError:
+            return NO_TOKENS
+        first = edited.draw(request.seed, request.sample_index, len(request.token_ids) + depth)
+        if self._num_ranks == 1:
+            return DraftTokens([first], [1.0])
+        best, probs = top_probs(request.params, edited.scale(), self._num_ranks)
+        ids: list[int] = best.tolist()
+        if not self._wants_probs:
+            probs = [1.0] * len(ids)
+        return DraftTokens(ids, probs) if request.params.is_greedy else self._with_first(first, ids, probs)
+
+
 class MedusaDrafter(Drafter):
-    """Proposes trees of what the heads guess.
+    """Drafts trees of the heads' candidates.
 
     Args:
         vocab_size: V of the target; ids beyond it are never proposed.
-        tree: "probability" (grown by the heads' own probabilities), "accuracy" (grown by how often each head's r-th guess was right),
+        tree: "probability" (grown by the heads' own probabilities), "accuracy" (grown by how often each head's r-th candidate was right),
             or the name of a published fixed tree.
-        note: what a user should know, for the banner.
 
     Raises:
         ConfigError: there is no such tree.
@@ -77,17 +187,17 @@ class MedusaDrafter(Drafter):
     name = "medusa"
     needs = DrafterNeeds(hidden_states=True)
 
-    def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability", note: str = "") -> None:
+    def __init__(self, network: MedusaNetwork, *, vocab_size: int, tree: str = "probability") -> None:
         if tree not in GROWN_TREES and tree not in STATIC_TREES:
             raise ConfigError(f"medusa tree {tree!r} is unknown: use one of {', '.join((*GROWN_TREES, *STATIC_TREES))}")
-        self._network, self._vocab_size, self._tree, self._note = network, vocab_size, tree, note
+        self._network, self._vocab_size, self._tree = network, vocab_size, tree
         self.traits = DrafterTraits(self._describe(), network.heads.notices)
         self._features = RequestState[_Feature]()
-        # tokens of the request when it was asked, what was guessed at each depth
+        # number of the request's tokens when it drafted, and the candidates of each depth
         self._pending = RequestState[tuple[int, Sequence[Sequence[int]]]]()
         self._accuracy = {is_greedy: RankAccuracy() for is_greedy in (True, False)}
         self._token_map = network.heads.token_map
-        if self._token_map is not None:  # ignore rows of ids that the target's tokenizer does not know
+        if self._token_map is not None:  # ignore rows of ids beyond the target's vocabulary
             self._known_rows = np.flatnonzero(self._token_map < vocab_size)
             self._known_ids = self._token_map[self._known_rows]
         self._is_ranked = _can_rank(self._token_map, vocab_size)
@@ -103,102 +213,104 @@ class MedusaDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        for active in in_parts([one for one in asked if one is not None], lambda _: self._network.heads.num_heads):
-            depth = max([one.depth for one in active])
-            draws = _draws(active, depth) if any(one.is_drawn for one in active) else None
-            outputs = self._network.forward(np.stack([one.feature.values for one in active]), depth, draws)
-            trees |= {id(one.request): self._guess(one, outputs, row) for row, one in enumerate(active)}
+        jobs = [self._job(request, budget) for request, budget in zip(requests, budgets, strict=True)]
+        for active in in_parts([job for job in jobs if job is not None], lambda _: self._network.heads.num_heads):
+            depth = max([job.depth for job in active])
+            draws = token_draws([(job.request, d) if job.is_drawn and d < job.depth else None for d in range(depth) for job in active])
+            if draws is not None:
+                draws = draws.reshape(depth, len(active))
+            outputs = self._network.forward(np.stack([job.feature.values for job in active]), depth, draws)
+            trees |= {id(job.request): self._draft(job, outputs, row) for row, job in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 
     def _describe(self) -> str:
         heads = self._network.heads
         tree = f"trees by {self._tree}" if self._tree in GROWN_TREES else f"tree {self._tree}"
-        return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree}{self._note})"
+        return f"medusa ({heads.num_heads} head{'s' if heads.num_heads > 1 else ''}, {tree})"
 
-    def _ask(self, request: Request, budget: DraftBudget) -> _Asked | None:
+    def _job(self, request: Request, budget: DraftBudget) -> _Job | None:
         feature = self._features.get(request)
         depth = min(budget.max_depth, budget.row_budget - 1, self._network.heads.num_heads)
         if feature is None or feature.position != len(request.token_ids) - 2 or depth < 1:
             return None
         is_greedy = request.params.is_greedy
-        reads_ranks = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
-        return _Asked(request, budget, feature, depth, reads_ranks, reads_ranks and not is_greedy)
+        uses_ranking = self._is_ranked and request.processor.only_scales and (is_greedy or not budget.needs_draft_probs)
+        return _Job(request, budget, feature, depth, uses_ranking, uses_ranking and not is_greedy)
 
-    def _guess(self, one: _Asked, outputs: HeadOutputs, row: int) -> DraftTree | None:
-        """A request's tree, from row `row` of the pass."""
-        request = one.request
+    def _draft(self, job: _Job, outputs: HeadOutputs, row: int) -> DraftTree | None:
+        """Return a request's tree, from row `row` of the pass."""
+        request, budget = job.request, job.budget
 
         def row_of(depth: int) -> FloatArray:
             return self._as_target_row(outputs.logits_of(depth)[row])
 
-        if one.budget.needs_draft_probs and not request.params.is_greedy:
-            token_ids, draft_probs = drawn_chain(request, row_of, one.depth)
+        if budget.needs_draft_probs and not request.params.is_greedy:
+            token_ids, draft_probs = _draw_chain(request, row_of, job.depth)
             return DraftTree.grow(request.token_ids[-1], token_ids, range(len(token_ids)), self.name, draft_probs) if token_ids else None
         shape = None
         num_ranks = NUM_RANKS
-        if self._tree in STATIC_TREES:
-            shape = static_shape(self._tree, one.depth, one.budget.row_budget, one.budget.layout)
-            num_ranks = 1 + max((rank for _, _, rank in shape), default=0)
-        elif self._tree == "probability":
-            num_ranks = _num_ranks(one.budget)
         wants_probs = self._tree == "probability"
-        ranked = [of_head[row] for of_head in outputs.ranked] if one.reads_ranks else None
-        guesses = Guesses(request, row_of, num_ranks, wants_probs=wants_probs, ranked=ranked)
-        tree = self._grown(one, guesses) if shape is None else self._static(one, guesses, shape)
-        self._pending[request] = len(request.token_ids), [candidates.token_ids for candidates in guesses.by_depth]
+        if self._tree in STATIC_TREES:
+            shape = static_shape(self._tree, job.depth, budget.row_budget, budget.layout)
+            num_ranks = 1 + max((rank for _, _, rank in shape), default=0)
+        elif wants_probs:  # a tree cannot take more candidates of one depth
+            num_ranks = 1 if budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, budget.row_budget - 1)
+        ranked = [of_head[row] for of_head in outputs.ranked] if job.uses_ranking else None
+        candidates = DepthCandidates(request, row_of, num_ranks, wants_probs=wants_probs, ranked=ranked)
+        tree = self._grow(job, candidates) if shape is None else self._fill(job, candidates, shape)
+        self._pending[request] = len(request.token_ids), [one.token_ids for one in candidates.by_depth]
         return tree
 
-    def _static(self, one: _Asked, guesses: Guesses, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
-        """The named tree, given as (parent, depth, rank) per node, filled with this step's guesses."""
+    def _fill(self, job: _Job, candidates: DepthCandidates, shape: Sequence[tuple[int, int, int]]) -> DraftTree | None:
+        """Fill a published tree, given as (parent, depth, rank) per node, with this step's candidates."""
         token_ids: list[int] = []
         parents: list[int] = []
         node_of = {0: 0}  # a rank that a narrow vocabulary does not have leaves a gap
         for node, (parent, depth, rank) in enumerate(shape, start=1):
-            candidates = guesses.at(depth).token_ids if parent in node_of else ()
-            if rank < len(candidates):
-                token_ids.append(candidates[rank])
+            ids = candidates.at(depth).token_ids if parent in node_of else ()
+            if rank < len(ids):
+                token_ids.append(ids[rank])
                 parents.append(node_of[parent])
                 node_of[node] = len(token_ids)
-        return DraftTree.grow(one.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
+        return DraftTree.grow(job.request.token_ids[-1], token_ids, parents, self.name) if token_ids else None
 
-    def _grown(self, one: _Asked, guesses: Guesses) -> DraftTree | None:
-        is_greedy = one.request.params.is_greedy
+    def _grow(self, job: _Job, candidates: DepthCandidates) -> DraftTree | None:
+        is_greedy = job.request.params.is_greedy
         by_depth: list[list[Candidate[int]]] = []
 
         def expand(depth: int) -> list[Candidate[int]]:
             if depth == len(by_depth):
-                candidates = guesses.at(depth)
-                probs = self._probs(depth, candidates.probs, is_greedy=is_greedy)
-                by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(candidates.token_ids, probs, strict=True)])
+                tokens = candidates.at(depth)
+                probs = self._probs(depth, tokens.probs, is_greedy=is_greedy)
+                by_depth.append([(token, prob, self.name, depth + 1) for token, prob in zip(tokens.token_ids, probs, strict=True)])
             return by_depth[depth]
 
-        budget = DraftBudget(one.budget.row_budget, one.depth, one.budget.layout)
-        return grow_tree(one.request.token_ids[-1], budget, 0, expand)
+        budget = DraftBudget(job.budget.row_budget, job.depth, job.budget.layout)
+        return grow_tree(job.request.token_ids[-1], budget, 0, expand)
 
     def _probs(self, depth: int, probs: Sequence[float], *, is_greedy: bool) -> Sequence[float]:
-        """The estimated chance of each guess at a depth, once everything before it was right."""
+        """Estimate the acceptance rate of each candidate of a depth, given that the tokens before it are accepted."""
         accuracy = self._accuracy[is_greedy]
         if self._tree == "accuracy":
-            expected = [_FIRST_ACCURACY, *(_NEXT_ACCURACY * 0.5**rank for rank in range(len(probs) - 1))]
-            return [accuracy.of(depth, rank, share) for rank, share in enumerate(expected)]
+            priors = [_FIRST_ACCURACY, *(_NEXT_ACCURACY * 0.5**rank for rank in range(len(probs) - 1))]
+            return [accuracy.estimate(depth, rank, prior) for rank, prior in enumerate(priors)]
         if is_greedy:
             return probs
-        # Drawn with the target's noise, the first guess is right far more often than its probability says.
-        first = max(probs[0], accuracy.of(depth, 0, _FIRST_ACCURACY))
+        # drawn with the target's noise, the first candidate is right far more often than its probability
+        first = max(probs[0], accuracy.estimate(depth, 0, _FIRST_ACCURACY))
         rest = sum(probs[1:])
         scale = min(1.0, (1.0 - first) / rest) if rest > 0.0 else 0.0
         return [first, *[prob * scale for prob in probs[1:]]]
 
     def _measure(self, request: Request) -> None:
-        """Compare the guesses with the target's tokens."""
+        """Compare the candidates of the last draft with the target's tokens."""
         pending = self._pending.pop(request)
         if pending is not None:
-            asked_at, guessed = pending
-            self._accuracy[request.params.is_greedy].observe(guessed, request.token_ids[asked_at:])
+            num_tokens, candidates = pending
+            self._accuracy[request.params.is_greedy].observe(candidates, request.token_ids[num_tokens:])
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
-        """A head's row over the target's ids [V], -inf for those it does not know."""
+        """Return a head's row over the target's ids [V], -inf for ids without a row."""
         if self._token_map is None and len(row) >= self._vocab_size:
             return row[: self._vocab_size]
         full = np.full(self._vocab_size, -np.inf, np.float32)
@@ -210,30 +322,25 @@ class MedusaDrafter(Drafter):
 
 
 def _can_rank(token_map: NDArray[np.int64] | None, vocab_size: int) -> bool:
-    """Whether every row of a head has its own id: then the pass's ranking has no id twice, and lower ids first on ties."""
+    """Return whether every row of a head has its own id: then a ranking has no id twice, and lower ids first on ties."""
     return token_map is None or bool(len(token_map) and np.all(np.diff(token_map) > 0) and token_map[-1] < vocab_size)
 
 
-def _num_ranks(budget: DraftBudget) -> int:
-    """Guesses per depth: a tree cannot take more of one depth."""
-    return 1 if budget.layout is TreeLayout.CHAIN else min(NUM_RANKS, budget.row_budget - 1)
-
-
-def _draws(active: Sequence[_Asked], depth: int) -> Draws:
-    """[depth, B] how the tokens of each depth are drawn."""
-    draws = np.zeros((depth, len(active)), DRAW)
-    for index, one in enumerate(active):
-        if one.is_drawn:
-            request, temperature = one.request, one.request.params.temperature
-            first = len(request.token_ids)
-            for ahead in range(one.depth):
-                key = noise_key(request.seed, request.sample_index, first + ahead, Purpose.TOKEN)
-                draws[ahead, index] = (key, temperature, 0)
-    return draws
+def _draw_chain(request: Request, row_of: Callable[[int], FloatArray], depth: int) -> tuple[list[int], dict[int, TokenProbs]]:
+    """Draw one token per depth from its head's distribution with separate noise; return them with the distributions by node."""
+    token_ids: list[int] = []
+    draft_probs: dict[int, TokenProbs] = {}
+    for node in range(depth):
+        try:
+            draft_probs[node] = TokenProbs.from_distribution(request.processor.process(row_of(node), token_ids))
+        except PacelineError:
+            break
+        token_ids += draw_distinct(draft_probs[node], 1, request.seed, request.sample_index, len(request.token_ids), node)
+    return token_ids, draft_probs
 
 
 def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
-    """The drafter for the files of heads.
+    """Open the drafter for the files of heads.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files do not hold what heads for this target need.
@@ -242,6 +349,6 @@ def open_medusa(files: HeadFiles, target: LoadedTarget) -> MedusaDrafter:
     target_weights = open_weights(target.directory, config)
     heads = load_medusa(files, config, target_weights["embedding.weight" if config.tied_embeddings else "lm_head.weight"])
     heads = replace(heads, weights=target.quantized(heads.weights, files.files))
-    shared = target.lm_head_of if heads.borrows_lm_head else None
+    shared = target.lm_head_of if heads.uses_target_lm_head else None
     network = MedusaNetwork(heads, config, num_threads=target.engine.num_threads, device=target.device, lm_head_of=shared)
-    return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.medusa_tree or GROWN_TREES[0])
+    return MedusaDrafter(network, vocab_size=target.vocab_size, tree=target.head_options.tree or GROWN_TREES[0])

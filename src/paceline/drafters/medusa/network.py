@@ -1,4 +1,4 @@
-"""The forward pass of Medusa heads: no cache, no recurrence, one pass for all requests.
+"""Network of Medusa heads: no cache, no recurrence, one pass for all requests.
 
 Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), section 2.1.1: head i is blocks x + SiLU(W x + b), then a vocabulary matrix.
 """
@@ -19,11 +19,11 @@ from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
 
 @dataclass(frozen=True, slots=True)
 class HeadOutputs:
-    """What a pass returns for the first heads.
+    """Results of a pass for the first heads.
 
     Attributes:
         logits_of: a head -> [B, rows], views that the next pass overwrites.
-        ranked: [B] rankings of them; none if no ranking was asked for.
+        ranked: [B] rankings by head; empty without a ranking.
     """
 
     logits_of: Callable[[int], FloatArray]
@@ -31,10 +31,10 @@ class HeadOutputs:
 
 
 class MedusaNetwork:
-    """Guesses from features; keeps one network for every number of heads that was asked for.
+    """Runs the first heads on features; keeps one network for every number of heads in use.
 
     Args:
-        target: whose features the heads read.
+        target: the heads read its features.
         backend, device, lm_head_of: see `open_head`.
     """
 
@@ -63,18 +63,18 @@ class MedusaNetwork:
             lm_head_of=lm_head_of,
         )
         self._networks: dict[int, Network] = {1: first}
-        # One vocabulary matrix for all heads is read once, for the rows of all of them together.
+        # a shared vocabulary matrix is read once, for the rows of all heads together
         self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None
 
     def rank(self, ranking: Ranking) -> None:
-        """Rank the rows of logits in every pass from now on."""
+        """Rank the rows of logits in every later pass."""
         self._ranking = ranking
 
     def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
-        """What the first heads say behind features [B, E].
+        """Run the first heads on features [B, E].
 
         Args:
-            draws: [num_heads, B] how the token of each row is drawn; None = nothing is.
+            draws: [num_heads, B] how the token of each row is drawn; None = no draws.
         """
         network, ranking = self._network(num_heads), self._ranking
         batch_size, is_ranked, heads = len(features), ranking is not None, range(num_heads)
@@ -99,7 +99,7 @@ class MedusaNetwork:
         return network
 
     def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:
-        """Logits of each head, or the inputs of a shared vocabulary matrix."""
+        """Compose the heads: logits of each, or the inputs of a shared vocabulary matrix."""
         features = blocks.input("features", self.hidden_size)
         hidden = [features] * num_heads
         for block in range(self.heads.num_blocks):
@@ -119,6 +119,6 @@ class MedusaNetwork:
 
 
 def _rows(count: int) -> tuple[ForwardBatch, IntArray]:
-    """Rows that see nothing but themselves, and their numbers."""
+    """Return rows without attention, and their indices."""
     rows = np.arange(count, dtype=np.int32)
     return ForwardBatch(rows, ()), rows

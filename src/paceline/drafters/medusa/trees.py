@@ -1,7 +1,7 @@
-"""Trees whose shape is fixed: which ranks of which head's guesses are tried.
+"""Published trees of fixed shape: which ranks of which head's candidates are drafted.
 
-A choice is the path to a node, one digit per depth: "02" is the third guess of the second head after the first guess of the first. The
-lists are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a prefix of
+A choice is the path to a node, one digit per depth: "02" is the third candidate of the second head after the first candidate of the first.
+The lists are those published with the first heads (Cai et al. 2024, arXiv:2401.10774, section 2.3.3), best node first, so that a prefix of
 a list is the tree for a smaller budget.
 """
 
@@ -43,12 +43,12 @@ STATIC_TREES = {
 
 @lru_cache(maxsize=256)
 def static_shape(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
-    """The nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 the root's children.
+    """Return the nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 its children.
 
     Args:
-        max_depth: levels below the root; deeper choices (of heads a checkpoint lacks, say) are left out.
+        max_depth: levels below the root; deeper choices are left out.
         row_budget: rows of the target pass, root included; later choices that would cost more are left out.
-        layout: how the tree will be laid out.
+        layout: of the tree in the target's pass.
     """
     node_of = {"": 0}
     parents = [-1]

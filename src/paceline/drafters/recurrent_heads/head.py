@@ -1,4 +1,4 @@
-"""An opened head that drafts with pairs: its two networks over one cache, and the embeddings they are fed."""
+"""Passes over pairs of token and feature: the two networks of a head over one cache, and their inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,29 +8,56 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.config import PairConfig
-from paceline.models.config import WeightType
+from paceline.drafters.head_kinds import HeadKind
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking
 from paceline.runtimes.rounding import embedding_rows
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
-"""Inputs of the networks; `FEATURE` is a result as well. Of several boundaries each is an input of its own, `boundary.0` …"""
+"""Inputs of the networks; `FEATURE` is also a result. Each of several boundaries is an input of its own, `boundary.0` …"""
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentHeadConfig:
+    """Configuration of a head that feeds itself.
+
+    Attributes:
+        kind: the method.
+        layers: sizes of its decoder layers; `max_positions` is the length it was trained with.
+        feature_size: width of one of the target's activations.
+        boundaries: the target's layer boundaries that it reads, ascending; none = the final hidden state.
+        normed_recurrence: the next feature is the output after the final norm.
+        own_embedding, own_lm_head: whether the file has them; otherwise they are the target's.
+    """
+
+    kind: HeadKind
+    layers: ModelConfig
+    feature_size: int
+    boundaries: tuple[int, ...] = ()
+    normed_recurrence: bool = False
+    own_embedding: bool = True
+    own_lm_head: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Number of feature values of a true pair."""
+        return self.feature_size * max(1, len(self.boundaries))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Pairs of drafted tokens to run for one request.
+    """Pairs of draft tokens to run for one request.
 
     Attributes:
         token_ids, features: [T] and [T, Hd], parents before their children.
         positions: [T].
-        rows: where they stand.
-        wanted: rows whose logits are wanted, the last ones.
+        rows: their slots in the cache.
+        wanted: rows whose logits are returned, the last ones.
     """
 
     token_ids: Sequence[int]
@@ -42,7 +69,7 @@ class DraftedRows:
 
 @dataclass(frozen=True, slots=True)
 class MaskedPair:
-    """What P-EAGLE heads are fed where neither the token nor the target's feature is known.
+    """Input of a P-EAGLE head for positions with neither a known token nor a feature.
 
     Attributes:
         feature: [F].
@@ -51,8 +78,8 @@ class MaskedPair:
     token_id: int
     feature: FloatArray
 
-    def behind(self, pairs: TrueRows, count: int) -> TrueRows:
-        """The pairs with `count` masked ones behind them."""
+    def append_to(self, pairs: TrueRows, count: int) -> TrueRows:
+        """Return the pairs followed by `count` masked ones."""
         known = len(pairs.token_ids)
         token_ids = np.empty(known + count, np.int32)
         features = np.empty((known + count, len(self.feature)), np.float32)
@@ -63,11 +90,11 @@ class MaskedPair:
 
 @dataclass(frozen=True, slots=True)
 class PairOutputs:
-    """What a pass over pairs returns, views until the next pass.
+    """Results of a pass over pairs; views that are valid until the next pass.
 
     Attributes:
         output: of the network.
-        features: [rows, Hd] for the pairs behind these.
+        features: [rows, Hd] input features of the next pairs.
     """
 
     output: ForwardOutput
@@ -75,49 +102,49 @@ class PairOutputs:
 
     @property
     def logits(self) -> FloatArray:
-        """[R, Vd]"""
+        """Logits [R, Vd] of the requested rows."""
         return self.output.logits
 
     def ranked(self) -> list[RankedRow]:
-        """The ranking of each row of logits, for a head that ranks."""
+        """Return the ranking of each row of logits (`RecurrentHead.rank`)."""
         return self.output.ranked
 
 
-class PairHead:
-    """Runs pairs.
+class RecurrentHead:
+    """Runs pairs through a head's networks.
 
     Attributes:
-        runtime: the network of true pairs; making its cache makes that of drafted ones too.
+        runtime: the network of true pairs; its cache is also that of drafted pairs.
         target_ids: [Vd] the target's id of each draft id; None = the same.
         embedded_ids: token ids from here on have no embedding.
-        num_ids: ids that have logits, the first ones; None = all.
-        masked: the masked pair, for a head that guesses several positions at once; else None.
+        draft_vocab_size: number of first ids that have logits; None = all.
+        masked: the masked pair of a head that drafts all positions in one pass, else None.
         notices: one-line remarks for the user.
     """
 
     def __init__(
         self,
-        config: PairConfig,
+        config: RecurrentHeadConfig,
         runtime: Network,
         drafted: Network,
         embedding: AnyTensor,
         *,
         target_ids: NDArray[np.int64] | None,
-        num_ids: int | None = None,
+        draft_vocab_size: int | None = None,
         masked: MaskedPair | None = None,
         notices: tuple[str, ...] = (),
     ) -> None:
-        self.masked, self.num_ids = masked, num_ids
+        self.masked, self.draft_vocab_size = masked, draft_vocab_size
         self.config, self.runtime, self._drafted = config, runtime, drafted
         self._ranking: Ranking | None = None
-        # a memmap takes longer to index
+        # a plain array is faster to index than a memmap
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self.target_ids, self.notices = target_ids, notices
         self.embedded_ids = embedding.shape[0]
         self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.boundaries))] or [FEATURE]
 
     def rank(self, ranking: Ranking) -> None:
-        """Rank the rows of logits in every pass from now on, by this ranking alone."""
+        """Rank the rows of logits in every later pass."""
         self._ranking = ranking
 
     def run_true(
@@ -129,16 +156,16 @@ class PairHead:
         num_masked: Sequence[int] = (),
         draws: Draws | None = None,
     ) -> PairOutputs:
-        """One pass over true pairs of several requests.
+        """Run one pass over true pairs of several requests.
 
         Args:
             wants_logits: return logits of each request's last pair.
             of_all: return logits of every pair instead.
-            num_masked: masked pairs to run behind each request's last one; their logits are returned as well.
-            draws: [R] how the token of each row is drawn that has logits; None = nothing is.
+            num_masked: masked pairs to run after each request's last one; their logits are returned as well.
+            draws: [R] how the token of each row with logits is drawn; None = no draws.
         """
         if num_masked and self.masked is not None:
-            pairs = [self.masked.behind(one, count) for one, count in zip(pairs, num_masked, strict=True)]
+            pairs = [self.masked.append_to(one, count) for one, count in zip(pairs, num_masked, strict=True)]
         counts = [len(one.token_ids) for one in pairs]
         starts = [0, *accumulate(counts)]
         firsts = [one.rows.cached_len - 1 for one in pairs]
@@ -150,14 +177,14 @@ class PairHead:
         else:
             wanted = np.array([start - 1 for start in starts[1:]] if wants_logits else [], np.int32)
         token_ids = _joined([one.token_ids for one in pairs])
-        inputs = self._named(_joined([one.features for one in pairs]))
+        inputs = self._inputs(_joined([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
         batch = ForwardBatch(positions, _ranges([one.rows for one in pairs], starts))
         output = self.runtime.forward(inputs, batch, Wanted(wanted, self._ranking, draws))
         return PairOutputs(output, output.results[FEATURE])
 
     def run_drafted(self, drafts: Sequence[DraftedRows], draws: Draws | None = None) -> PairOutputs:
-        """One pass over drafted pairs of several requests; features are those of the rows wanted alone."""
+        """Run one pass over drafted pairs of several requests; the returned features are those of the wanted rows."""
         ranges: tuple[RowRange, ...]
         if len(drafts) == 1:
             (one,) = drafts
@@ -175,15 +202,15 @@ class PairHead:
         features = output.results[FEATURE]
         return PairOutputs(output, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
 
-    def _named(self, features: FloatArray) -> dict[str, FloatArray]:
-        """The features of true pairs by the names of the network's inputs."""
+    def _inputs(self, features: FloatArray) -> dict[str, FloatArray]:
+        """Return the features of true pairs by the names of the network's inputs."""
         if not self.config.boundaries:
             return {FEATURE: features}
         size = self.config.feature_size
         return {name: features[:, chunk * size : (chunk + 1) * size] for chunk, name in enumerate(self._feature_names)}
 
     def _embed(self, token_ids: IntArray) -> FloatArray:
-        """Rows as stored: heads were trained on unscaled embeddings."""
+        """Look up embeddings as stored: heads were trained on unscaled ones."""
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
 
 

@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 
 from paceline import ConfigError
-from paceline.drafters import frequent_ids as module
-from paceline.drafters.frequent_ids import frequent_ids, guessed_ids, read_text
+from paceline.drafters import draft_vocab as module
+from paceline.drafters.draft_vocab import draft_vocab, frequent_ids, read_corpus
 from paceline.drafters.options import HeadOptions
 from paceline.tokenizer.tokenizer import Tokenizer
 
@@ -38,39 +38,39 @@ def test_ids_that_the_matrix_lacks_are_left_out() -> None:
 
 
 def test_a_long_text_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK", 3)
+    monkeypatch.setattr(module, "_CHUNK_CHARS", 3)
     assert frequent_ids("abcdexyxyxy", LETTERS, 3, 26).tolist() == [23, 24, 25]
 
 
 def test_a_text_makes_a_set_and_no_text_the_first_ids(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("x" * 9, encoding="utf-8")
-    assert guessed_ids(HeadOptions(), LETTERS, 600) is None
-    assert guessed_ids(HeadOptions(num_ids=256), LETTERS, 600) == range(256)
-    found = guessed_ids(HeadOptions(num_ids=256, ids_of=path), LETTERS, 600)
+    assert draft_vocab(HeadOptions(), LETTERS, 600) is None
+    assert draft_vocab(HeadOptions(draft_vocab_size=256), LETTERS, 600) == range(256)
+    found = draft_vocab(HeadOptions(draft_vocab_size=256, draft_vocab_corpus=path), LETTERS, 600)
     assert found is not None
     assert list(found) == list(range(256)), "both are among the first"
-    with pytest.raises(ConfigError, match="num_ids is 601 and the target has 600"):
-        guessed_ids(HeadOptions(num_ids=601, ids_of=path), LETTERS, 600)
+    with pytest.raises(ConfigError, match="draft_vocab_size is 601 and the target has 600"):
+        draft_vocab(HeadOptions(draft_vocab_size=601, draft_vocab_corpus=path), LETTERS, 600)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "ids_of is '.*text', which does not exist: give a text like those you generate"),
+        (None, "draft_vocab_corpus is '.*text', which does not exist: give a text like those you generate"),
         (b"", "which is empty"),
         (b"ab\xff", "which is not UTF-8 at byte 2: convert it first"),
-        (b"x" * 41, "ids_of cannot be read: [^;]*text[^;]* 40 [^;]*; give a text file of at most 40 bytes$"),
+        (b"x" * 41, "draft_vocab_corpus cannot be read: [^;]*text[^;]* 40 [^;]*; give a text file of at most 40 bytes$"),
     ],
 )
 def test_what_is_no_text_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, message: str) -> None:
-    monkeypatch.setattr(module, "MAX_TEXT_BYTES", 40)
+    monkeypatch.setattr(module, "MAX_CORPUS_BYTES", 40)
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        read_text(tmp_path / "text")
+        read_corpus(tmp_path / "text")
 
 
 def test_a_directory_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ids_of cannot be read: [^;]* directory[^;]*; give a text file of at most"):
-        read_text(tmp_path)
+    with pytest.raises(ConfigError, match=r"draft_vocab_corpus cannot be read: [^;]* directory[^;]*; give a text file of at most"):
+        read_corpus(tmp_path)

@@ -14,12 +14,12 @@ from harness.hybrid_gguf import write_hybrid_gguf
 from harness.hybrid_mtp import DELTA, add_module, module_tensors, write_donor
 from paceline import LLM, ConfigError, SamplingParams
 from paceline.config import QuantOptions, quant_options
+from paceline.drafters.draft_sampler import DraftSampler
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, with_ids
-from paceline.drafters.pairs.cache import TrueRows
-from paceline.drafters.pairs.drafter import PairDrafter
-from paceline.drafters.pairs.guesses import Guesses
-from paceline.drafters.pairs.head import PairHead, PairOutputs
+from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_vocab
+from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
+from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
@@ -76,7 +76,7 @@ def load(path: Path, stored: str) -> MtpModule:
     return replace(module, weights=quantized_weights(module.weights, options, None))
 
 
-def run(head: PairHead, *, ranks: bool) -> PairOutputs:
+def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
     """A pass over 20 true pairs, with logits of each."""
     random = np.random.default_rng(4)
     head.runtime.new_key_values(4)
@@ -84,7 +84,7 @@ def run(head: PairHead, *, ranks: bool) -> PairOutputs:
     pairs = TrueRows(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
-        head.rank(Guesses(None, VOCABULARY).ranking(3))
+        head.rank(DraftSampler(None, VOCABULARY).ranking(3))
         draws = np.zeros(20, DRAW)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
     return head.run_true([pairs], wants_logits=True, of_all=True, draws=draws)
@@ -99,11 +99,11 @@ def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "Q8_0", "Q4_0"])
-def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
+def test_drafts_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied: bool, backend: str) -> None:
     """Their logits are those of all ids, cut off; drawn tokens and the sum of probabilities are over these alone."""
     module = load(write_stored(tmp_path, stored, tied=tied), stored)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    part = open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(restrict_vocab(module, range(FIRST)), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits.copy()
     assert logits.shape == (20, VOCABULARY)
     assert (logits.argmax(axis=1) >= FIRST).any(), "some guesses are others"
@@ -122,10 +122,10 @@ def test_guesses_are_the_best_of_the_first_ids(tmp_path: Path, stored: str, tied
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "Q8_0", "Q4_0"])
-def test_guesses_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend: str) -> None:
+def test_drafts_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend: str) -> None:
     module, ids = load(write_stored(tmp_path, stored, tied=False), stored), np.arange(5, VOCABULARY, 5)
     whole = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    part = open_mtp_head(with_ids(module, ids), num_threads=2, max_model_len=128, backend=backend)
+    part = open_mtp_head(restrict_vocab(module, ids), num_threads=2, max_model_len=128, backend=backend)
     logits: NDArray[np.float32] = run(whole, ranks=False).logits[:, ids].copy()
     found = run(part, ranks=False).logits.copy()
     assert found.shape == (20, len(ids))
@@ -139,7 +139,7 @@ def test_guesses_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
 def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    whole, part = module.weights["lm_head.weight"], with_ids(module, range(FIRST)).weights["lm_head.weight"]
+    whole, part = module.weights["lm_head.weight"], restrict_vocab(module, range(FIRST)).weights["lm_head.weight"]
     assert part.shape == (FIRST, 64)
     if isinstance(whole, Tensor) and isinstance(part, Tensor):
         assert np.shares_memory(whole.array, part.array)
@@ -153,13 +153,13 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
 def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
-    copy = with_ids(module, range(FIRST), quantization, num_threads=2)
+    copy = restrict_vocab(module, range(FIRST), quantization, num_threads=2)
     facts = copy.weights.info("lm_head.weight")
-    assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
+    assert (copy.has_lm_head_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:
         assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]
-    exact = run(open_mtp_head(with_ids(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
+    exact = run(open_mtp_head(restrict_vocab(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(copy, num_threads=2, max_model_len=128)
     assert isinstance(head.runtime, NativeNetwork)
     assert isinstance(head.runtime._shared.weights.table("lm_head"), Panels), "rows are rounded to bytes"
@@ -170,8 +170,8 @@ def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: 
 @pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
 def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
-    found, view = with_ids(module, range(FIRST), QuantOptions(bits=bits)), with_ids(module, range(FIRST))
-    assert not found.is_copy
+    found, view = restrict_vocab(module, range(FIRST), QuantOptions(bits=bits)), restrict_vocab(module, range(FIRST))
+    assert not found.has_lm_head_copy
     for ours, theirs in zip(*(one.weights["lm_head.weight"].matrix.arrays for one in (found, view)), strict=True):
         assert np.shares_memory(ours, theirs)
 
@@ -181,11 +181,11 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
     edit_tensors(target, lambda stored: stored.update({name: tensor.astype(np.float16) for name, tensor in tensors.items()}))
-    num_ids = {"num_ids": ASKED}
-    plain, llm = open_llm(target, "none"), open_llm(target, "mtp", drafter_options=num_ids)
-    kept = open_llm(target, "mtp", drafter_options=num_ids, draft_quantization="none")
+    options = {"draft_vocab_size": ASKED}
+    plain, llm = open_llm(target, "none"), open_llm(target, "mtp", drafter_options=options)
+    kept = open_llm(target, "mtp", drafter_options=options, draft_quantization="none")
     both = [
-        open_llm(target, "mtp", drafter_options=num_ids, quantization="int8", draft_quantization=quantization)
+        open_llm(target, "mtp", drafter_options=options, quantization="int8", draft_quantization=quantization)
         for quantization in ("none", "auto")
     ]
     tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
@@ -195,7 +195,7 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
-        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=num_ids, draft_quantization=quantization)).memory
+        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization=quantization)).memory
         for quantization in ("auto", "none")
     ]
     assert facts[0].draft.weights_bytes - facts[1].draft.weights_bytes == FIRST * 64 + FIRST * 4
@@ -207,7 +207,7 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     path = write_stored(tmp_path, stored, tied=tied)
     module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_model_len=128)).runtime
     assert isinstance(target, NativeNetwork)
-    first = with_ids(module, range(FIRST))
+    first = restrict_vocab(module, range(FIRST))
     apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)
@@ -245,14 +245,14 @@ def test_no_token_changes(
 ) -> None:
     """What is sampled with rejection depends on the guesses; its draft probabilities are over the first ids."""
     trees: list[DraftTree] = []
-    propose = PairDrafter.propose
+    propose = EagleStyleDrafter.propose
 
-    def kept(self: PairDrafter, *given: Any) -> list[DraftTree | None]:
+    def kept(self: EagleStyleDrafter, *given: Any) -> list[DraftTree | None]:
         found = propose(self, *given)
         trees.extend(tree for tree in found if tree is not None)
         return found
 
-    monkeypatch.setattr(PairDrafter, "propose", kept)
+    monkeypatch.setattr(EagleStyleDrafter, "propose", kept)
     target = write_stored(tmp_path, stored, tied=tied)
     shape = {"backend": backend, "prefill_chunk_size": 32}
     plain = open_llm(target, "none", **shape)
@@ -262,10 +262,10 @@ def test_no_token_changes(
         tree_width=tree_width,
         draft_quantization=quantization,
         acceptance=acceptance,
-        drafter_options={"num_ids": ASKED},
+        drafter_options={"draft_vocab_size": ASKED},
         **shape,
     )
-    assert f"guesses ids below {FIRST}" in llm.banner
+    assert f"drafts ids below {FIRST}" in llm.banner
     for params in (GREEDY, SAMPLED, PENALISED):
         trees.clear()
         outputs = llm.generate(PROMPTS, params)
@@ -283,26 +283,26 @@ def test_no_token_changes(
 
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
-def test_a_text_says_which_ids_are_guessed(
+def test_a_text_says_which_ids_are_drafted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quantization: str
 ) -> None:
     """The ids of its words, and no others; no token changes, and doctor counts the rows that are copied."""
     proposed: set[int] = set()
-    propose = PairDrafter.propose
+    propose = EagleStyleDrafter.propose
 
-    def kept(self: PairDrafter, *given: Any) -> list[DraftTree | None]:
+    def kept(self: EagleStyleDrafter, *given: Any) -> list[DraftTree | None]:
         found = propose(self, *given)
         proposed.update(token for tree in found if tree is not None for token in tree.token_ids[1:])
         return found
 
-    monkeypatch.setattr(PairDrafter, "propose", kept)
+    monkeypatch.setattr(EagleStyleDrafter, "propose", kept)
     target, text, ids = write_whole(tmp_path), tmp_path / "text", range(VOCABULARY - FIRST, VOCABULARY)
     text.write_text(" ".join(f"w{token}" for token in ids), encoding="utf-8")
-    options = {"num_ids": FIRST, "ids_of": str(text)}
+    options = {"draft_vocab_size": FIRST, "draft_vocab_corpus": str(text)}
     plain = open_llm(target, "none", backend=backend)
     llm = open_llm(target, "mtp", tree_width=tree_width, draft_quantization=quantization, drafter_options=options, backend=backend)
     assert f"{FIRST} draft ids" in llm.banner
-    assert isinstance(llm.drafter, PairDrafter)
+    assert isinstance(llm.drafter, EagleStyleDrafter)
     assert llm.drafter.head.target_ids is not None
     assert llm.drafter.head.target_ids.tolist() == list(ids)
     for params in (GREEDY, SAMPLED, PENALISED):
@@ -313,7 +313,7 @@ def test_a_text_says_which_ids_are_guessed(
     found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
     whole = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), draft_quantization="none"))
     assert found.memory.draft.weights_bytes - whole.memory.draft.weights_bytes == FIRST * 64 * 4
-    assert f"guesses the {FIRST} most frequent ids of {text}" in str(found.as_dict())
+    assert f"drafts the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
 
 def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,14 +337,14 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
         assert memory.draft is not None
         return memory.draft.weights_bytes
 
-    shared = bytes_of(num_ids=FIRST)
+    shared = bytes_of(draft_vocab_size=FIRST)
     monkeypatch.setattr("paceline.proof.head_pairing.load_mtp", with_own)
-    assert bytes_of(num_ids=FIRST) == shared
+    assert bytes_of(draft_vocab_size=FIRST) == shared
     assert bytes_of() > shared
 
 
 def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, options = write_whole(tmp_path), {"ids_of": str(tmp_path / "none")}
+    target, options = write_whole(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"
     found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
@@ -353,25 +353,25 @@ def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_pa
         open_llm(target, "mtp", drafter_options=options)
 
 
-def test_all_ids_are_guessed_where_nothing_is_said(tmp_path: Path) -> None:
+def test_all_ids_are_drafted_where_nothing_is_said(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
-    for given in ({}, {"drafter_options": {"num_ids": VOCABULARY}}):
+    for given in ({}, {"drafter_options": {"draft_vocab_size": VOCABULARY}}):
         llm = open_llm(target, "mtp", **given)
-        assert isinstance(llm.drafter, PairDrafter)
-        assert llm.drafter.head.num_ids == (VOCABULARY if given else None)
-        assert ("guesses ids below" in llm.banner) is bool(given)
+        assert isinstance(llm.drafter, EagleStyleDrafter)
+        assert llm.drafter.head.draft_vocab_size == (VOCABULARY if given else None)
+        assert ("drafts ids below" in llm.banner) is bool(given)
         assert run(llm.drafter.head, ranks=False).logits.shape == (20, VOCABULARY)
 
 
 def test_more_ids_than_there_are_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_whole(tmp_path)
-    text = "drafter_options: num_ids is 608 and the target has 600 ids: use at most 600, or leave it out to guess all ids"
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"num_ids": 608}))
+    text = "drafter_options: draft_vocab_size is 608 and the target has 600 ids: use at most 600, or leave it out to draft all ids"
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
     assert text in found.problems
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"num_ids": ASKED}))
+    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
     assert found.problems == []
     monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
-        open_llm(target, "mtp", drafter_options={"num_ids": 608})
-    with pytest.raises(ConfigError, match="'num_ids' is for mtp heads, and the drafter is ngram"):
-        open_llm(target, "ngram", drafter_options={"num_ids": 300})
+        open_llm(target, "mtp", drafter_options={"draft_vocab_size": 608})
+    with pytest.raises(ConfigError, match="'draft_vocab_size' is for mtp heads, and the drafter is ngram"):
+        open_llm(target, "ngram", drafter_options={"draft_vocab_size": 300})
