@@ -14,7 +14,7 @@ from paceline.models.containers.table import METHODS
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
-from paceline.models.wrappers import WRAPPERS
+from paceline.models.multimodal import MULTIMODAL_MODELS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NONE = "–"
@@ -61,7 +61,7 @@ def refused() -> str:
 
 def wrappers() -> str:
     """The models of texts and images whose text model runs."""
-    text = f"The text models inside {_named(WRAPPERS)} run, if the table above has them."
+    text = f"The text models inside {_named(MULTIMODAL_MODELS)} run, if the table above has them."
     return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

@@ -14,7 +14,7 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from reprlib import Repr
 from types import CodeType
@@ -121,6 +121,9 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+_MAX_LISTED = 20  # names in an error
+
+
 class _Shortened(Repr):
     """Short `repr` of values from untrusted files: a text of some lines, a few items, no deep nesting."""
 
@@ -131,6 +134,14 @@ class _Shortened(Repr):
 
 shortened = _Shortened().repr
 """The `repr` of a value from a file, cut: for errors."""
+
+
+def listed(names: Iterable[str], what: str = "tensor") -> str:
+    """Return the number of names and the first of them, as in "3 tensors: a, b, c"."""
+    names = list(names)
+    rest = len(names) - _MAX_LISTED
+    count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
+    return f"{count}: {', '.join(names[:_MAX_LISTED])}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def printable(text: str) -> str:

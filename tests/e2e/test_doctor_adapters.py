@@ -49,7 +49,7 @@ def test_an_adapter_that_would_be_merged_is_named_or_a_problem(target: Path, of_
     assert (code, facts["merged_adapter"]["name"], facts["merged_adapter"]["num_products"]) == (0, "wide", 2)
     assert ask("--model", target)[1]["merged_adapter"] is None
     assert "merged wide: fits; 2 products of rank 4 at most" in (said := text("--model", target, "--merge-adapter", of_target))
-    assert "another target than the model with the adapter beside it" in said
+    assert "another target than the model with a separate adapter" in said
     code, facts = ask("--model", target, "--merge-adapter", of_draft)
     assert (code, facts["works"]) == (1, False)
     assert "adapts nothing in 1 module: model.layers.1.self_attn.q_proj" in facts["problems"][0]

@@ -258,7 +258,7 @@ def _with_odd_clusters(arrays: dict[str, Any]) -> None:
         (None, {"attention.sliding_window_pattern": [True]}, r"pattern = \[True\], expected for each of 4 layers"),
         (None, {"attention.head_count": 3}, "head_count = 3 must be a multiple of gemma4-assistant.attention.head_count_kv = 2"),
         (None, {"attention.layer_norm_rms_epsilon": "small"}, "attention.layer_norm_rms_epsilon = 'small'"),
-        (None, {"rope.freq_base_swa": 1.4e-45}, "rope parameters of type 'default' make frequencies that are no numbers"),
+        (None, {"rope.freq_base_swa": 1.4e-45}, "rope parameters of type 'default' give frequencies that are not finite"),
         (None, {"feed_forward_length": 64}, r"blk\.0\.ffn_gate\.weight' has shape \[48, 32\]"),
     ],
 )

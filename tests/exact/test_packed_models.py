@@ -115,7 +115,7 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tu
 def test_what_becomes_floats_is_said_weighed_and_refused_where_it_does_not_fit(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
     _, packed = pairs("llama", "fp8")
     notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
-    assert any("rows in front of its matrices are not rounded" in notice for notice in notices)
+    assert any("activations are not rounded" in notice for notice in notices)
     assert any("matrices become f32" in notice for notice in notices)
     with pytest.raises(CapacityError, match=r"packed as FP8, blocks of 32 x 64 take .* GB as f32"):
         load_runtime(packed, RuntimeOptions(device="cpu", backend="torch", memory_bytes=1000))
@@ -147,5 +147,5 @@ def test_a_packed_matrix_of_another_shape_than_config_json_says_is_named(
     config = json.loads((packed / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
     (tmp_path / "model.safetensors").symlink_to(packed / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds a matrix of shape \[96, 64\], but config.json makes it \[128, 64\]"):
+    with pytest.raises(CheckpointError, match=r"holds a matrix of shape \[96, 64\], but config.json requires \[128, 64\]"):
         open_weights(tmp_path, read_model_config(tmp_path))

@@ -208,7 +208,7 @@ def test_a_text_model_beside_encoders_in_the_older_spelling_is_the_same_model(
         ({"sliding_window": 0}, "sliding_window = 0, expected"),
         ({"sliding_window": None}, "sliding_window"),
         ({"layer_types": [SLIDING, "chunked_attention"] * 4}, "layer_types = .*chunked_attention"),
-        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers = 7: no full_attention layer stands in front"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers = 7: no full_attention layer before them"),
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers = 8, expected fewer than num_hidden_layers = 8"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),

@@ -150,7 +150,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gates_shared=False)))),  # type: ignore[call-arg]
     ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
     ("lfm2-moe", routing(scoring=Scoring.SOFTMAX)),
-    ("lfm2-moe", routing(is_corrected=False)),
+    ("lfm2-moe", routing(has_correction_bias=False)),
     ("lfm2-moe", routing(factor=1.0)),
     ("granite", lambda config: replace(config, embedding_scale=1.0)),
     ("granite", lambda config: replace(config, logit_scale=1.0)),
@@ -163,7 +163,7 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
     ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
     ("nemotron_h-moe", routing(factor=1.0)),
-    ("nemotron_h-moe", routing(is_corrected=False)),
+    ("nemotron_h-moe", routing(has_correction_bias=False)),
     ("granite-rope", mixers(lambda mixer: replace(mixer, dt_limits=(0.0, 1e9)), Mamba2Config)),
 ]
 

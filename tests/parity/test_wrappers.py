@@ -13,7 +13,7 @@ from harness.parity import difference, open_backend, prompt_logits
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import read_config
-from paceline.models.wrappers import WRAPPERS, text_values
+from paceline.models.multimodal import MULTIMODAL_MODELS, text_model_fields
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 torch = pytest.importorskip("torch")
@@ -157,9 +157,9 @@ def test_where_the_whole_and_its_text_model_differ_the_files_say_whether_the_mat
 
 def test_every_wrapper_is_compared() -> None:
     elsewhere = {"gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"}
-    assert set(WRAPPERS) == {*CASES, *elsewhere}
+    assert set(MULTIMODAL_MODELS) == {*CASES, *elsewhere}
 
 
 def test_a_text_config_that_is_no_object_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"text_config of a gemma3 model is \[1\]: it must be an object"):
-        text_values({"model_type": "gemma3", "text_config": [1]})
+        text_model_fields({"model_type": "gemma3", "text_config": [1]})

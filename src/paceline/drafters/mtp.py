@@ -41,7 +41,7 @@ from paceline.models.layers import AttentionConfig, ExpertMLP
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import AnyTensor, MadeWeights, Tensor, Weights, as_float32, some_rows
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, Weights, as_float32, take_rows
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.load import open_head
@@ -172,7 +172,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
     if is_gguf(files.path):
         layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
         makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
-        made = MadeWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
+        made = LazyWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
         return module(_Layout("", {}, {}, "", may_be_plain=not target.norm_offset), layers, made, num_modules(file, target) - 1)
     layout = _layout(files, target)
     layers = _one_layer(_layer_of(files, target), norm_offset=layout.norms_less_one)
@@ -270,7 +270,7 @@ def with_ids(module: MtpModule, ids: GuessedIds, quantization: QuantOptions | No
         ids: ascending; a range begins at 0, and its rows of the vocabulary matrix are read where they lie.
         quantization: to so many bits these rows are copied; None, or where they take no more: they stay as they are stored.
     """
-    rows = some_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
+    rows = take_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
     stored = Weights({**module.weights, "lm_head.weight": rows})
     weights = stored
     if quantization is not None:

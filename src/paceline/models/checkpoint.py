@@ -10,7 +10,7 @@ from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
 from paceline.models.gguf.weights import GgufWeights
 from paceline.models.storage.hybrid_weights import HybridWeights
-from paceline.models.storage.mxfp4_experts import PackedExpertWeights
+from paceline.models.storage.mxfp4_experts import Mxfp4ExpertWeights
 from paceline.models.storage.packed_weights import PackedWeights
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.weights import Weights
@@ -49,7 +49,7 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
     if family.recurrent_module:
         return HybridWeights(directory, config, num_threads=num_threads)
     if family.has_mxfp4_experts:
-        return PackedExpertWeights(directory, config)
+        return Mxfp4ExpertWeights(directory, config)
     plain = Weights.open(directory, config)
     return PackedWeights(plain, config, num_threads=num_threads) if plain.packed else plain
 

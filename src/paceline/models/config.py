@@ -12,17 +12,17 @@ import numpy as np
 
 from paceline.errors import CheckpointError, shortened
 from paceline.model_directory import SAFETENSORS, without_model
-from paceline.models.containers.table import container_of
+from paceline.models.containers.table import find_container
 from paceline.models.families.family import Family
 from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
+from paceline.models.multimodal import text_model_fields, ties_differ
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
-from paceline.models.wrappers import text_values, ties_differ
 from paceline.small_files import is_file, read_json
 
 
@@ -195,10 +195,10 @@ def read_config(directory: Path) -> ModelConfig:
         if not any(is_file(directory / name) for name in SAFETENSORS):
             raise without_model(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
-    values = text_values(read)
+    values = text_model_fields(read)
     if ties_differ(read):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    container_of(values, path, find_family(values, path))  # raises if the quantisation is not supported
+    find_container(values, path, find_family(values, path))  # raises if the quantisation is not supported
     weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
@@ -224,7 +224,7 @@ def config_from_values(
     Raises:
         CheckpointError: A value is missing or out of range, or the model is not supported.
     """
-    values = text_values(values)
+    values = text_model_fields(values)
     family = find_family(values, path)
     given = {name: alias for alias, name in family.field_aliases.items() if values.get(alias) is not None}
     fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
@@ -297,7 +297,7 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
             except (ArithmeticError, ValueError):
                 is_usable = False
             if not is_usable:
-                raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} make frequencies that are no numbers")
+                raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} give frequencies that are not finite")
 
 
 def _refuse_unknown(fields: JsonFields, family: Family) -> None:
@@ -305,12 +305,12 @@ def _refuse_unknown(fields: JsonFields, family: Family) -> None:
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
     if fields.values.get("per_layer_config") and not family.has_layer_sizes:
-        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: its layers are alike")
+        raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
 
 
 def _refuse_quantised(fields: JsonFields, family: Family) -> None:
     """Refuse quantised weights of a drafting head. Those of models are supported (`containers/table.py`)."""
-    container = container_of(fields.values, fields.path, family, looks_beside=False)
+    container = find_container(fields.values, fields.path, family, reads_side_files=False)
     if container is not None:
         raise CheckpointError(f"{fields.path}: the weights are quantised ({container.name}), which only models may be: use another head")
 

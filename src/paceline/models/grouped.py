@@ -45,7 +45,7 @@ class SuperBlocks:
         """Return the same with `change` applied to every array."""
         return SuperBlocks(self.code_bits, *map(change, self.arrays))
 
-    def with_runs(self, runs: NDArray[np.int64]) -> "SuperBlocks | None":
+    def reorder_runs(self, runs: NDArray[np.int64]) -> "SuperBlocks | None":
         """Reorder runs of 32 columns; None if the order breaks halves of super-blocks.
 
         Args:
@@ -138,20 +138,20 @@ class GroupedMatrix:
         rows, columns = self.shape
         return super_blocks_size(rows * columns, own.code_bits, columns // own.scales.shape[1], has_minimums=own.minimums is not None)
 
-    def some_rows(self, rows: NDArray[np.int64] | slice) -> "GroupedMatrix":
+    def take_rows(self, rows: NDArray[np.int64] | slice) -> "GroupedMatrix":
         """Return the matrix of some rows: a view for a slice, otherwise a copy."""
         minimums = None if self.minimums is None else self.minimums[rows]
         blocks = None if self.super_blocks is None else self.super_blocks.of(lambda array: array[rows])
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], minimums=minimums, super_blocks=blocks)
 
-    def with_runs(self, runs: NDArray[np.int64]) -> "GroupedMatrix":
+    def reorder_runs(self, runs: NDArray[np.int64]) -> "GroupedMatrix":
         """Reorder runs of 32 columns; groups must not be longer than a run.
 
         Args:
             runs: [K / 32] old index of each run.
         """
         codes, scales, *minimums = (take_runs(array, runs) for array in self.arrays)
-        blocks = None if self.super_blocks is None else self.super_blocks.with_runs(runs)
+        blocks = None if self.super_blocks is None else self.super_blocks.reorder_runs(runs)
         return replace(self, codes=codes, scales=scales, minimums=minimums[0] if minimums else None, super_blocks=blocks)
 
     def values(self, rows: NDArray[np.int32] | slice = slice(None)) -> NDArray[np.float32]:

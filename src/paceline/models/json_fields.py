@@ -23,7 +23,7 @@ class JsonFields:
         if value is None:
             value = default if null is None else null
         if value is None:
-            raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a decoder we can run")
+            raise CheckpointError(f"{self.path} has no {name!r}: it does not describe a supported decoder")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise CheckpointError(f"{self.path}: {name} = {shortened(value)}, expected an integer from {least} to {most}")
         return value

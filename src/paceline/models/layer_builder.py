@@ -23,7 +23,9 @@ ACTIVATIONS = {
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-"""Activations by their names in config.json."""
+"""Activations of gated MLPs by their names in config.json."""
+_UNGATED_ACTIVATIONS = {"relu2": Activation.RELU}
+"""Those of MLPs without a gate."""
 
 
 class LayerBuilder:
@@ -84,16 +86,19 @@ class LayerBuilder:
             has_sinks=has_sinks,
         )
 
-    def mlp(self, *, bias: bool = False, size: str = "intermediate_size") -> DenseMLP:
+    def mlp(self, *, bias: bool = False, size: str = "intermediate_size", has_gate: bool = True) -> DenseMLP:
         """Return an MLP whose width is the field `size`."""
-        name = self.fields.values.get(self.family.activation_field, "silu")
-        activation = ACTIVATIONS.get(str(name))
+        field, known = self.family.activation_field, ACTIVATIONS if has_gate else _UNGATED_ACTIVATIONS
+        name = self.fields.values.get(field, "silu")
+        activation = known.get(str(name))
         if activation is None:
+            verb = "are" if len(known) > 1 else "is"
             raise CheckpointError(
-                f"{self.fields.path}: {self.family.activation_field} = {shortened(name)} is not supported, "
-                f"only {', '.join(map(repr, ACTIVATIONS))} are"
+                f"{self.fields.path}: {field} = {shortened(name)} is not supported, only {', '.join(map(repr, known))} {verb}"
             )
-        return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias)
+        if not has_gate and self.flag("mlp_bias"):
+            raise CheckpointError(f"{self.fields.path}: mlp_bias = true is not supported for {self.family.name}, only false is")
+        return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias, has_gate=has_gate)
 
     def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> Routing:
         """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.

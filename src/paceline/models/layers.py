@@ -40,12 +40,12 @@ class NormOrder(Enum):
     SANDWICH = "sandwich"  # x + norm(part(norm(x)))
 
     @property
-    def in_front(self) -> bool:
+    def norms_input(self) -> bool:
         """Return whether the input of a part is normalised."""
         return self is not NormOrder.POST
 
     @property
-    def behind(self) -> bool:
+    def norms_output(self) -> bool:
         """Return whether the output of a part is normalised before it is added."""
         return self is not NormOrder.PRE
 
@@ -241,10 +241,10 @@ class Routing:
 
     Attributes:
         bias: of the router.
-        is_normalized: weights are scores / (sum of scores + `least`); otherwise the scores.
+        is_normalized: weights are scores / (sum of scores + `epsilon`); otherwise the scores.
         factor: of all weights.
         num_groups, chosen_groups: only experts of the `chosen_groups` groups with the largest sum of their two best scores are candidates.
-        is_corrected: a correction bias is added to scores for selection, but not to weights.
+        has_correction_bias: a correction bias is added to scores for selection, but not to weights.
         has_scales: each expert has a factor of its own for its weights.
 
     Source: Shazeer et al. 2017, section 2.1; groups and correction: DeepSeek-V3 (2024), section 2.1.2.
@@ -255,11 +255,11 @@ class Routing:
     scoring: Scoring = Scoring.SOFTMAX
     bias: bool = False
     is_normalized: bool = True
-    least: float = 0.0
+    epsilon: float = 0.0
     factor: float = 1.0
     num_groups: int = 1
     chosen_groups: int = 1
-    is_corrected: bool = False
+    has_correction_bias: bool = False
     has_scales: bool = False
 
 

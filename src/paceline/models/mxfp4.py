@@ -29,6 +29,6 @@ def from_pairs(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: s
     """
     scales = half_scales(exponents)
     if not np.isfinite(scales).all():
-        raise CheckpointError(f"{where} has a scale that is no number; the file is damaged, download it again")
+        raise CheckpointError(f"{where} has a scale that is not finite; the file is damaged, download it again")
     codes = runs_of_pairs(blocks.reshape(len(blocks), -1))
     return GroupedMatrix(codes, scales, None, 4, table=TWICE_THE_VALUES)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.grouped import GroupedMatrix, pack_nibbles
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts, Weights, as_float32
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo, Weights, as_float32
 
 FloatArray = NDArray[np.float32]
 Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
@@ -101,7 +101,7 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
+def scheme_for(name: str, facts: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
     """Return how a tensor is quantised. None = not at all: no matrix, excluded by name, already as small, or no group divides its width.
 
     Args:
@@ -110,7 +110,7 @@ def scheme_for(name: str, facts: TensorFacts, options: QuantOptions, *, is_head_
     if len(facts.shape) != 2:
         return None
     bits = _wanted_bits(name, options, is_head_too=is_head_too)
-    group = fitting_group(facts.shape[1], options.group)
+    group = largest_group(facts.shape[1], options.group)
     if bits is None or group is None or (facts.bits is not None and facts.bits <= bits):
         return None
     return Scheme(bits, group, options.symmetric)
@@ -123,9 +123,9 @@ def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def fitting_group(columns: int, wished: int) -> int | None:
-    """Return the largest group size up to `wished` that divides `columns`, or None."""
-    return next((group for group in GROUPS if group <= wished and columns % group == 0), None)
+def largest_group(columns: int, most: int) -> int | None:
+    """Return the largest group size up to `most` that divides `columns`, or None."""
+    return next((group for group in GROUPS if group <= most and columns % group == 0), None)
 
 
 def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads: int = 1) -> GroupedTensor:

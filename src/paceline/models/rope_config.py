@@ -155,8 +155,8 @@ def _given(fields: JsonFields) -> Any:
     newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
     if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
         raise CheckpointError(
-            f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} say different things: "
-            "put what is meant, rope_theta included, into rope_parameters and leave rope_scaling out"
+            f"{fields.path}: rope_parameters = {shortened(newer)} and rope_scaling = {shortened(older)} differ: "
+            "keep rope_parameters with the right values, rope_theta included, and remove rope_scaling"
         )
     return newer or older
 

@@ -36,9 +36,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
-    if layer.norm_order.in_front:
+    if layer.norm_order.norms_input:
         shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
-    if layer.norm_order.behind:
+    if layer.norm_order.norms_output:
         shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
     if layer.mixer is not None:
         shapes |= _mixer_shapes(layer.mixer, hidden)
@@ -118,7 +118,7 @@ def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     routing = mlp.routing
     shapes = _matrices({"router": (routing.num_experts, hidden, routing.bias)})
-    if routing.is_corrected:
+    if routing.has_correction_bias:
         shapes["router.correction"] = (routing.num_experts,)
     if routing.has_scales:
         shapes["router.scales"] = (routing.num_experts,)

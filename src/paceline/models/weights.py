@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, listed
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.containers.module import Stored
+from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks
 from paceline.models.grouped import GroupedMatrix
@@ -31,7 +31,6 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
 _BF16_SHIFT = np.uint32(16)
-_NAMES_IN_AN_ERROR = 20
 _KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
@@ -68,7 +67,7 @@ AnyTensor = Tensor | GroupedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorInfo:
     """What is known of a tensor before it is read or computed.
 
     Attributes:
@@ -110,21 +109,21 @@ class Weights(Mapping[str, AnyTensor]):
             CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
         """
         stored = open_stored(directory, config)
-        weights = cls.of_stored(directory, stored.tensors, stored.files, config)
+        weights = cls.from_stored(directory, stored.tensors, stored.files, config)
         weights.describe(stored)
         return weights
 
     def describe(self, stored: StoredModel) -> None:
-        """Copy what is known of the files."""
+        """Take the notices and the container of the checkpoint directory."""
         self.own_head, self.has_encoders = stored.own_head, stored.has_encoders
         if stored.container is not None:
             self.container, self.notices = stored.container.name, stored.container.notices
 
     @classmethod
-    def of_stored(
+    def from_stored(
         cls,
         directory: Path,
-        stored: Mapping[str, Stored],
+        stored: Mapping[str, StoredWeight],
         files: Mapping[Path, NDArray[np.uint8]],
         config: ModelConfig,
         elsewhere: Container[str] = (),
@@ -147,13 +146,13 @@ class Weights(Mapping[str, AnyTensor]):
             wanted["embedding.weight"] = "lm_head.weight"  # a tied matrix may be stored under either name
         missing = [name for name in wanted.values() if name not in stored]
         if missing:
-            raise CheckpointError(f"{directory} lacks {_listed(missing)} that its config.json calls for; is config.json another model's?")
+            raise CheckpointError(f"{directory} lacks {listed(missing)} that its config.json requires: it may be another model's config")
         known = set(wanted.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
             raise CheckpointError(
-                f"{directory} holds {_listed(unknown)} that a {config.family} model with this config.json does not have; "
+                f"{directory} holds {listed(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
         found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
@@ -166,7 +165,7 @@ class Weights(Mapping[str, AnyTensor]):
         if config.norm_offset:
             tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
         if FAMILIES[config.family].has_interleaved_rope:
-            _put_in_halves(tensors, packed, config)
+            _reorder_rope_rows(tensors, packed, config)
         weights = cls(tensors)
         weights.packed = packed
         return weights
@@ -197,11 +196,11 @@ class Weights(Mapping[str, AnyTensor]):
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
-    def facts(self, name: str) -> TensorFacts:
+    def facts(self, name: str) -> TensorInfo:
         """Return what is known of a tensor without computing it."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
-        return TensorFacts(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
+        return TensorInfo(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
         """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
@@ -218,7 +217,16 @@ class Weights(Mapping[str, AnyTensor]):
         return sum(self.facts(name).nbytes for name in self)
 
 
-class MadeWeights(Weights):
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is computed on first use: what is known of it, the stored arrays that determine it, and the function."""
+
+    info: TensorInfo
+    arrays: tuple[NDArray[Any], ...]
+    make: Callable[[], AnyTensor]
+
+
+class LazyWeights(Weights):
     """`Weights` whose tensors are computed on first use, and kept until `forget`.
 
     Args:
@@ -271,15 +279,15 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> _BF16_SHIFT) & np.uint32(1)))) >> _BF16_SHIFT).astype(np.uint16)
 
 
-def some_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
+def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
     """Return the matrix of some rows: a view for a slice, otherwise a copy."""
     if isinstance(tensor, GroupedTensor):
-        return replace(tensor, matrix=tensor.matrix.some_rows(rows))
+        return replace(tensor, matrix=tensor.matrix.take_rows(rows))
     array = tensor.array[rows]
     return Tensor(array, tensor.weight_type, array.shape)
 
 
-def _unfused(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+def _unfused(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
     """Return fused projections as row ranges: the same bytes of the file."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
@@ -295,12 +303,13 @@ def _unfused(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Sto
     return tensors
 
 
-def _row_ranges(name: str, tensor: Stored, sizes: Sequence[int]) -> list[Stored]:
+def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[StoredWeight]:
     """Split a matrix into row ranges of these sizes."""
     if len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes):
         where = tensor.where if isinstance(tensor, PackedMatrix) else f"{tensor.path}: tensor {name!r}"
         raise CheckpointError(
-            f"{where} has shape {list(tensor.shape)}, but config.json makes it {sum(sizes)} rows; one of the two files is another model's"
+            f"{where} has shape {list(tensor.shape)}, but config.json requires {sum(sizes)} rows; "
+            "one of the two files belongs to another model"
         )
     ends = list(accumulate(sizes))
     if isinstance(tensor, PackedMatrix):
@@ -323,7 +332,7 @@ def _plus_one(tensor: AnyTensor) -> Tensor:
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
-def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
+def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
     """Return the stored row of each row of q or k, for files with interleaved (GPT-J style) rotary rows."""
     heads = np.arange(num_rows).reshape(-1, head_size)
     turned, passed = heads[:, :rotary_size], heads[:, rotary_size:]
@@ -331,7 +340,7 @@ def order_of_halves(num_rows: int, head_size: int, rotary_size: int) -> NDArray[
     return np.concatenate((halves, passed), axis=1).reshape(num_rows)
 
 
-def _put_in_halves(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
+def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
     """Copy q and k into the network's row order, with rotary pairs (j, j + R/2)."""
     for index, attention in config.attentions.items():
         head_size = attention.head_size
@@ -339,7 +348,7 @@ def _put_in_halves(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], 
             found = tensors.get(name, packed.get(name))
             if found is None:
                 continue
-            order = order_of_halves(found.shape[0], head_size, attention.rope.rotary_size(head_size))
+            order = half_split_order(found.shape[0], head_size, attention.rope.rotary_size(head_size))
             if isinstance(found, PackedMatrix):
                 packed[name] = found.rows(order)
             else:
@@ -354,8 +363,8 @@ def check_shape(name: str, stored: PackedMatrix, shape: tuple[int, ...]) -> Pack
     """
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
-            "one of the two files is another model's"
+            f"{stored.where}: {name} holds a matrix of shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
         )
     return stored
 
@@ -368,8 +377,8 @@ def open_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...], files: 
     """
     if stored.shape != shape:
         raise CheckpointError(
-            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json makes it {list(shape)}; "
-            "one of the two files is another model's"
+            f"{stored.path}: tensor {name!r} has shape {list(stored.shape)}, but config.json requires {list(shape)}; "
+            "one of the two files belongs to another model"
         )
     if stored.dtype not in _STORED_TYPES:
         raise CheckpointError(
@@ -385,20 +394,20 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
     if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
         return True
     unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_PARTS)})\.(weight|bias)", name)
-    return unused is not None and shares_keys(config, int(unused[1]))
+    return unused is not None and shares_kv(config, int(unused[1]))
 
 
-def shares_keys(config: ModelConfig, layer: int) -> bool:
+def shares_kv(config: ModelConfig, layer: int) -> bool:
     """Return whether a layer reads the keys and values of another layer, so that its own projections are unused."""
     return layer in config.attentions and config.attentions[layer].kv_layer is not None
 
 
-def _is_zero_bias(name: str, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
+def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:
     """Return whether a tensor is a bias of zeros, which AutoGPTQ adds to every matrix."""
     return isinstance(stored, StoredTensor) and name.endswith(".bias") and not files[stored.path][stored.begin : stored.end].any()
 
 
-def _check_tied(embedding: Tensor | PackedMatrix | None, stored: Stored, files: Mapping[Path, NDArray[np.uint8]]) -> None:
+def _check_tied(embedding: Tensor | PackedMatrix | None, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> None:
     if isinstance(stored, PackedMatrix):
         arrays = embedding.arrays if isinstance(embedding, PackedMatrix) else ()
         is_same = len(arrays) == len(stored.arrays) and all(map(np.array_equal, arrays, stored.arrays))
@@ -413,10 +422,3 @@ def _check_tied(embedding: Tensor | PackedMatrix | None, stored: Stored, files: 
         raise CheckpointError(
             f"{where} differs from the embedding although tie_word_embeddings is true; set tie_word_embeddings to false in config.json"
         )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
-    return f"{count}: {shown}{f' and {rest} more' if rest > 0 else ''}"

@@ -268,10 +268,10 @@ def decoder_layer(
     prefix, order = f"layers.{layer}.", config.norm_order
 
     def in_front(x: Value, name: str) -> Value:
-        return blocks.rms_norm(x, prefix + name) if order.in_front else x
+        return blocks.rms_norm(x, prefix + name) if order.norms_input else x
 
     def behind(x: Value, name: str) -> Value:
-        x = blocks.rms_norm(x, prefix + name) if order.behind else x
+        x = blocks.rms_norm(x, prefix + name) if order.norms_output else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
     if config.mixer is not None:

@@ -165,7 +165,7 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
 def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
-    with pytest.raises(CheckpointError, match="holds 3 bytes behind its last tensor, which no safetensors file does"):
+    with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
         read(tmp_path)
 
 

@@ -14,10 +14,10 @@ from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
 from paceline.models.containers.affine import unpack_stream
 from paceline.models.containers.small_floats import E4M3
-from paceline.models.containers.table import METHODS, container_of, unpack
+from paceline.models.containers.table import METHODS, find_container, unpack
 from paceline.models.families.table import FAMILIES
 from paceline.models.storage.packed_matrix import PackedMatrix
-from paceline.models.storage.packed_weights import facts_of, floats_notice, tensor_of
+from paceline.models.storage.packed_weights import floats_notice, packed_info, to_tensor
 from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import GroupedTensor, Tensor, as_float32, to_bf16
 
@@ -69,7 +69,7 @@ def opened(folder: Path, case: Packed, settings: dict[str, Any] | None = None) -
     write_packed(path, {f"layer.{name}": tensor for name, tensor in case.tensors.items()})
     own = case.settings if settings is None else settings
     key = "quantization_config" if "quant_method" in own else "quantization"
-    container = container_of({key: own}, folder / "config.json", FAMILIES["llama"])
+    container = find_container({key: own}, folder / "config.json", FAMILIES["llama"])
     assert container is not None
     found = unpack(read_header(path), {path: map_file(path)}, container)
     matrix = found.pop("layer.weight")
@@ -83,23 +83,23 @@ def test_a_packed_matrix_has_exactly_the_values_it_stands_for(tmp_path: Path, na
     case, matrix = WHOLE[name], opened(tmp_path, WHOLE[name])
     expected = case.values.astype(np.float32)
     for num_threads in (1, 3):
-        tensor = tensor_of(matrix, WeightType.F32, num_threads)
+        tensor = to_tensor(matrix, WeightType.F32, num_threads)
         assert isinstance(tensor, Tensor if case.becomes_floats else GroupedTensor)
         assert np.array_equal(as_float32(tensor), expected)
-        assert (facts := facts_of(matrix, WeightType.F32)).nbytes == tensor.nbytes
+        assert (facts := packed_info(matrix, WeightType.F32)).nbytes == tensor.nbytes
         assert (facts.shape, facts.bits) == (expected.shape, None if isinstance(tensor, Tensor) else tensor.matrix.bits)
     order = np.random.default_rng(1).permutation(len(expected))[:5]
     for rows in (order, slice(3, 4), slice(1, 6)):
         part = matrix.rows(rows)
-        assert np.array_equal(as_float32(tensor_of(part, WeightType.F32)), expected[rows])
+        assert np.array_equal(as_float32(to_tensor(part, WeightType.F32)), expected[rows])
         assert np.array_equal(part.rows(slice(0, 1)).exact(slice(None)), expected[rows][:1])
 
 
 def test_what_becomes_floats_is_rounded_to_the_nearest_of_the_models_type_and_costs_a_notice(tmp_path: Path) -> None:
     case = fp8(SHAPE)
     matrix, expected = opened(tmp_path, case), case.values.astype(np.float32)
-    assert np.array_equal(tensor_of(matrix, WeightType.BF16).array, to_bf16(expected))
-    assert np.array_equal(tensor_of(matrix, WeightType.F16).array, expected.astype(np.float16))
+    assert np.array_equal(to_tensor(matrix, WeightType.BF16).array, to_bf16(expected))
+    assert np.array_equal(to_tensor(matrix, WeightType.F16).array, expected.astype(np.float16))
     (notice,) = floats_notice([matrix], WeightType.BF16)
     assert notice.startswith("1 matrices become bf16")
     assert floats_notice([opened(tmp_path, awq(SHAPE))], WeightType.BF16) == ()
@@ -108,15 +108,15 @@ def test_what_becomes_floats_is_rounded_to_the_nearest_of_the_models_type_and_co
 def test_a_matrix_that_is_read_in_parts_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.models.storage.packed_matrix._CHUNK_ITEMS", 16 * 256)
     for case in (WHOLE["gptq-32"], WHOLE["awq-32"], WHOLE["nf4-nested"], WHOLE["fp8-edges"]):
-        assert np.array_equal(as_float32(tensor_of(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(to_tensor(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
 
 
 def test_a_symmetric_zero_point_says_which_format_it_is_where_config_json_says_the_other(tmp_path: Path) -> None:
     for second in (True, False):
         case = gptq(SHAPE, symmetric=True, second=second, says="gptq" if second else "gptq_v2")
-        assert np.array_equal(as_float32(tensor_of(opened(tmp_path, case), WeightType.F32)), case.values.astype(np.float32))
+        assert np.array_equal(as_float32(to_tensor(opened(tmp_path, case), WeightType.F32)), case.values.astype(np.float32))
     wrong = gptq(SHAPE, second=True, says="gptq")  # of others nothing is known but what config.json says
-    assert not np.array_equal(as_float32(tensor_of(opened(tmp_path, wrong), WeightType.F32)), wrong.values.astype(np.float32))
+    assert not np.array_equal(as_float32(to_tensor(opened(tmp_path, wrong), WeightType.F32)), wrong.values.astype(np.float32))
 
 
 def test_formats_that_read_the_same_bytes_otherwise_are_told_apart_in_the_cache(tmp_path: Path) -> None:
@@ -128,13 +128,13 @@ def test_formats_that_read_the_same_bytes_otherwise_are_told_apart_in_the_cache(
 def test_auto_round_packs_as_others_do(tmp_path: Path, packing: str) -> None:
     case = awq(SHAPE) if "awq" in packing else gptq(SHAPE, second=packing.endswith("gptqmodel"))
     settings = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
-    assert np.array_equal(as_float32(tensor_of(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
+    assert np.array_equal(as_float32(to_tensor(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
 
 
 def test_single_modules_of_mlx_have_settings_of_their_own(tmp_path: Path) -> None:
     case = mlx(SHAPE, bits=8, group=32)
     settings = {"group_size": 64, "bits": 4, "language_model.model.layer": {"group_size": 32, "bits": 8}, "lm_head": True}
-    assert np.array_equal(as_float32(tensor_of(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
+    assert np.array_equal(as_float32(to_tensor(opened(tmp_path, case, settings), WeightType.F32)), case.values.astype(np.float32))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -180,7 +180,7 @@ DAMAGED = {
     "gptq group 8 of 8": (_with(gptq(SHAPE), g_idx=_groups(8)), "g_idx has 256 numbers from 0 to 8, one below 8"),
     "gptq group -1": (_with(gptq(SHAPE), g_idx=_groups(-1)), "g_idx has 256 numbers from -1 to 0"),
     "gptq short order": (_with(gptq(SHAPE), g_idx=("I32", np.zeros(9, np.uint32))), "g_idx has 9 numbers"),
-    "gptq infinite": (_with(gptq(SHAPE), scales=("F16", np.full((8, 48), np.inf, np.float16))), "no finite number"),
+    "gptq infinite": (_with(gptq(SHAPE), scales=("F16", np.full((8, 48), np.inf, np.float16))), "is not finite"),
     "gptq bytes": (_with(gptq(SHAPE), qweight=("U8", np.zeros((32, 48), np.uint8))), "is of type U8"),
     "awq gemv": (_settings(awq(SHAPE), version="gemv"), "version = 'gemv' of the quantisation is not supported, only 'gemm'"),
     "awq eight bits": (_settings(awq(SHAPE), bits=8), "bits = 8"),
@@ -203,7 +203,7 @@ DAMAGED = {
     "fp8 no scales": (_without(fp8(SHAPE), "weight_scale_inv"), "layer.weight of type F8_E4M3 is packed, but not as FP8"),
     "fp8 other blocks": (_settings(fp8(SHAPE), weight_block_size=[16, 16]), "one a block in blocks of 16 x 16"),
     "fp8 no blocks": (_settings(fp8(SHAPE), weight_block_size=[0, 128]), r"weight_block_size = \[0, 128\], expected rows and columns"),
-    "fp8 not a number": (_with(fp8(SHAPE), weight=("F8_E4M3", np.full(SHAPE, 127, np.uint8))), "no finite number"),
+    "fp8 not a number": (_with(fp8(SHAPE), weight=("F8_E4M3", np.full(SHAPE, 127, np.uint8))), "is not finite"),
     "nf4 no table": (_without(nf4(SHAPE), "weight.quant_map"), "lacks its tensor layer.weight.quant_map"),
     "nf4 no state": (_without(nf4(SHAPE), "weight.quant_state.bitsandbytes__nf4"), "lacks its quant_state"),
     "nf4 damaged state": (
@@ -212,7 +212,7 @@ DAMAGED = {
     ),
     "nf4 few scales": (_with(nf4(SHAPE), **{"weight.absmax": ("F32", np.ones(9, np.float32))}), "9 scales for 192 blocks"),
     "int8 few scales": (_with(int8_rows(SHAPE), SCB=("F32", np.ones(9, np.float32))), "48 rows, but SCB 9 numbers"),
-    "int8 tiles": (_with(int8_rows(SHAPE), weight_format=("U8", np.array(1, np.uint8))), "tiles of a GPU"),
+    "int8 tiles": (_with(int8_rows(SHAPE), weight_format=("U8", np.array(1, np.uint8))), "tiles for a GPU"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
     "mlx no scales": (_without(mlx(SHAPE), "scales"), "layer.weight of type U32 is packed, but not as MLX"),
     "mlx no minimums": (_without(mlx(SHAPE), "biases"), "lacks its tensor layer.biases"),
@@ -228,7 +228,7 @@ def test_what_does_not_fit_together_is_one_line_that_names_it(tmp_path: Path, na
     case, message = DAMAGED[name]
     whole = case if isinstance(case, Packed) else replace(gptq(SHAPE), settings=case)
     with pytest.raises(CheckpointError, match=message) as caught:
-        tensor_of(opened(tmp_path, whole), WeightType.F32)
+        to_tensor(opened(tmp_path, whole), WeightType.F32)
     assert "\n" not in str(caught.value)
 
 
@@ -236,9 +236,9 @@ def test_what_is_not_of_the_weights_is_left_out_with_a_notice(tmp_path: Path) ->
     case = bytes_of_integers(SHAPE)
     case = _settings(_with(case, input_scale=("F32", np.ones(1, np.float32))), kv_cache_scheme={"num_bits": 8})
     assert opened(tmp_path, case).shape == SHAPE
-    container = container_of({"quantization_config": case.settings}, tmp_path / "config.json", FAMILIES["llama"])
+    container = find_container({"quantization_config": case.settings}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None
-    assert [text.split()[0] for text in container.notices] == ["rows", "its"]
+    assert [text.split()[0] for text in container.notices] == ["activations", "its"]
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def test_what_is_not_of_the_weights_is_left_out_with_a_notice(tmp_path: Path) ->
 )
 def test_files_beside_config_json_are_read_as_well(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
-    container = container_of({}, tmp_path / "config.json", FAMILIES["llama"])
+    container = find_container({}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None
     assert container.name == name
-    assert container_of({}, tmp_path / "config.json", FAMILIES["llama"], looks_beside=False) is None
+    assert find_container({}, tmp_path / "config.json", FAMILIES["llama"], reads_side_files=False) is None
 
 
 def test_every_method_is_tested() -> None:

@@ -84,7 +84,7 @@ def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: 
     else:
         start = begin + HALVES[name][0]
         raw[30, start : start + 2] = np.array([number], "<f2").view(np.uint8)
-    with pytest.raises(CheckpointError, match=r"the tensor has a scale that is no finite number in rows"):
+    with pytest.raises(CheckpointError, match=r"the tensor has a scale that is not finite in rows"):
         group_blocks(raw, block_type(name), "the tensor")
 
 

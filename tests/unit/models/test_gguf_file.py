@@ -277,8 +277,8 @@ def test_the_plain_file_opens(tmp_path: Path) -> None:
             {"extra": {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}},
             "holds 1 tensor: blk.0.attn_sinks.weight that a llama model does not",
         ),
-        ({"without": "blk.0.ffn_up.weight"}, "lacks 1 tensor: blk.0.ffn_up.weight that its metadata calls for"),
-        ({"feed_forward_length": 48}, r"tensor 'blk.0.ffn_gate.weight' has shape \[96, 64\], but the metadata makes it \[48, 64\]"),
+        ({"without": "blk.0.ffn_up.weight"}, "lacks 1 tensor: blk.0.ffn_up.weight that its metadata requires"),
+        ({"feed_forward_length": 48}, r"tensor 'blk.0.ffn_gate.weight' has shape \[96, 64\], but the metadata requires \[48, 64\]"),
     ],
 )
 def test_metadata_and_tensors_must_fit(tmp_path: Path, changes: dict[str, Any], text: str) -> None:

@@ -118,7 +118,7 @@ def test_lfm2_has_experts_behind_its_first_layers(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert [isinstance(layer.mlp, ExpertMLP) for layer in config.layers] == [False, False, True, True]
     routing = config.layers[2].mlp.routing  # type: ignore[union-attr]
-    assert (routing.num_experts, routing.num_chosen, routing.is_corrected, routing.least) == (32, 4, True, 1e-6)
+    assert (routing.num_experts, routing.num_chosen, routing.has_correction_bias, routing.epsilon) == (32, 4, True, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, draft
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
-from paceline.models.quantize import Scheme, fitting_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
+from paceline.models.quantize import Scheme, largest_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
 from paceline.models.weights import GroupedTensor, Tensor, Weights
 
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -152,7 +152,7 @@ def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_ty
     ("columns", "wished", "group"), [(384, 128, 128), (192, 128, 64), (96, 128, 32), (384, 32, 32), (100, 128, None), (16, 128, None)]
 )
 def test_the_group_is_the_largest_that_fits(columns: int, wished: int, group: int | None) -> None:
-    assert fitting_group(columns, wished) == group
+    assert largest_group(columns, wished) == group
 
 
 def tiny_weights(*, is_tied: bool = True) -> Weights:

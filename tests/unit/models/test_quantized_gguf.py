@@ -14,7 +14,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf import stored_tensor
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.storage.quantized_cache import FOLDER, quantized_weights
-from paceline.models.weights import GroupedTensor, Weights, as_float32, order_of_halves
+from paceline.models.weights import GroupedTensor, Weights, as_float32, half_split_order
 
 pytest.importorskip("gguf")
 
@@ -71,9 +71,9 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     source = weights._sources[name]
     before = [array.tobytes() for array in weights.stored(name)]
     for changed in (
-        replace(source, rows=partial(order_of_halves, 64, 8, 8)),
-        replace(source, rows=partial(order_of_halves, 64, 16, 8)),
-        replace(source, columns=partial(order_of_halves, 64, 16, 8)),
+        replace(source, rows=partial(half_split_order, 64, 8, 8)),
+        replace(source, rows=partial(half_split_order, 64, 16, 8)),
+        replace(source, columns=partial(half_split_order, 64, 16, 8)),
         replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._sources[name] = changed

@@ -237,7 +237,7 @@ def test_an_impossible_header_is_refused(tmp_path: Path, entries: object, text: 
 def test_a_header_length_that_does_not_fit_the_file_allocates_nothing(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + bytes(100))
-    with pytest.raises(CheckpointError, match=f"header is {length} bytes.*file of 108"):
+    with pytest.raises(CheckpointError, match=f"header of {length} bytes.*file of 108"):
         read_header(path)
 
 
@@ -274,7 +274,7 @@ def test_stacked_projections_are_row_ranges_of_the_file(tmp_path: Path) -> None:
         Weights.open(tmp_path, CONFIG)
     stacked["model.layers.0.self_attn.qkv_proj.weight"] = qkv[:-1]
     write_safetensors(tmp_path / "model.safetensors", {**tensors, **stacked})
-    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[15, 8\], but config.json makes it 16 rows"):
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight' has shape \[15, 8\], but config.json requires 16 rows"):
         Weights.open(tmp_path, config)
 
 

@@ -93,7 +93,7 @@ def test_a_scale_that_is_not_finite_is_an_error_that_names_its_row(name: str, nu
     else:
         for start in HALVES[name][-1:]:
             blocks.raw[61, last + start : last + start + 2] = np.array([number], "<f2").view(np.uint8)
-    with pytest.raises(CheckpointError, match="the tensor has a scale that is no finite number in rows 61 to 61; the file is damaged"):
+    with pytest.raises(CheckpointError, match="the tensor has a scale that is not finite in rows 61 to 61; the file is damaged"):
         blocks_in_panels(blocks, 2)
 
 

@@ -63,7 +63,7 @@ def weights_of(routing: Routing, logits: np.ndarray, tensors: dict[str, AnyTenso
     """[experts] of one row, 0 where one is not chosen: the definition, in float64."""
     scores = 1 / (1 + np.exp(-logits)) if routing.scoring is Scoring.SIGMOID else np.exp(logits - logits.max())
     scores = scores if routing.scoring is Scoring.SIGMOID else scores / scores.sum()
-    compared = scores + as_float32(tensors["router.correction"]) if routing.is_corrected else scores.copy()
+    compared = scores + as_float32(tensors["router.correction"]) if routing.has_correction_bias else scores.copy()
     if routing.num_groups > 1:
         groups = compared.reshape(routing.num_groups, -1)
         sums = np.sort(groups)[:, -2:].sum(axis=1)
@@ -71,7 +71,7 @@ def weights_of(routing: Routing, logits: np.ndarray, tensors: dict[str, AnyTenso
         compared = groups.reshape(-1)
     chosen = np.argsort(-compared, kind="stable")[: routing.num_chosen]
     weights = np.zeros_like(scores)
-    weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.least) if routing.is_normalized else 1)
+    weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.epsilon) if routing.is_normalized else 1)
     return weights * routing.factor * (as_float32(tensors["router.scales"]) if routing.has_scales else 1)
 
 
@@ -133,10 +133,10 @@ ROUTINGS = {
     "all": replace(PLAIN.routing, num_chosen=COUNT),
     "not normalised": replace(PLAIN.routing, is_normalized=False),
     "scaled": replace(PLAIN.routing, has_scales=True, factor=1.5),
-    "sigmoid": replace(PLAIN.routing, scoring=Scoring.SIGMOID, least=1e-20, is_corrected=True),
+    "sigmoid": replace(PLAIN.routing, scoring=Scoring.SIGMOID, epsilon=1e-20, has_correction_bias=True),
     "plain sigmoid": replace(PLAIN.routing, scoring=Scoring.SIGMOID, is_normalized=False, factor=2.5),
     "groups": Routing(
-        num_experts=40, num_chosen=6, scoring=Scoring.SIGMOID, num_groups=5, chosen_groups=2, is_corrected=True, is_normalized=True
+        num_experts=40, num_chosen=6, scoring=Scoring.SIGMOID, num_groups=5, chosen_groups=2, has_correction_bias=True, is_normalized=True
     ),
     "many": Routing(num_experts=300, num_chosen=8),
 }

@@ -46,7 +46,7 @@ def raw_blocks(random: np.random.Generator, name: str, outputs: int = OUTPUTS, c
 def stored(name: str, raw: NDArray[np.uint8], block: int = 256) -> GroupedMatrix:
     """The matrix; of blocks of 128 columns its halves of super-blocks stand in another order."""
     matrix = group_blocks(raw, block_type(name), name)
-    return matrix if block == 256 else matrix.with_runs(half_order(matrix.shape[1]))
+    return matrix if block == 256 else matrix.reorder_runs(half_order(matrix.shape[1]))
 
 
 def half_order(columns: int) -> NDArray[np.int64]:
@@ -177,7 +177,7 @@ def test_panels_take_what_is_told_and_hardly_more_than_the_file(name: str, block
     matrix = stored(name, raw, block)
     assert in_panels(matrix, 1).data.nbytes == matrix.nbytes
     assert raw.nbytes <= matrix.nbytes < (1.03 if block == 256 else 1.05) * raw.nbytes
-    assert matrix.some_rows(slice(16)).nbytes == matrix.nbytes // 4
+    assert matrix.take_rows(slice(16)).nbytes == matrix.nbytes // 4
 
 
 @BY_TYPE
@@ -185,7 +185,7 @@ def test_columns_that_tear_super_blocks_apart_keep_scales_of_their_own(name: str
     random = np.random.default_rng(seed)
     raw, rows = raw_blocks(random, name), rows_of(random, 3)
     runs = random.permutation(COLUMNS // 32)
-    matrix = group_blocks(raw, block_type(name), name).with_runs(runs)
+    matrix = group_blocks(raw, block_type(name), name).reorder_runs(runs)
     assert matrix.super_blocks is None
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(OUTPUTS, -1, 32)[:, runs].reshape(OUTPUTS, COLUMNS)
     assert np.array_equal(in_panels(matrix, 1).rows(np.arange(OUTPUTS, dtype=np.int32)), expected)

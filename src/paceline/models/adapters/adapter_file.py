@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, listed
 from paceline.models.families.family import Family
 from paceline.models.storage.stacked_experts import common_expert_name
 from paceline.models.storage.stored_model import IMAGE_PARTS, NESTINGS, plain_name
@@ -18,7 +17,6 @@ from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.small_files import check_regular, is_file
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_NAMES_IN_AN_ERROR = 20
 _WRAPPER = "base_model.model."
 _LOW_RANK = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(?:\.(weight|bias))?")
 _WHOLE = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.(weight|bias)")
@@ -73,21 +71,21 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
         )
     check_regular(path)
     tensors = read_tensors(path, "adapter")
-    of_texts = {name: one for name, one in tensors.items() if not _is_of_encoder(_unwrapped(name))}
+    of_texts = {name: one for name, one in tensors.items() if not _is_encoder_tensor(_without_prefix(name))}
     if not of_texts:
         found = "only tensors of image or audio encoders, and texts alone are read" if tensors else "no tensors"
         raise CheckpointError(f"{path} holds {found}: use another adapter")
-    nesting = next((one for one in NESTINGS if any(_unwrapped(name).startswith(one) for name in of_texts)), None)
+    nesting = next((one for one in NESTINGS if any(_without_prefix(name).startswith(one) for name in of_texts)), None)
     entries: dict[tuple[str, bool], ModuleTensors] = {}
     unknown = []
     for name, tensor in of_texts.items():
-        parsed = _parsed(_unwrapped(name))
+        parsed = _parse_name(_without_prefix(name))
         if parsed is None:
             unknown.append(name)
             continue
         module, kind, is_embedding = parsed
         plain = module if nesting is None else plain_name(module, nesting)
-        entry = entries.setdefault((plain, is_embedding), ModuleTensors(_of_experts(plain, family), module, is_embedding))
+        entry = entries.setdefault((plain, is_embedding), ModuleTensors(_common_module_name(plain, family), module, is_embedding))
         if kind in entry.tensors:
             raise CheckpointError(f"{path} holds {name} and {entry.tensors[kind][0]}, which are the same: export the adapter again")
         entry.tensors[kind] = (name, tensor)
@@ -120,14 +118,6 @@ def as_float32(path: Path, name: str, tensor: FileTensor) -> NDArray[np.float32]
     return values
 
 
-def listed(names: Iterable[str], what: str = "tensor") -> str:
-    """Return the number of names and the first of them, as in "3 tensors: a, b, c"."""
-    names = list(names)
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    count = f"{len(names)} {what}{'s' if len(names) > 1 else ''}"
-    return f"{count}: {', '.join(names[:_NAMES_IN_AN_ERROR])}{f' and {rest} more' if rest > 0 else ''}"
-
-
 def without_base_layers(module: str) -> str:
     """Return a module's name without the `.base_layer` suffixes of PEFT, one for each parameter of the module that is adapted."""
     while module.endswith(_STACKED):
@@ -135,15 +125,15 @@ def without_base_layers(module: str) -> str:
     return module
 
 
-def _unwrapped(name: str) -> str:
+def _without_prefix(name: str) -> str:
     return name.removeprefix(_WRAPPER)
 
 
-def _is_of_encoder(name: str) -> bool:
+def _is_encoder_tensor(name: str) -> bool:
     return name.removeprefix("model.").startswith(IMAGE_PARTS)
 
 
-def _parsed(name: str) -> tuple[str, TensorRole, bool] | None:
+def _parse_name(name: str) -> tuple[str, TensorRole, bool] | None:
     """Return the module of a tensor, its role, and whether the module is an embedding; None for an unknown name."""
     if (found := _LOW_RANK.fullmatch(name)) is not None:
         module, kind, leaf = found.groups()
@@ -157,7 +147,7 @@ def _parsed(name: str) -> tuple[str, TensorRole, bool] | None:
     return None
 
 
-def _of_experts(module: str, family: Family) -> str:
+def _common_module_name(module: str, family: Family) -> str:
     """Return the module with the common names of experts. A module of several parameters is mapped by one of them."""
     plain = without_base_layers(module)
     own = common_expert_name(f"{plain}.weight", family).removesuffix(".weight")

@@ -12,7 +12,7 @@ from paceline.models.adapters.adapter import Adapter, LowRank
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD, network_matrices
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.gguf.blocks import StoredBlocks
-from paceline.models.weights import AnyTensor, MadeWeights, Tensor, TensorFacts, Weights, as_float32, to_bf16
+from paceline.models.weights import AnyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, to_bf16
 
 _CHUNK_VALUES = 1 << 20
 _ITEM_TYPES = {WeightType.F32: np.float32, WeightType.F16: np.float16, WeightType.BF16: np.uint16}
@@ -25,7 +25,7 @@ def merged_config(config: ModelConfig, adapter: Adapter) -> ModelConfig:
     return replace(config, tied_embeddings=False) if changed else config
 
 
-class MergedWeights(MadeWeights):
+class MergedWeights(LazyWeights):
     """The weights of a model with an adapter merged. Changed tensors are computed on first use.
 
     Args:
@@ -65,10 +65,10 @@ class MergedWeights(MadeWeights):
     def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
         return super().rows(name, numbers) if self.changes(name) else self._base.rows(self._sources.get(name, name), numbers)
 
-    def facts(self, name: str) -> TensorFacts:
+    def facts(self, name: str) -> TensorInfo:
         if name in self._biases:
             size = len(self._added_bias(name))
-            return TensorFacts((size,), WeightType.F32, None, 4 * size)
+            return TensorInfo((size,), WeightType.F32, None, 4 * size)
         facts = self._base.facts(self._sources.get(name, name))
         if name not in self._changed:
             return facts
@@ -101,7 +101,7 @@ class MergedWeights(MadeWeights):
 
     def _notices(self) -> Iterable[str]:
         """Yield that the merged model is another target, and the memory that dequantised matrices take."""
-        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with the adapter beside it"
+        yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
         quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
         if quantised and not self._quantised_next:
             size = sum(self.facts(name).nbytes for name in quantised)

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import DenseMLP, ExpertMLP, GatedDeltaConfig, LayerConfig
-from paceline.models.storage.fused_matrices import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows, one_after_another
+from paceline.models.storage.fused_matrices import Parts, Rows, consecutive_rows, fused_by_key_head, fused_in_layer, num_rows
 from paceline.models.tensor_names import checkpoint_names, tensor_shapes
-from paceline.models.weights import order_of_halves
+from paceline.models.weights import half_split_order
 
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 _OF_CONVOLUTIONS = "conv"
@@ -60,13 +60,13 @@ def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]
     joined = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
         for index, layer in enumerate(config.layers)
-        for source, parts in joined_in_layer(layer, FAMILIES[config.family]).items()
+        for source, parts in fused_in_layer(layer, FAMILIES[config.family]).items()
     }
-    for module, stems in _by_module(config).items():
+    for module, stems in _matrices_by_module(config).items():
         if module in joined:
             matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in joined[module].items())
         else:
-            matrices = tuple(NetworkMatrix(stem, _order(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
+            matrices = tuple(NetworkMatrix(stem, _checkpoint_rows(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
         found[_product_name(module, stems)] = matrices
     return {**found, LM_HEAD: (NetworkMatrix("lm_head"),)}
 
@@ -75,7 +75,7 @@ def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
     """Return the matrices that an adapter may name, by their checkpoint names without `.weight`."""
     shapes = tensor_shapes(config)
     shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can untie the head
-    by_module = {**_by_module(config), LM_HEAD: ["lm_head"]}
+    by_module = {**_matrices_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
         module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
@@ -83,7 +83,7 @@ def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
     }
     products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
     for index, layer in enumerate(config.layers):
-        for source, parts in _stacked(layer, config).items():
+        for source, parts in _fused_in_layer(layer, config).items():
             named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
             columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
             found[f"model.layers.{index}.{source}"] = TargetModule((num_rows(parts), columns), named)
@@ -98,7 +98,7 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
             continue
         inner, outer = layer.mlp.expert.intermediate_size, layer.mlp.latent_size or config.hidden_size
         front = ("gate_proj", "up_proj") if layer.mlp.expert.has_gate else ("up_proj",)
-        rows = one_after_another(dict.fromkeys(front, inner))
+        rows = consecutive_rows(dict.fromkeys(front, inner))
         if family.has_mxfp4_experts:
             rows = {part: slice(number, 2 * inner, 2) for number, part in enumerate(front)}
         stacks: dict[str, tuple[tuple[int, int], Parts]] = {
@@ -115,7 +115,7 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
     return found
 
 
-def _by_module(config: ModelConfig) -> dict[str, list[str]]:
+def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
     """Return our matrices in each matrix of the checkpoint."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for ours, theirs in checkpoint_names(config).items():
@@ -129,24 +129,24 @@ def _product_name(module: str, stems: list[str]) -> str:
     return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
 
 
-def _stacked(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
+def _fused_in_layer(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
     """Return the fused matrices that some checkpoints of the family have: our names in each, with their rows."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
-        found |= {f"{family.recurrent_module}.{source}": parts for source, parts in gated_delta_by_key_head(layer.mixer).items()}
+        found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
     if family.fuses_projections:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
-        found["self_attn.qkv_proj"] = one_after_another(sizes)
+        found["self_attn.qkv_proj"] = consecutive_rows(sizes)
         if isinstance(layer.mlp, DenseMLP):
-            found["mlp.gate_up_proj"] = one_after_another(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
+            found["mlp.gate_up_proj"] = consecutive_rows(dict.fromkeys(("gate_proj", "up_proj"), layer.mlp.intermediate_size))
     return found
 
 
-def _order(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
+def _checkpoint_rows(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
     """Return the checkpoint's row for each row of the network, where rotary rows are reordered at load; None = the same order."""
     part = stem.rpartition(".")[2]
     if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None
     attention = config.layers[int(stem.split(".")[1])].attention
-    return order_of_halves(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))
+    return half_split_order(rows, attention.head_size, attention.rope.rotary_size(attention.head_size))

@@ -64,8 +64,7 @@ def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     if unknown:
         shown = ", ".join(unknown[:_MOST_NAMES]) + (f" and {len(unknown) - _MOST_NAMES} more" if len(unknown) > _MOST_NAMES else "")
         raise ConfigError(
-            f"the adapter {adapter.name!r} changes {shown}, which no adapter can change beside the weights: load the model with it merged "
-            "(merge_adapter)"
+            f"the adapter {adapter.name!r} changes {shown}, which only merging can change: load the model with it merged (merge_adapter)"
         )
     found = NetworkAdapter(
         {

@@ -83,7 +83,7 @@ def read_settings(directory: Path) -> AdapterSettings:
     _refuse_others(fields)
     return AdapterSettings(
         path=path,
-        base=_name(values.get("base_model_name_or_path")),
+        base=_text_or_none(values.get("base_model_name_or_path")),
         rank=fields.size("r", 8, most=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
         rank_pattern={name: _rank(fields, name, value) for name, value in _pattern(fields, "rank_pattern").items()},
@@ -108,7 +108,7 @@ def _refuse_others(fields: JsonFields) -> None:
     if kind == "XLORA":
         raise CheckpointError(
             f"{fields.path}: peft_type = 'XLORA': what X-LoRA adds depends on the text, so it can neither be merged nor be part of another "
-            "X-LoRA adapter; use it beside the model (adapters, --adapter)"
+            "X-LoRA adapter; load it next to the model (adapters, --adapter)"
         )
     if kind != "LORA":
         raise CheckpointError(
@@ -138,7 +138,7 @@ def _refuse_others(fields: JsonFields) -> None:
     fields.flag("fan_in_fan_out", default=False)  # for matrices that GPT-2 stores transposed; PEFT ignores it for all supported models
 
 
-def _name(value: object) -> str | None:
+def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 

@@ -6,8 +6,8 @@ The file must adapt exactly the modules that the settings select.
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import CheckpointError, shortened
-from paceline.models.adapters.adapter_file import ModuleTensors, TensorRole, listed, without_base_layers
+from paceline.errors import CheckpointError, listed, shortened
+from paceline.models.adapters.adapter_file import ModuleTensors, TensorRole, without_base_layers
 from paceline.models.adapters.modules import (
     EMBEDDING,
     LM_HEAD,

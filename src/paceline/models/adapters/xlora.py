@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, shortened
+from paceline.errors import CheckpointError, listed, shortened
 from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
-from paceline.models.adapters.adapter_file import FILES, adapter_files, as_float32, listed
+from paceline.models.adapters.adapter_file import FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
 from paceline.models.adapters.read import check_name, read_adapter
 from paceline.models.adapters.settings import CONFIG, read_settings
@@ -212,7 +212,7 @@ def read_xlora(
         pass_scaling=settings.pass_scaling,
         columns=columns,
     )
-    joined = {module: _joined(adapters, module, settings) for module in products}
+    joined = {module: _concatenated(adapters, module, settings) for module in products}
     return Adapter(name, _digest(settings, adapters, mixture), joined, {}, {}, mixture)
 
 
@@ -260,7 +260,7 @@ def _columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np
     return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(layer * len(adapters)), ranks)
 
 
-def _joined(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
+def _concatenated(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
     """Return the products of all adapters with one matrix, concatenated along the rank."""
     own = [adapter.products[module] for adapter in adapters if module in adapter.products]
     with np.errstate(over="ignore", invalid="ignore"):

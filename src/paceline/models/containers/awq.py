@@ -49,7 +49,7 @@ def _read(module: Module, *, group: int) -> PackedMatrix:
         if array.shape != wanted:
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} in groups of {group}, "
-                f"but it is {list(array.shape)}; config.json is another model's, or download the model again"
+                f"but it is {list(array.shape)}; config.json may belong to another model; otherwise download the model again"
             )
     words = np.unique(zeros)
     zero = int(words[0] & 15) if len(words) == 1 and int(words[0]) == int(words[0] & 15) * 0x11111111 else None

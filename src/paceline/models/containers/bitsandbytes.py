@@ -17,7 +17,7 @@ from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 _STATE = "weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 _MOST_STATE_BYTES = 1 << 16
-_ROWS_NOTICE = "columns of rows with large values are multiplied as all others, not in float16 as llm_int8_threshold says"
+_ROWS_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
 def bitsandbytes(fields: JsonFields) -> Container:
@@ -30,7 +30,7 @@ def bitsandbytes(fields: JsonFields) -> Container:
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
         return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _four_bits)
     if not fields.flag("load_in_8bit", default=False):
-        raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes says neither load_in_4bit nor load_in_8bit")
+        raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
     return Container("bitsandbytes, int8", (".SCB",), _eight_bits, notices=(_ROWS_NOTICE,))
 
 
@@ -40,7 +40,9 @@ def _eight_bits(module: Module) -> PackedMatrix:
     if module.has("weight_format"):
         layout = module.take("weight_format", "U8", ndim=None)
         if layout.any():
-            raise CheckpointError(f"{where} lies in tiles of a GPU (weight_format {shortened(layout.tolist())}): save the model again")
+            raise CheckpointError(
+                f"{where} is stored in tiles for a GPU (weight_format {shortened(layout.tolist())}): save the model again"
+            )
     outputs, columns = codes.shape
     if largest.shape != (outputs,):
         raise CheckpointError(f"{where} has {outputs} rows, but SCB {largest.size} numbers; download the model again")

@@ -10,7 +10,7 @@ from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
 from paceline.models.containers.fp8 import block_of
 from paceline.models.containers.module import Container, Module
-from paceline.models.containers.settings import nested, one_of, refuse_set
+from paceline.models.containers.settings import nested, one_of, refuse_settings
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
@@ -25,7 +25,7 @@ _UNUSED = (
     ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 _BITS = (2, 4, 8)
-_ROWS_NOTICE = "rows in front of its matrices are rounded as for any quantised matrix here, not as the file's input_activations say"
+_ROWS_NOTICE = "activations are rounded as for any quantised matrix here, not as the file's input_activations specify"
 _CACHE_NOTICE = "its kv_cache_scheme is left out: keys and values are kept as they are"
 
 
@@ -37,7 +37,7 @@ def compressed_tensors(fields: JsonFields) -> Container:
     """
     one_of(fields, "format", _FORMATS, default="pack-quantized")
     one_of(nested(fields, "sparsity_config"), "format", ("dense",), default="dense")
-    refuse_set(fields, "transform_config")
+    refuse_settings(fields, "transform_config")
     groups = nested(fields, "config_groups")
     notices, block = [], None
     rounds_rows = False
@@ -47,7 +47,7 @@ def compressed_tensors(fields: JsonFields) -> Container:
         weights = nested(group, "weights")
         block = block_of(weights, "block_structure") or block
         rounds_rows = rounds_rows or bool(group.values.get("input_activations"))
-        refuse_set(group, "output_activations")
+        refuse_settings(group, "output_activations")
     if rounds_rows:
         notices.append(_ROWS_NOTICE)
     if fields.values.get("kv_cache_scheme"):

@@ -9,7 +9,7 @@ from paceline.models.containers.small_floats import scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
 
-ROWS_NOTICE = "rows in front of its matrices are not rounded to 8-bit floats: that is part of how others multiply, not of the weights"
+ROWS_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _UNUSED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 

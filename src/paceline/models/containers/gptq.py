@@ -74,7 +74,7 @@ def _read(module: Module, *, settings: _Settings) -> PackedMatrix:
         if shape != wanted:
             raise CheckpointError(
                 f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} with {bits} bits in groups of {settings.group}, "
-                f"but it is {list(shape)}; config.json is another model's, or download the model again"
+                f"but it is {list(shape)}; config.json may belong to another model; otherwise download the model again"
             )
     offset = 0 if _is_second(zeros, bits, settings) else 1
     words = {int(word) for word in np.unique(zeros)} if zeros.size else set()

@@ -43,7 +43,7 @@ def _read(module: Module, *, settings: Mapping[str, tuple[int, int]]) -> PackedM
     if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != count * group * bits:
         raise CheckpointError(
             f"{where} has shape {list(words.shape)}, scales {list(scales.shape)} and biases {list(minimums.shape)}, which are no matrix of "
-            f"{bits} bits in groups of {group}; config.json is another model's, or download the model again"
+            f"{bits} bits in groups of {group}; config.json may belong to another model; otherwise download the model again"
         )
 
     def rows(rows: Rows) -> AffineRows:

@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError
 from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 
-Stored = StoredTensor | PackedMatrix
+StoredWeight = StoredTensor | PackedMatrix
 _TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<u4", "U32": "<u4", "I64": "<i8", "U8": "u1", "I8": "i1", "F8_E4M3": "u1",
     "F8_E8M0": "u1",
@@ -30,7 +30,7 @@ class Module:
     """
 
     name: str
-    stored: dict[str, Stored]
+    stored: dict[str, StoredWeight]
     files: Mapping[Path, NDArray[np.uint8]]
 
     def has(self, part: str) -> bool:

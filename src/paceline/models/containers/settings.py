@@ -34,7 +34,7 @@ def group_size(fields: JsonFields, name: str = "group_size", *, default: int = 1
     return fields.size(name, default)
 
 
-def refuse_set(fields: JsonFields, *names: str) -> None:
+def refuse_settings(fields: JsonFields, *names: str) -> None:
     """Refuse settings that change the computation.
 
     Raises:

@@ -69,7 +69,7 @@ def _spread(
         blocks = "" if block is None else f" in blocks of {block[0]} x {block[1]}"
         raise CheckpointError(
             f"{where} of shape {list(shape)} has scales of shape {list(scales.shape)}, expected one, one a row or one a block{blocks}; "
-            "config.json is another model's, or download the model again"
+            "config.json may belong to another model; otherwise download the model again"
         )
     return np.arange(outputs) // block[0], np.arange(columns) // block[1]
 

@@ -17,7 +17,7 @@ from paceline.models.containers.fp8 import fbgemm_fp8, fp8
 from paceline.models.containers.gptq import gptq
 from paceline.models.containers.mlx import mlx
 from paceline.models.containers.modelopt import modelopt
-from paceline.models.containers.module import Container, Module, Stored
+from paceline.models.containers.module import Container, Module, StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
@@ -65,18 +65,18 @@ _SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
 
-def container_of(values: Mapping[str, Any], path: Path, family: Family, *, looks_beside: bool = True) -> Container | None:
+def find_container(values: Mapping[str, Any], path: Path, family: Family, *, reads_side_files: bool = True) -> Container | None:
     """Return the container of a checkpoint; None = its matrices are not packed, or as only its family packs them.
 
     Args:
         values: the contents of config.json, with those of a nested text model.
         path: the config.json.
-        looks_beside: also read the settings files of older tools.
+        reads_side_files: also read the settings files of older tools.
 
     Raises:
         CheckpointError: The method or a setting is not supported.
     """
-    found = _settings(values, path) or (_settings_beside(path) if looks_beside else None)
+    found = _settings(values, path) or (_side_file_settings(path) if reads_side_files else None)
     if found is None or (found[0] == "mxfp4" and family.has_mxfp4_experts):
         return None
     name, settings = found
@@ -106,7 +106,7 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] |
     return None
 
 
-def _settings_beside(path: Path) -> tuple[str, JsonFields] | None:
+def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
     """Return the settings in a file of an older tool."""
     for file, name in _SIDE_FILES.items():
         beside = path.with_name(file)
@@ -116,13 +116,13 @@ def _settings_beside(path: Path) -> tuple[str, JsonFields] | None:
     return None
 
 
-def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, Stored]:
+def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.uint8]], container: Container) -> dict[str, StoredWeight]:
     """Replace the tensors of packed matrices by `PackedMatrix`. Only zero points are read.
 
     Raises:
         CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
-    found: dict[str, Stored] = {name: one for name, one in stored.items() if not name.endswith(container.left_out)}
+    found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.left_out)}
     for name in stored:
         mark = next((mark for mark in container.marks if name.endswith(mark)), None)
         if mark is not None and name in found:

@@ -31,6 +31,11 @@ def grouped_routing(build: LayerBuilder) -> Routing:
             f"cannot give num_experts_per_tok = {routing.num_chosen}"
         )
     return replace(
-        routing, scoring=Scoring.SIGMOID, least=1e-20 if routing.is_normalized else 0.0, factor=fields.number("routed_scaling_factor", 1.0),
-        num_groups=groups, chosen_groups=chosen_groups, is_corrected=True,
-    )  # fmt: skip
+        routing,
+        scoring=Scoring.SIGMOID,
+        epsilon=1e-20 if routing.is_normalized else 0.0,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        num_groups=groups,
+        chosen_groups=chosen_groups,
+        has_correction_bias=True,
+    )

@@ -103,8 +103,8 @@ def _kv_layers(build: LayerBuilder, slides: Sequence[bool]) -> list[int | None]:
     for is_local in slides[first:]:
         if is_local not in owners:
             raise CheckpointError(
-                f"{fields.path}: num_kv_shared_layers = {count}: no {_LOCAL if is_local else _GLOBAL} layer stands in front of them "
-                "whose keys and values they could share"
+                f"{fields.path}: num_kv_shared_layers = {count}: no {_LOCAL if is_local else _GLOBAL} layer before them "
+                "has keys and values to share"
             )
     return [None] * first + [owners[is_local] for is_local in slides[first:]]
 

@@ -37,9 +37,12 @@ def _adjusted_mlp(build: LayerBuilder) -> DenseMLP:
 def _lfm2_moe(build: LayerBuilder) -> Layers:
     fields, routing = build.fields, build.routing()
     routing = replace(
-        routing, scoring=Scoring.SIGMOID, least=1e-6 if routing.is_normalized else 0.0, factor=fields.number("routed_scaling_factor", 1.0),
-        is_corrected=fields.flag("use_expert_bias", default=True),
-    )  # fmt: skip
+        routing,
+        scoring=Scoring.SIGMOID,
+        epsilon=1e-6 if routing.is_normalized else 0.0,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        has_correction_bias=fields.flag("use_expert_bias", default=True),
+    )
     experts = ExpertMLP(routing=routing, expert=build.mlp(size="moe_intermediate_size"))
     num_dense = fields.size("num_dense_layers", min(2, build.num_layers), least=0, most=build.num_layers)
     return _lfm2_layers(build, [build.mlp() if layer < num_dense else experts for layer in range(build.num_layers)])

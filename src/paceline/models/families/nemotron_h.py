@@ -11,7 +11,7 @@ from paceline.models.families.hybrids import gguf_layer_count, layers_with_atten
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
-from paceline.models.layers import Activation, DenseMLP, ExpertMLP, LayerConfig, Mamba2Config
+from paceline.models.layers import ExpertMLP, LayerConfig, Mamba2Config
 
 _TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -28,7 +28,7 @@ def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
     known: dict[str, LayerConfig] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ("mlp", "moe"):
-            known[kind] = LayerConfig(mixer=None, mlp=_experts(build) if kind == "moe" else _mlp(build, "intermediate_size"))
+            known[kind] = LayerConfig(mixer=None, mlp=_experts(build) if kind == "moe" else build.mlp(has_gate=False))
         else:
             attention = replace(build.attention(), rotates=False)
             known[kind] = LayerConfig(mixer=_mamba(build) if kind == "linear_attention" else attention, mlp=None)
@@ -63,21 +63,12 @@ def _mamba(build: LayerBuilder) -> Mamba2Config:
     return mamba_mixer(build, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=build.flag("use_bias"))
 
 
-def _mlp(build: LayerBuilder, size: str) -> DenseMLP:
-    fields, name = build.fields, build.fields.values.get("mlp_hidden_act", "relu2")
-    if name != "relu2":
-        raise CheckpointError(f"{fields.path}: mlp_hidden_act = {shortened(name)} is not supported, only 'relu2' is")
-    if build.flag("mlp_bias"):
-        raise CheckpointError(f"{fields.path}: mlp_bias = true is not supported for {build.family.name}, only false is")
-    return DenseMLP(intermediate_size=fields.size(size), activation=Activation.RELU, has_gate=False)
-
-
 def _experts(build: LayerBuilder) -> ExpertMLP:
     latent = build.fields.values.get("moe_latent_size")
     return ExpertMLP(
         routing=grouped_routing(build),
-        expert=_mlp(build, "moe_intermediate_size"),
-        shared=_mlp(build, "moe_shared_expert_intermediate_size"),
+        expert=build.mlp(size="moe_intermediate_size", has_gate=False),
+        shared=build.mlp(size="moe_shared_expert_intermediate_size", has_gate=False),
         latent_size=0 if latent is None else build.fields.size("moe_latent_size"),
     )
 
@@ -129,6 +120,7 @@ FAMILIES = (
             "n_groups": 8,
             "conv_kernel": 4,
             "n_routed_experts": 8,
+            "mlp_hidden_act": "relu2",
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "moe_intermediate_size": 7688,
@@ -147,6 +139,7 @@ FAMILIES = (
             "latent_proj": "mixer.fc1_latent_proj",
             "latent_output": "mixer.fc2_latent_proj",
         },
+        activation_field="mlp_hidden_act",
         recurrent_module="mixer",
         count_layers=lambda fields: len(_layer_types(fields)),
         field_aliases={

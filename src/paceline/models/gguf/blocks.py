@@ -65,7 +65,7 @@ class StoredBlocks:
             CheckpointError: As in `group_blocks`.
         """
         matrix = group_blocks(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
-        return matrix if self.runs is None else matrix.with_runs(self.runs)
+        return matrix if self.runs is None else matrix.reorder_runs(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,7 @@ def group_blocks(
 
 def not_finite(where: str, first: int, last: int) -> CheckpointError:
     """Return the error for rows `first` to `last`."""
-    return CheckpointError(
-        f"{where} has a scale that is no finite number in rows {first} to {last}; the file is damaged, download it again"
-    )
+    return CheckpointError(f"{where} has a scale that is not finite in rows {first} to {last}; the file is damaged, download it again")
 
 
 def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:

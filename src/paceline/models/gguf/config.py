@@ -134,7 +134,7 @@ class _ConfigReader(GgufFields):
             "tie_word_embeddings": not self.has("output.weight") and not self._format.has_untied_output,
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
-            "mlp_bias": self.has_in_any_block("ffn_gate.bias", num_blocks),
+            "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
             "bos_token_id": self.plain("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }

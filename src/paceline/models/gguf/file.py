@@ -42,7 +42,7 @@ def open_gguf(path: Path) -> GgufFile:
     declared = first.metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and declared != len(tensors):
         raise CheckpointError(
-            f"{parts[0]} says its {len(parts)} parts hold {shortened(declared)} tensors, they hold {len(tensors)}; download them again"
+            f"{parts[0]} declares {shortened(declared)} tensors in {len(parts)} parts, they hold {len(tensors)}; download them again"
         )
     if len(parts) == 1 and first.metadata.get("split.count", 1) not in (0, 1):
         raise CheckpointError(
@@ -82,7 +82,7 @@ def _open_part(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = Header(path, file_bytes)
     num_tensors, num_keys = header.begin()
-    metadata = Metadata(header, header.metadata_places(num_keys))
+    metadata = Metadata(header, header.metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
         header.fail(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")

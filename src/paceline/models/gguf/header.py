@@ -128,7 +128,7 @@ class Header:
                 self.fail(f"{count} {what} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
         return counts
 
-    def metadata_places(self, count: int) -> dict[str, tuple[int, int]]:
+    def metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
         """Read each key, with the type and position of its value."""
         places: dict[str, tuple[int, int]] = {}
         for _ in range(count):

@@ -12,8 +12,8 @@ from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import StoredBlocks, group_blocks, grouped_size
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.grouped import RUN, block_of
-from paceline.models.quantize import Scheme, fitting_group, quantize_tensor
-from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorFacts
+from paceline.models.quantize import Scheme, largest_group, quantize_tensor
+from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
 VIEWED = {"F32": (WeightType.F32, "<f4"), "F16": (WeightType.F16, "<f2"), "BF16": (WeightType.BF16, "<u2")}
 """Types that are used as stored, with their numpy types."""
@@ -50,7 +50,7 @@ def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
     tensor = source.tensor
     if tensor.shape not in shapes and (1, *tensor.shape) not in shapes:  # a matrix of one row may be stored as a vector
         raise CheckpointError(
-            f"{tensor} has shape {list(tensor.shape)}, but the metadata makes it {list(shapes[0])}; the file is damaged, download it again"
+            f"{tensor} has shape {list(tensor.shape)}, but the metadata requires {list(shapes[0])}; the file is damaged, download it again"
         )
     if tensor.block_type.name in VIEWED:
         return
@@ -59,18 +59,18 @@ def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
     tensor_facts(source, regroup=False)  # raises for an unsupported type
 
 
-def tensor_facts(source: TensorSource, *, regroup: bool) -> TensorFacts:
+def tensor_facts(source: TensorSource, *, regroup: bool) -> TensorInfo:
     """Return what is known of a tensor before it is read; `regroup` as in `GgufWeights`."""
     block_type, num_items = source.tensor.block_type, math.prod(source.shape)
     if block_type.name in VIEWED:
-        return TensorFacts(source.shape, VIEWED[block_type.name][0], None, num_items * block_type.num_bytes)
+        return TensorInfo(source.shape, VIEWED[block_type.name][0], None, num_items * block_type.num_bytes)
     runs = None if source.columns is None else _runs(source.columns())
     if source.columns is not None and runs is None:
-        return TensorFacts(source.shape, WeightType.F32, None, num_items * 4)
+        return TensorInfo(source.shape, WeightType.F32, None, num_items * 4)
     scheme = _scheme(source) if regroup else None
     if scheme is not None:
-        return TensorFacts(source.shape, WeightType.F32, scheme.bits, scheme.nbytes(source.shape))
-    return TensorFacts(source.shape, WeightType.F32, *grouped_size(source.shape, block_type, str(source.tensor), block_of(runs)))
+        return TensorInfo(source.shape, WeightType.F32, scheme.bits, scheme.nbytes(source.shape))
+    return TensorInfo(source.shape, WeightType.F32, *grouped_size(source.shape, block_type, str(source.tensor), block_of(runs)))
 
 
 def stored_rows(source: TensorSource) -> NDArray[np.uint8]:
@@ -129,7 +129,7 @@ def read_tensor(name: str, source: TensorSource, *, regroup: bool, num_threads: 
 def _scheme(source: TensorSource) -> Scheme | None:
     """Return how a matrix is requantised: types of up to 4 bits to 4, others to 8; None if no group size divides its width."""
     has_four_bits = source.tensor.block_type.name.startswith(("Q4", "IQ4", "Q2", "Q3"))
-    group = fitting_group(source.shape[1], _REGROUPED_COLUMNS)
+    group = largest_group(source.shape[1], _REGROUPED_COLUMNS)
     return None if group is None else Scheme(4 if has_four_bits else 8, group, symmetric=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, listed
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import StoredBlocks, group_blocks
@@ -31,7 +31,7 @@ from paceline.models.gguf.stored_tensor import (
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, MadeWeights, TensorFacts, order_of_halves, shares_keys
+from paceline.models.weights import AnyTensor, LazyWeights, TensorInfo, half_split_order, shares_kv
 
 _MODULES = {
     "embedding": "token_embd",
@@ -81,7 +81,6 @@ _MTP_MODULES = {
 """Modules of a block for multi-token prediction, next to those of its layer."""
 _MTP_COPIES = ("embed_tokens", "shared_head_head")
 _STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
-_NAMES_IN_AN_ERROR = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class ExtraTensors:
     owner: str
 
 
-class GgufWeights(MadeWeights):
+class GgufWeights(LazyWeights):
     """The tensors of a GGUF file. A quantised matrix becomes groups on first use.
 
     Args:
@@ -127,7 +126,7 @@ class GgufWeights(MadeWeights):
             return super().rows(name, numbers)
         return group_blocks(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
 
-    def facts(self, name: str) -> TensorFacts:
+    def facts(self, name: str) -> TensorInfo:
         return tensor_facts(self._sources[name], regroup=self._regroup)
 
     def forget(self, name: str) -> None:
@@ -171,11 +170,11 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
     sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path}: the module in block {number} lacks {_listed(missing)}; download the file again")
+        raise CheckpointError(f"{file.path}: the module in block {number} lacks {listed(missing)}; download the file again")
     known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
     unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
     if unknown:
-        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that no known mtp head has: it may compute something else with them")
+        raise CheckpointError(f"{file.path} holds {listed(unknown)} that no known mtp head has: it may compute something else with them")
 
     def maker(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
         return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
@@ -189,7 +188,7 @@ def _sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -
     more, lacking = _find_named(file, named)
     sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path} lacks {_listed(missing)} that its metadata calls for; download the file again")
+        raise CheckpointError(f"{file.path} lacks {listed(missing)} that its metadata requires; download the file again")
     known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
     unknown = [
         name for name in file.tensors if name not in known and not _is_unused(name, config) and not _is_of_module(name, file, config)
@@ -199,7 +198,7 @@ def _sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -
     if unknown:
         owner = f"a {config.family} model does not have; running without them would give other tokens"
         owner = owner if others is None else f"no {others.owner} has: it may compute something else with them; use another drafter"
-        raise CheckpointError(f"{file.path} holds {_listed(unknown)} that {owner}")
+        raise CheckpointError(f"{file.path} holds {listed(unknown)} that {owner}")
     return sources
 
 
@@ -256,7 +255,7 @@ def _name_in_file(name: str, modules: Mapping[str, str], file: GgufFile) -> tupl
 def _is_unused(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor computes keys or values of a layer that reads those of another."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
-    return found is not None and shares_keys(config, int(found[1]))
+    return found is not None and shares_kv(config, int(found[1]))
 
 
 def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
@@ -269,7 +268,7 @@ def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int)
     """Return the stored row of each row of q or k, if the file has interleaved rotary rows."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
-    return partial(order_of_halves, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
+    return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
 def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
@@ -304,9 +303,3 @@ def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, TensorSour
                 sources[f"layers.{layer}.experts.{expert}.{part}.weight"] = TensorSource(tensor, shape, expert, first_row=number * inner)
         check_shape(sources[f"layers.{layer}.experts.0.gate_proj.weight"], (count, 2 * inner, config.hidden_size))
     return sources
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_IN_AN_ERROR])
-    rest = len(names) - _NAMES_IN_AN_ERROR
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {shown}{f' and {rest} more' if rest > 0 else ''}"

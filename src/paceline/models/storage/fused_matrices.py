@@ -12,12 +12,12 @@ Rows = slice | NDArray[np.int64]
 Parts = Mapping[str, Rows]
 
 
-def joined_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
+def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
     """Return the fused matrices of a hybrid's layer by their names, such as `self_attn.q_proj`, with the rows of each of ours."""
     return {**_of_mixer(layer.mixer, family), **_of_mlp(layer.mlp, family)}
 
 
-def gated_delta_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
+def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
     """Return fused matrices with rows ordered by key head: its query, key, values and gates; its b and a."""
     count, group = mixer.num_key_heads, mixer.num_value_heads // mixer.num_key_heads
     values = group * mixer.value_size
@@ -35,7 +35,7 @@ def num_rows(parts: Parts) -> int:
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
-def one_after_another(sizes: Mapping[str, int]) -> dict[str, Rows]:
+def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, Rows]:
     """Return consecutive row ranges of these sizes."""
     ends = np.cumsum(list(sizes.values())).tolist()
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -53,7 +53,7 @@ def _of_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict
         sizes = {"z_proj": mixer.state.value_width, "conv_proj": mixer.channels, "dt_proj": mixer.state.heads}
     else:
         sizes = dict.fromkeys(("b_proj", "c_proj", "conv_proj"), mixer.channels)
-    return {f"{family.recurrent_module}.in_proj": one_after_another(sizes)}
+    return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
 
 
 def _of_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
@@ -62,4 +62,4 @@ def _of_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:
         return {}
     prefix = "" if dense is mlp else "shared_expert."
-    return {names["gate_proj"]: one_after_another(dict.fromkeys((f"{prefix}gate_proj", f"{prefix}up_proj"), dense.intermediate_size))}
+    return {names["gate_proj"]: consecutive_rows(dict.fromkeys((f"{prefix}gate_proj", f"{prefix}up_proj"), dense.intermediate_size))}

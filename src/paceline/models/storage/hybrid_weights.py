@@ -1,7 +1,6 @@
 """Checkpoints of hybrids: fused matrices, and vectors that are stored in another form than they are computed with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,20 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.containers.module import Stored
+from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import GatedDeltaConfig, LayerConfig, Recurrent, ShortConvConfig
-from paceline.models.storage.fused_matrices import Parts, Rows, gated_delta_by_key_head, joined_in_layer, num_rows
+from paceline.models.storage.fused_matrices import Parts, Rows, fused_by_key_head, fused_in_layer, num_rows
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.packed_weights import PackedWeights
 from paceline.models.storage.safetensors_file import StoredTensor
 from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import MadeWeights, Tensor, TensorFacts, Weights, as_float32, check_shape, open_tensor
+from paceline.models.weights import LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, as_float32, check_shape, open_tensor
 
 
-class HybridWeights(MadeWeights):
+class HybridWeights(LazyWeights):
     """The weights of a checkpoint directory. Tensors in another form than stored are computed on first use.
 
     Raises:
@@ -36,7 +35,7 @@ class HybridWeights(MadeWeights):
         for index, layer in enumerate(config.layers):
             parts.of_layer(index, layer)
         self._parts = parts.found
-        plain = Weights.of_stored(directory, opened.tensors, opened.files, config, elsewhere=(*self._parts, *parts.packed))
+        plain = Weights.from_stored(directory, opened.tensors, opened.files, config, elsewhere=(*self._parts, *parts.packed))
         plain.describe(opened)
         plain.packed = {**plain.packed, **parts.packed}
         self._plain = plain = PackedWeights(plain, config, num_threads=num_threads)
@@ -44,8 +43,8 @@ class HybridWeights(MadeWeights):
         self.own_head, self.has_encoders, self.packed = opened.own_head, opened.has_encoders, plain.packed
         self.container, self.notices = plain.container, plain.notices
 
-    def facts(self, name: str) -> TensorFacts:
-        return self._parts[name].facts if name in self._parts else self._plain.facts(name)
+    def facts(self, name: str) -> TensorInfo:
+        return self._parts[name].info if name in self._parts else self._plain.facts(name)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         return self._parts[name].arrays if name in self._parts else self._plain.stored(name)
@@ -58,15 +57,6 @@ class HybridWeights(MadeWeights):
             self._plain.forget(name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that is computed on first use: its facts, the stored arrays, and the function."""
-
-    facts: TensorFacts
-    arrays: tuple[NDArray[Any], ...]
-    make: Callable[[], Tensor]
-
-
 class _Parts:
     """Tensors that are computed from stored ones. Used tensors are removed from `stored`.
 
@@ -75,15 +65,17 @@ class _Parts:
         packed: quantised ones, by our names.
     """
 
-    def __init__(self, directory: Path, stored: dict[str, Stored], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig) -> None:
+    def __init__(
+        self, directory: Path, stored: dict[str, StoredWeight], files: Mapping[Path, NDArray[np.uint8]], config: ModelConfig
+    ) -> None:
         self._directory, self._stored, self._files = directory, stored, files
         self._hidden, self._family, self._shapes = config.hidden_size, FAMILIES[config.family], tensor_shapes(config)
-        self.found: dict[str, _Made] = {}
+        self.found: dict[str, LazyTensor] = {}
         self.packed: dict[str, PackedMatrix] = {}
 
     def of_layer(self, index: int, layer: LayerConfig) -> None:
         """Add the tensors of layer `index`."""
-        for source, rows in joined_in_layer(layer, self._family).items():
+        for source, rows in fused_in_layer(layer, self._family).items():
             self._cut(index, source, rows)
         mixer = layer.mixer
         if not isinstance(mixer, Recurrent):
@@ -94,7 +86,7 @@ class _Parts:
         if mixer.state is not None:
             self._decay(ours, theirs + "A_log", mixer.state.heads)
         if isinstance(mixer, GatedDeltaConfig) and theirs + "in_proj_qkvz.weight" in self._stored:
-            for source, rows in gated_delta_by_key_head(mixer).items():
+            for source, rows in fused_by_key_head(mixer).items():
                 self._cut(index, prefix + source, rows)
 
     def _cut(self, index: int, source: str, parts: Parts) -> None:
@@ -125,7 +117,7 @@ class _Parts:
     def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
         if not isinstance(stored, StoredTensor):
-            raise CheckpointError(f"{self._directory} lacks {name} that its config.json calls for; is config.json another model's?")
+            raise CheckpointError(f"{self._directory} lacks {name} that its config.json requires: config.json may belong to another model")
         return open_tensor(name, stored, shape, self._files)
 
 
@@ -135,13 +127,13 @@ def _decays(logarithms: Tensor) -> NDArray[np.float32]:
         return -np.exp(as_float32(logarithms))
 
 
-def _rows_of(whole: Tensor, rows: Rows) -> _Made:
+def _rows_of(whole: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     array = whole.array[rows] if isinstance(rows, slice) else whole.array
     return _made(array, (count, *whole.shape[1:]), whole.weight_type, lambda: whole.array[rows])
 
 
-def _made(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> _Made:
+def _made(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:
     item_bytes = 4 if weight_type is WeightType.F32 else 2
-    facts = TensorFacts(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
-    return _Made(facts, (stored,), lambda: Tensor(make(), weight_type, shape))
+    facts = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
+    return LazyTensor(facts, (stored,), lambda: Tensor(make(), weight_type, shape))

@@ -38,7 +38,7 @@ class MappedFiles:
         for mapping, num_bytes, path in self._files:
             if mapping.size() < num_bytes:
                 raise CheckpointError(
-                    f"{path} has {mapping.size()} bytes and had {num_bytes} when it was opened: it was cut short while it is in use; "
+                    f"{path} has {mapping.size()} bytes and had {num_bytes} when it was opened: it was truncated while in use; "
                     "put the whole file back and load the model again"
                 )
 

@@ -1,7 +1,6 @@
 """gpt-oss checkpoints: the experts of a layer are stacked in two tensors, in MXFP4 as published or transposed in bfloat16."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,20 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig, WeightType
-from paceline.models.containers.module import Stored
+from paceline.models.containers.module import StoredWeight
 from paceline.models.grouped import RUN
 from paceline.models.layers import ExpertMLP
 from paceline.models.mxfp4 import from_pairs
 from paceline.models.storage.safetensors_file import StoredTensor, view_tensor
 from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, open_tensor
+from paceline.models.weights import GroupedTensor, LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, open_tensor
 
 _STACKS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down_proj": {"down_proj": slice(None)}}
 """The matrices in each stack, with their rows: gate and up are interleaved."""
 
 
-class PackedExpertWeights(MadeWeights):
+class Mxfp4ExpertWeights(LazyWeights):
     """The weights of a checkpoint directory. Experts in MXFP4 become groups on first use.
 
     Raises:
@@ -33,27 +32,18 @@ class PackedExpertWeights(MadeWeights):
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         opened = open_stored(directory, config)
         stored, files = opened.tensors, opened.files
-        self._experts: dict[str, _Made] = {}
+        self._experts: dict[str, LazyTensor] = {}
         for index, layer in enumerate(config.layers):
             if isinstance(layer.mlp, ExpertMLP):
                 self._experts |= _Stacks(directory, stored, files, index, layer.mlp, config.hidden_size).experts()
-        plain = Weights.of_stored(directory, stored, files, config, elsewhere=self._experts)
+        plain = Weights.from_stored(directory, stored, files, config, elsewhere=self._experts)
         super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._experts[name].make())
 
-    def facts(self, name: str) -> TensorFacts:
-        return self._experts[name].facts if name in self._experts else super().facts(name)
+    def facts(self, name: str) -> TensorInfo:
+        return self._experts[name].info if name in self._experts else super().facts(name)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         return self._experts[name].arrays if name in self._experts else super().stored(name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """One tensor of an expert: its facts, the stored arrays, and the function that returns it."""
-
-    facts: TensorFacts
-    arrays: tuple[NDArray[Any], ...]
-    make: Callable[[], AnyTensor]
 
 
 class _Stacks:
@@ -62,7 +52,7 @@ class _Stacks:
     def __init__(
         self,
         directory: Path,
-        stored: dict[str, Stored],
+        stored: dict[str, StoredWeight],
         files: Mapping[Path, NDArray[np.uint8]],
         layer: int,
         mlp: ExpertMLP,
@@ -73,9 +63,9 @@ class _Stacks:
         inner = mlp.expert.intermediate_size
         self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
 
-    def experts(self) -> dict[str, _Made]:
+    def experts(self) -> dict[str, LazyTensor]:
         """Return the tensors by our names."""
-        found: dict[str, _Made] = {}
+        found: dict[str, LazyTensor] = {}
         for stack, parts in _STACKS.items():
             count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]
             bias = self._tensor(f"{stack}_bias", (count, rows))
@@ -102,23 +92,23 @@ class _Stacks:
         if stored.dtype != "U8" or stored.shape != shape:
             raise CheckpointError(
                 f"{stored.path}: tensor {self._prefix + name!r} is of type {stored.dtype} and shape {list(stored.shape)}, but config.json "
-                f"makes it U8 of shape {list(shape)}; one of the two files is another model's"
+                f"makes it U8 of shape {list(shape)}; one of the two files belongs to another model"
             )
         return view_tensor(stored, self._files[stored.path], np.dtype(np.uint8))
 
     def _taken(self, name: str) -> StoredTensor:
         stored = self._stored.pop(self._prefix + name, None)
         if not isinstance(stored, StoredTensor):
-            raise CheckpointError(f"{self._directory} lacks {self._prefix}{name} that its config.json calls for; download it again")
+            raise CheckpointError(f"{self._directory} lacks {self._prefix}{name} that its config.json requires; download it again")
         return stored
 
 
-def _view(array: NDArray[Any], weight_type: WeightType) -> _Made:
-    facts = TensorFacts(array.shape, weight_type, None, array.nbytes)
-    return _Made(facts, (array,), lambda: Tensor(array, weight_type, array.shape))
+def _view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
+    facts = TensorInfo(array.shape, weight_type, None, array.nbytes)
+    return LazyTensor(facts, (array,), lambda: Tensor(array, weight_type, array.shape))
 
 
-def _groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> _Made:
+def _groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
     rows, groups = exponents.shape
-    facts = TensorFacts((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
-    return _Made(facts, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))
+    facts = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
+    return LazyTensor(facts, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))

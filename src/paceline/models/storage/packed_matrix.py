@@ -104,5 +104,5 @@ class PackedMatrix:
             chunk = self.read(rows if self.taken is None else self.taken[rows])
         numbers = chunk.arrays[1:] if isinstance(chunk, GroupedMatrix) else (chunk,)
         if not all(np.isfinite(part).all() for part in numbers):
-            raise CheckpointError(f"{self.where} has a scale or a value that is no finite number; the file is damaged, download it again")
+            raise CheckpointError(f"{self.where} has a scale or a value that is not finite; the file is damaged, download it again")
         return chunk

@@ -10,12 +10,12 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, Tensor, TensorFacts, Weights, to_bf16
+from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, Tensor, TensorInfo, Weights, to_bf16
 
 _ITEM_BYTES = {WeightType.F32: 4, WeightType.F16: 2, WeightType.BF16: 2}
 
 
-class PackedWeights(MadeWeights):
+class PackedWeights(LazyWeights):
     """A checkpoint's weights with its packed matrices.
 
     Args:
@@ -33,22 +33,22 @@ class PackedWeights(MadeWeights):
 
     def _tensor(self, name: str) -> AnyTensor:
         found = self.packed.get(name)
-        return self._plain[name] if found is None else tensor_of(found, self._type, self._num_threads)
+        return self._plain[name] if found is None else to_tensor(found, self._type, self._num_threads)
 
     def forget(self, name: str) -> None:
         super().forget(name)
         drop_pages(self.stored(name))
 
-    def facts(self, name: str) -> TensorFacts:
+    def facts(self, name: str) -> TensorInfo:
         found = self.packed.get(name)
-        return self._plain.facts(name) if found is None else facts_of(found, self._type)
+        return self._plain.facts(name) if found is None else packed_info(found, self._type)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         found = self.packed.get(name)
         return self._plain.stored(name) if found is None else found.stored
 
 
-def tensor_of(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
+def to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
     """Return a packed matrix in groups, or in floats of `weight_type` if groups cannot hold it.
 
     Raises:
@@ -59,16 +59,16 @@ def tensor_of(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 
     return Tensor(packed.values(lambda values: _rounded(values, weight_type), num_threads), weight_type, packed.shape)
 
 
-def facts_of(packed: PackedMatrix, weight_type: WeightType) -> TensorFacts:
+def packed_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
     """Return the facts of a packed matrix before it is converted."""
     if packed.bits is not None:
-        return TensorFacts(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
-    return TensorFacts(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
+        return TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
+    return TensorInfo(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
 
 
 def floats_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
     """Return the bytes in memory of matrices that become floats."""
-    return sum(facts_of(one, weight_type).nbytes for one in packed if one.bits is None)
+    return sum(packed_info(one, weight_type).nbytes for one in packed if one.bits is None)
 
 
 def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from paceline.models.grouped import GroupedMatrix
 from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
 from paceline.models.storage.page_sums import PageSums, checksum, plain_page_sums
 from paceline.models.storage.safetensors_file import map_file
-from paceline.models.weights import AnyTensor, GroupedTensor, MadeWeights, TensorFacts, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable
 
 FOLDER = "quantised"
@@ -117,7 +117,7 @@ def quantized_weights(
     return QuantizedWeights(weights, lambda name: _quantized(weights, name, schemes[name], num_threads), schemes)
 
 
-class QuantizedWeights(MadeWeights):
+class QuantizedWeights(LazyWeights):
     """Weights that are quantised on first use.
 
     Args:
@@ -136,7 +136,7 @@ class QuantizedWeights(MadeWeights):
         super().forget(name)
         self._weights.forget(name)
 
-    def facts(self, name: str) -> TensorFacts:
+    def facts(self, name: str) -> TensorInfo:
         facts, scheme = self._weights.facts(name), self._schemes.get(name)
         return facts if scheme is None else replace(facts, bits=scheme.bits, nbytes=scheme.nbytes(facts.shape))
 

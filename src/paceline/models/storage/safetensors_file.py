@@ -65,7 +65,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             limit = min(INDEX_BYTES, max(file_size - 8, 0))
             if file_size < 10 or not 2 <= header_bytes <= limit:
                 raise CheckpointError(
-                    f"{path} says its header is {header_bytes} bytes, but at most {limit} are possible in a file of {file_size}: "
+                    f"{path} declares a header of {header_bytes} bytes, but at most {limit} are possible in a file of {file_size}: "
                     "it is truncated or no safetensors file; download it again"
                 )
             header = json_object(file.read(header_bytes), f"{path}: the header")
@@ -129,7 +129,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     for name in weight_map.values():
         # A shard is a file next to its index: anything else could point outside the checkpoint.
         if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
-            raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file beside it")
+            raise CheckpointError(f"{index} names the shard {shortened(name)}, expected the name of a *.safetensors file next to it")
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not is_file(index.parent / name)]
     if missing:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
-from paceline.models.containers.module import Stored
+from paceline.models.containers.module import StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
@@ -16,7 +16,7 @@ _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _STACKS = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
 
 
-def split_experts(stored: Mapping[str, Stored], config: ModelConfig) -> dict[str, Stored]:
+def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
     """Return the tensors with experts by single names, `model.layers.N.mlp.experts.E.gate_proj.weight`.
 
     Raises:
@@ -52,8 +52,8 @@ def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: in
     rows, columns = (outer, inner) if parts == ("down_proj",) else (inner, outer)
     if tensor.shape != (count, len(parts) * rows, columns):
         raise CheckpointError(
-            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json makes it "
-            f"{[count, len(parts) * rows, columns]}; one of the two files is another model's"
+            f"{tensor.path}: tensor {name!r} has shape {list(tensor.shape)}, but config.json requires "
+            f"{[count, len(parts) * rows, columns]}; one of the two files belongs to another model"
         )
     num_bytes = (tensor.end - tensor.begin) // (count * len(parts))
     prefix, found = name.rpartition(".")[0], {}

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
-from paceline.models.containers.module import Container, Stored
-from paceline.models.containers.table import container_of, unpack
+from paceline.models.containers.module import Container, StoredWeight
+from paceline.models.containers.table import find_container, unpack
 from paceline.models.families.table import FAMILIES
+from paceline.models.multimodal import text_model_fields
 from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
-from paceline.models.wrappers import text_values
 from paceline.small_files import read_json
 
 NESTINGS = (
@@ -41,7 +41,7 @@ class StoredModel:
         container: of packed matrices; None = there are none.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredWeight]
     files: dict[Path, NDArray[np.uint8]]
     own_head: str | None
     has_encoders: bool
@@ -67,8 +67,8 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
     files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
     path = directory / "config.json"
-    container = container_of(text_values(read_json(path) or {}), path, FAMILIES[config.family])
-    tensors: dict[str, Stored] = dict(own) if container is None else unpack(own, files, container)
+    container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
+    tensors: dict[str, StoredWeight] = dict(own) if container is None else unpack(own, files, container)
     return StoredModel(tensors, files, own_head, len(texts) < len(stored), container)
 
 

@@ -54,7 +54,7 @@ def read_tensors(path: Path, what: str) -> dict[str, FileTensor]:
     end = max((tensor.end for tensor in stored.values()), default=len(file_bytes))
     if end < len(file_bytes):
         raise CheckpointError(
-            f"{path} holds {len(file_bytes) - end} bytes behind its last tensor, which no safetensors file does; download the {what} again"
+            f"{path} holds {len(file_bytes) - end} bytes after its last tensor, which no safetensors file does; download the {what} again"
         )
     return {name: FileTensor(tensor.shape, tensor.dtype, partial(_view, tensor, file_bytes)) for name, tensor in stored.items()}
 

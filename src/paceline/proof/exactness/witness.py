@@ -16,10 +16,10 @@ from paceline.errors import is_interrupt
 from paceline.machine import available_memory_bytes
 from paceline.models.checkpoint import is_gguf, read_model_config
 from paceline.models.config import WeightType
-from paceline.models.containers.table import container_of
+from paceline.models.containers.table import find_container
 from paceline.models.families.table import FAMILIES
+from paceline.models.multimodal import text_model_fields
 from paceline.models.tensor_names import tensor_shapes
-from paceline.models.wrappers import text_values
 from paceline.proof.exactness.findings import finite
 from paceline.proof.exactness.rows import RowWatch, largest_difference
 from paceline.proof.exactness.subject import Asked, Subject
@@ -97,8 +97,8 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
 def _quantised_as(directory: Path) -> str | None:
     """How a checkpoint's matrices are packed; None = they are not."""
     path, family = directory / "config.json", FAMILIES[read_model_config(directory).family]
-    values = text_values(read_json(path) or {})
-    container = container_of(values, path, family)
+    values = text_model_fields(read_json(path) or {})
+    container = find_container(values, path, family)
     if container is not None:
         return container.name
     return "MXFP4" if family.has_mxfp4_experts and values.get("quantization_config") else None

@@ -21,7 +21,7 @@ def blocks_in_panels(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     """The panels that `in_panels` makes of their groups.
 
     Raises:
-        CheckpointError: a scale is no finite number.
+        CheckpointError: a scale is not finite.
         CapacityError: there is no memory.
     """
     (outputs, columns), example = blocks.shape, _example(blocks)

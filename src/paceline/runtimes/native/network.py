@@ -23,7 +23,7 @@ from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
-from paceline.models.weights import AnyTensor, GroupedTensor, TensorFacts, Weights
+from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
 from paceline.runtimes.adapter_rows import ScalingPart, rows_by_adapter
 from paceline.runtimes.base import (
     NO_MIXTURE_WITH_STATES,
@@ -353,7 +353,7 @@ class _Program:
     sites: Sites
 
 
-def _bits(facts: TensorFacts) -> str:
+def _bits(facts: TensorInfo) -> str:
     return "" if facts.bits is None else f" in {facts.bits} bits"
 
 

@@ -271,12 +271,12 @@ class NativeBlocks:
         """What kernels/experts.c finds: 8 numbers for each row and chosen expert, and one for all."""
         correction, scales = (
             self._weights.vector(f"{prefix}router.{name}", exact=True) if is_there else None
-            for name, is_there in (("correction", routing.is_corrected), ("scales", routing.has_scales))
+            for name, is_there in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
         )
         operation = RouteOperation(
             x=logits.index, experts=routing.num_experts, chosen=routing.num_chosen,
             scoring=(Scoring.SOFTMAX, Scoring.SIGMOID).index(routing.scoring),
-            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, least=routing.least,
+            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, least=routing.epsilon,
             factor=routing.factor, correction=correction, scales=scales,
         )  # fmt: skip
         return self._add(operation, logits, 8 * routing.num_chosen + 1)

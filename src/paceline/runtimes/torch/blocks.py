@@ -162,7 +162,7 @@ class TorchBlocks:
 
     def experts(self, x: torch.Tensor, logits: torch.Tensor, mlp: ExpertMLP, prefix: str) -> torch.Tensor:
         routing = mlp.routing
-        correction = self._weights.vector(f"{prefix}router.correction") if routing.is_corrected else None
+        correction = self._weights.vector(f"{prefix}router.correction") if routing.has_correction_bias else None
         scales = self._weights.vector(f"{prefix}router.scales") if routing.has_scales else None
         choice = _choose_experts(logits, routing, correction, scales)
         mixed = torch.zeros_like(x)
@@ -225,7 +225,7 @@ def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Te
     experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # the first of equal ones
     weights = scores.gather(1, experts)
     if routing.is_normalized:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.least)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
     weights = weights * routing.factor
     return _Choice(experts, weights if scales is None else weights * scales[experts])
 

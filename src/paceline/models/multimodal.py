@@ -10,23 +10,23 @@ _MROPE = "mrope"
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapper:
+class MultimodalModel:
     """How a multimodal config.json describes its text model.
 
     Attributes:
         text: its `model_type`; None = as `text_config` names it.
-        otherwise: its `model_type` if `text_config` does not name it.
+        default_text: its `model_type` if `text_config` does not name it.
         defaults: defaults of the configuration class in transformers that differ from the family's.
         may_be_flat: in old files the fields of the text model are at the top level.
     """
 
     text: str | None = None
-    otherwise: str = "llama"
+    default_text: str = "llama"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     may_be_flat: bool = False
 
 
-_QWEN2_VL = Wrapper(
+_QWEN2_VL = MultimodalModel(
     "qwen2",
     defaults={
         "vocab_size": 152064,
@@ -41,24 +41,24 @@ _QWEN2_VL = Wrapper(
     },
     may_be_flat=True,
 )
-WRAPPERS: Mapping[str, Wrapper] = {
-    "gemma3": Wrapper("gemma3_text"),
-    "gemma4": Wrapper("gemma4_text"),
-    "gemma4_unified": Wrapper("gemma4_unified_text"),
-    "qwen3_5": Wrapper("qwen3_5_text"),
-    "qwen3_5_moe": Wrapper("qwen3_5_moe_text"),
-    "mistral3": Wrapper(otherwise="mistral"),
+MULTIMODAL_MODELS: Mapping[str, MultimodalModel] = {
+    "gemma3": MultimodalModel("gemma3_text"),
+    "gemma4": MultimodalModel("gemma4_text"),
+    "gemma4_unified": MultimodalModel("gemma4_unified_text"),
+    "qwen3_5": MultimodalModel("qwen3_5_text"),
+    "qwen3_5_moe": MultimodalModel("qwen3_5_moe_text"),
+    "mistral3": MultimodalModel(default_text="mistral"),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": Wrapper("qwen3", defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
-    "llava": Wrapper(),
-    "llava_next": Wrapper(),
-    "llava_onevision": Wrapper(otherwise="qwen2"),
-    "vipllava": Wrapper(),
-    "internvl": Wrapper(otherwise="qwen2"),
-    "idefics3": Wrapper(),
-    "smolvlm": Wrapper(),
-    "lfm2_vl": Wrapper(otherwise="lfm2"),
+    "qwen3_vl": MultimodalModel("qwen3", defaults={"rope_theta": 5e5, "max_position_embeddings": 128000}),
+    "llava": MultimodalModel(),
+    "llava_next": MultimodalModel(),
+    "llava_onevision": MultimodalModel(default_text="qwen2"),
+    "vipllava": MultimodalModel(),
+    "internvl": MultimodalModel(default_text="qwen2"),
+    "idefics3": MultimodalModel(),
+    "smolvlm": MultimodalModel(),
+    "lfm2_vl": MultimodalModel(default_text="lfm2"),
 }
 """By the `model_type` of the multimodal model."""
 
@@ -70,28 +70,28 @@ _SIZES: Mapping[str, Mapping[str, Any]] = {
 """Defaults of configuration classes in transformers on which published files rely."""
 
 
-def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of the text model, from `text_config` if the model is multimodal."""
     text, model_type = values.get("text_config"), values.get("model_type")
-    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
-    if wrapper is not None and text is not None and not isinstance(text, Mapping):
+    model = MULTIMODAL_MODELS.get(model_type) if isinstance(model_type, str) else None
+    if model is not None and text is not None and not isinstance(text, Mapping):
         raise CheckpointError(
             f"text_config of a {model_type} model is {shortened(text)}: it must be an object; use another copy of the model"
         )
-    if wrapper is None:
+    if model is None:
         return values
-    if text is None and not wrapper.may_be_flat:
+    if text is None and not model.may_be_flat:
         raise CheckpointError(
             f"config.json of a {model_type} model has no text_config, which holds the values of its language model: use a complete copy "
             "of the model, or the language model alone"
         )
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
-    kind = wrapper.text or text.get("model_type") or wrapper.otherwise
+    kind = model.text or text.get("model_type") or model.default_text
     ours = ("eos_token_id", "quantization_config", "quantization")  # a null in text_config does not hide them
     kept = {name: outer[name] for name in ours if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))}
     sizes = _SIZES.get(kind, {}) if isinstance(kind, str) else {}
-    found = {**sizes, **wrapper.defaults, **outer, **text, **kept, "model_type": kind}
+    found = {**sizes, **model.defaults, **outer, **text, **kept, "model_type": kind}
     for name in ("rope_scaling", "rope_parameters"):  # the three positions of a text token are equal, so mrope is ordinary rope
         if isinstance(found.get(name), Mapping) and _MROPE in (found[name].get("type"), found[name].get("rope_type")):
             found[name] = {**found[name], "type": "default", "rope_type": "default"}
@@ -101,7 +101,7 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def ties_differ(values: Mapping[str, Any]) -> bool:
     """Return whether outer and text config disagree on tied embeddings: the files decide then."""
     text = values.get("text_config")
-    if text_values(values) is values or not isinstance(text, Mapping):
+    if text_model_fields(values) is values or not isinstance(text, Mapping):
         return False
     outer, inner = values.get("tie_word_embeddings"), text.get("tie_word_embeddings")
     return outer is not None and inner is not None and outer != inner
