@@ -349,7 +349,7 @@ def test_a_model_too_big_for_memory(target: Path) -> None:
 def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = open_weights(target, read_model_config(target)).facts("layers.0.q_proj.weight").shape
+    shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
     plain = diagnose(DoctorQuestion(model=str(target))).memory

@@ -58,7 +58,7 @@ def test_a_draft_model_with_the_targets_own_adapter_guesses_what_the_target_says
 def test_a_draft_model_is_quantised_with_its_adapter(open_llm: Open, adapter: Path, always_drafts: None) -> None:
     drafter: Any = open_llm(merge_adapter=adapter, draft_adapter=adapter, draft_quantization="int8").drafter
     weights = drafter.runtime.weights
-    assert {weights.facts(name).bits for name in weights if len(weights.facts(name).shape) == 2} == {8}
+    assert {weights.info(name).bits for name in weights if len(weights.info(name).shape) == 2} == {8}
     plain, adapted = (answer(open_llm(draft_adapter=one, draft_quantization="int8")) for one in (None, adapter))
     assert plain.token_ids == adapted.token_ids
     assert plain.speculation.accepted > adapted.speculation.accepted

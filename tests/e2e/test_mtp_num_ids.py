@@ -154,7 +154,7 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
 def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
     copy = with_ids(module, range(FIRST), quantization, num_threads=2)
-    facts = copy.weights.facts("lm_head.weight")
+    facts = copy.weights.info("lm_head.weight")
     assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:

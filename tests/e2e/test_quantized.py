@@ -70,7 +70,7 @@ def test_a_draft_model_is_quantised_beside_a_quantised_target(open_llm: Open, di
 
     def draft_bits(**options: Any) -> set[int | None]:
         drafter: Any = open_llm(drafter=str(directory), **options).drafter
-        return {facts.bits for facts in map(drafter.runtime.weights.facts, drafter.runtime.weights) if len(facts.shape) == 2}
+        return {facts.bits for facts in map(drafter.runtime.weights.info, drafter.runtime.weights) if len(facts.shape) == 2}
 
     assert draft_bits() == {None}
     for quantization in ("int8", "int4"):

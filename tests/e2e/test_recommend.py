@@ -262,7 +262,7 @@ def test_bytes_of_a_guess_leave_out_embeddings_and_experts_that_are_not_chosen(m
     path = write_checkpoint(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
                             moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[])  # fmt: skip
     facts = read_checkpoint(path)
-    experts = sum(facts.weights.facts(name).nbytes for name in facts.weights if ".experts." in name)
+    experts = sum(facts.weights.info(name).nbytes for name in facts.weights if ".experts." in name)
     assert experts > 0
     assert model_bytes(facts, None) == facts.weights.nbytes - VOCAB_SIZE * 64 * 4 - 0.75 * experts
 
@@ -275,7 +275,7 @@ def test_a_head_without_a_vocabulary_matrix_reads_the_targets(tmp_path: Path) ->
     facts = found.drafters[0].head
     assert facts is not None
     own = sum(tensor.nbytes for name, tensor in facts.weights.items() if "embed" not in name)
-    assert head_bytes(facts, found.target, None) == own + found.target.weights.facts("lm_head.weight").nbytes
+    assert head_bytes(facts, found.target, None) == own + found.target.weights.info("lm_head.weight").nbytes
 
 
 # Models that are not

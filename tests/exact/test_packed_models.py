@@ -92,7 +92,7 @@ def test_packed_matrices_give_the_logits_of_their_values(
     assert list(weights) == list(expected)
     for name in weights:
         assert np.array_equal(as_float32(weights[name]), as_float32(expected[name])), name
-        assert weights.facts(name).nbytes == weights[name].nbytes
+        assert weights.info(name).nbytes == weights[name].nbytes
     assert {name for name in weights.packed if isinstance(weights[name], GroupedTensor)} == set(
         weights.packed if kind not in ("fp8", "nf4") else ()
     )

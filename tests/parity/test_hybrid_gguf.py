@@ -110,7 +110,7 @@ def test_a_file_gives_the_config_the_tensors_and_the_logits_of_its_directory(che
     found, expected = open_weights(path, config), open_weights(directory, expected_config)
     assert found.names() == expected.names()
     for name in found:
-        facts = found.facts(name)
+        facts = found.info(name)
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
         tolerance = 1e-6 if name.endswith("decay.weight") else 0.0  # an exponential that two libraries computed
         assert np.allclose(as_float32(found[name]), as_float32(expected[name]), rtol=tolerance, atol=0.0), name
@@ -142,7 +142,7 @@ def test_quantised_files_hold_the_values_of_the_formats_library_in_our_order(
     dequantised = write_hybrid_gguf(directory, tmp_path / "rounded.gguf", instead=rounded)
     found, expected = (open_weights(one, read_model_config(one)) for one in (path, dequantised))
     for name in found:
-        facts = found.facts(name)
+        facts = found.info(name)
         assert np.array_equal(as_float32(found[name]), as_float32(expected[name])), name
         assert (facts.shape, facts.nbytes) == (found[name].shape, found[name].nbytes), name
     if block_type != "F16" and case in QWEN:

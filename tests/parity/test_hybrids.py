@@ -227,7 +227,7 @@ def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(reference
     config = read_model_config(directory)
     weights = open_weights(directory, config)
     for name in weights:
-        facts, tensor = weights.facts(name), weights[name]
+        facts, tensor = weights.info(name), weights[name]
         assert (facts.shape, facts.weight_type, facts.nbytes) == (tensor.shape, tensor.weight_type, tensor.nbytes), name
         assert as_float32(tensor).shape == tensor.shape
     small = {name for name in schemes_for(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}

@@ -42,8 +42,8 @@ def matrix_bits(weights: Weights, quantization: QuantOptions | None = None) -> f
     """
     if quantization is not None:
         return quantization.bits
-    matrices = [facts for facts in map(weights.facts, weights) if len(facts.shape) > 1]
-    return 8 * sum(facts.nbytes for facts in matrices) / max(1, sum(math.prod(facts.shape) for facts in matrices))
+    matrices = [info for info in map(weights.info, weights) if len(info.shape) > 1]
+    return 8 * sum(info.nbytes for info in matrices) / max(1, sum(math.prod(info.shape) for info in matrices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def scheme_for(name: str, facts: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
+def scheme_for(name: str, info: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
     """Return how a tensor is quantised. None = not at all: no matrix, excluded by name, already as small, or no group divides its width.
 
     Args:
         is_head_too: the embedding is also the output matrix.
     """
-    if len(facts.shape) != 2:
+    if len(info.shape) != 2:
         return None
     bits = _wanted_bits(name, options, is_head_too=is_head_too)
-    group = largest_group(facts.shape[1], options.group)
-    if bits is None or group is None or (facts.bits is not None and facts.bits <= bits):
+    group = largest_group(info.shape[1], options.group)
+    if bits is None or group is None or (info.bits is not None and info.bits <= bits):
         return None
     return Scheme(bits, group, options.symmetric)
 
@@ -119,7 +119,7 @@ def scheme_for(name: str, facts: TensorInfo, options: QuantOptions, *, is_head_t
 def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
     """Return the tensors to quantise and how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
-    found = {name: scheme_for(name, weights.facts(name), options, is_head_too=is_tied) for name in weights}
+    found = {name: scheme_for(name, weights.info(name), options, is_head_too=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 

@@ -196,7 +196,7 @@ class Weights(Mapping[str, AnyTensor]):
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
-    def facts(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
         """Return what is known of a tensor without computing it."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
@@ -214,7 +214,7 @@ class Weights(Mapping[str, AnyTensor]):
     @property
     def nbytes(self) -> int:
         """Return the bytes of all weights in memory."""
-        return sum(self.facts(name).nbytes for name in self)
+        return sum(self.info(name).nbytes for name in self)
 
 
 @dataclass(frozen=True, slots=True)

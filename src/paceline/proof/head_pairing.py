@@ -131,7 +131,7 @@ def _judge_mtp(
         own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
         if own.is_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
-            copied = own.weights.facts("lm_head.weight").nbytes
+            copied = own.weights.info("lm_head.weight").nbytes
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
     return facts, PairVerdict(True, summary, None, module.notices)
 

@@ -141,7 +141,7 @@ def estimate_memory(
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
-        schemes[name].nbytes(checkpoint.weights.facts(name).shape)
+        schemes[name].nbytes(checkpoint.weights.info(name).shape)
         if name in schemes
         else _stored_bytes(checkpoint, name, in_panels=backend == "native" and not schemes)
         for name in checkpoint.weights
@@ -162,7 +162,7 @@ def estimate_memory(
 
 def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) -> int:
     """A tensor that stays as it is stored; blocks of a file as the kernels lay them out, where nothing is quantised further."""
-    facts = checkpoint.weights.facts(name)
+    facts = checkpoint.weights.info(name)
     blocks = checkpoint.weights.blocks(name) if in_panels and facts.bits is not None else None
     if blocks is None:
         return facts.nbytes
@@ -175,7 +175,7 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
     """Tables of which the rows of a pass are read in the mapped file: no product has them, and they stay as they are stored."""
     tables, weights = ["layer_embedding.weight"], checkpoint.weights
     is_made = isinstance(weights, MergedWeights) and weights.changes("embedding.weight")
-    if not checkpoint.config.tied_embeddings and weights.facts("embedding.weight").bits is None and not is_made:
+    if not checkpoint.config.tied_embeddings and weights.info("embedding.weight").bits is None and not is_made:
         tables.append("embedding.weight")
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)
 

@@ -142,7 +142,7 @@ def with_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, option
 
 def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
     """Refuse matrices with an adapter merged that do not fit: the system would end the process."""
-    size = weights.made_bytes
+    size = weights.changed_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
             f"matrices with the adapter merged take {size / 1e9:.3g} GB, {memory_bytes / 1e9:.3g} GB are free: use quantization='int8' or "
@@ -202,7 +202,7 @@ def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | N
     Args:
         dtype: to compute in; None = as stored.
     """
-    if dtype is None and config.weight_type is WeightType.F32 and any(weights.facts(name).bits is not None for name in weights):
+    if dtype is None and config.weight_type is WeightType.F32 and any(weights.info(name).bits is not None for name in weights):
         return KVCacheDtype.F16
     return KVCacheDtype((dtype or config.weight_type).value)
 
@@ -267,7 +267,7 @@ def open_head(
 
         shared = None
         if isinstance(lm_head_of, NativeNetwork):
-            shared = lm_head_of.vocabulary_panels(weights.facts("lm_head.weight").shape[0])
+            shared = lm_head_of.vocabulary_panels(weights.info("lm_head.weight").shape[0])
         panels = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
         return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, panels=panels)
     if backend == "torch":

@@ -250,7 +250,7 @@ def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path
     plain = random_weights(CONFIG)
     base = quantized_weights(plain, QuantOptions(bits=8, group=64), None)
     ours = MergedWeights(base, CONFIG, read(write_adapter(tmp_path, of_queries())), weight_type=WeightType.BF16)
-    assert ours.facts("layers.0.q_proj.weight").bits is None
+    assert ours.info("layers.0.q_proj.weight").bits is None
     assert isinstance(ours["layers.0.k_proj.weight"], GroupedTensor)
     assert any("2 quantised matrices become bf16 with the adapter merged" in notice for notice in ours.notices)
 

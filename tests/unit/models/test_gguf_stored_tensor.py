@@ -11,7 +11,7 @@ from harness.gguf_checkpoints import random_blocks
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
-from paceline.models.gguf.stored_tensor import TensorSource, decoding_key, read_tensor, tensor_facts
+from paceline.models.gguf.stored_tensor import TensorSource, decoding_key, read_tensor, tensor_info
 from paceline.models.weights import GroupedTensor, Tensor, as_float32
 
 gguf = pytest.importorskip("gguf")
@@ -37,7 +37,7 @@ def test_columns_move_by_whole_runs_or_as_exact_values(block_type: str, size: in
     made = read_tensor("layers.0.o_proj.weight", source, regroup=False, num_threads=1)
     assert np.array_equal(as_float32(made), expected)
     assert isinstance(made, GroupedTensor) is (size % 32 == 0)
-    facts = tensor_facts(source, regroup=False)
+    facts = tensor_info(source, regroup=False)
     assert (facts.weight_type, facts.nbytes) == (WeightType.F32, made.nbytes)
     assert decoding_key(source).tobytes() != decoding_key(TensorSource(source.tensor, source.shape)).tobytes()
 
@@ -57,4 +57,4 @@ def test_rows_may_be_some_of_those_stored_in_any_order(block_type: str, seed: in
     made = read_tensor("layers.0.q_proj.weight", source, regroup=False, num_threads=2)
     assert isinstance(made, GroupedTensor if is_grouped else Tensor)
     assert np.array_equal(as_float32(made), gguf.quants.dequantize(raw, kind)[rows])
-    assert tensor_facts(source, regroup=False).nbytes == made.nbytes
+    assert tensor_info(source, regroup=False).nbytes == made.nbytes

@@ -214,7 +214,7 @@ def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group=32)) for bits in (8, 4))
 
     def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
-        facts = Weights({"a": tensor}).facts("a")
+        facts = Weights({"a": tensor}).info("a")
         return scheme_for("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None

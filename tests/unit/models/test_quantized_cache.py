@@ -311,8 +311,8 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
 @pytest.mark.parametrize("cached", [True, False])
 def test_what_quantised_weights_will_be_is_known_before_they_are_made(tmp_path: Path, cached: bool) -> None:
     found = quantized_weights(make_weights(), INT4, tmp_path if cached else None)
-    expected = [found.facts(name) for name in found]
-    assert expected == [Weights(found).facts(name) for name in found]
+    expected = [found.info(name) for name in found]
+    assert expected == [Weights(found).info(name) for name in found]
     assert {facts.bits for facts in expected} == {None, 4, 8}
 
 

@@ -50,8 +50,8 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
 
     monkeypatch.setattr(stored_tensor, "group_blocks", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
-    assert {found.facts(name).bits for name in found} == {None, 4}
-    assert all(found[name].shape == found.facts(name).shape for name in found)
+    assert {found.info(name).bits for name in found} == {None, 4}
+    assert all(found[name].shape == found.info(name).shape for name in found)
 
 
 @pytest.mark.parametrize("block_type", ["BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0"])
@@ -59,9 +59,9 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
 def test_what_tensors_will_be_is_known_before_they_are_made(tmp_path: Path, block_type: str, regroup: bool) -> None:
     path = write_gguf(write_checkpoint(tmp_path / "hf", "phi3"), tmp_path / "model.gguf", block_type)
     weights = opened(path, regroup=regroup)
-    expected = {name: weights.facts(name) for name in weights}
+    expected = {name: weights.info(name) for name in weights}
     assert not weights._tensors
-    assert expected == {name: Weights(weights).facts(name) for name in weights}
+    assert expected == {name: Weights(weights).info(name) for name in weights}
 
 
 def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:

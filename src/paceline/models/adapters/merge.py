@@ -65,24 +65,24 @@ class MergedWeights(LazyWeights):
     def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
         return super().rows(name, numbers) if self.changes(name) else self._base.rows(self._sources.get(name, name), numbers)
 
-    def facts(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
         if name in self._biases:
             size = len(self._added_bias(name))
             return TensorInfo((size,), WeightType.F32, None, 4 * size)
-        facts = self._base.facts(self._sources.get(name, name))
+        info = self._base.info(self._sources.get(name, name))
         if name not in self._changed:
-            return facts
-        weight_type = self._type if facts.bits is None else self._quantised_type
-        nbytes = int(np.prod(facts.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
-        return replace(facts, weight_type=weight_type, bits=None, nbytes=nbytes)
+            return info
+        weight_type = self._type if info.bits is None else self._quantised_type
+        nbytes = int(np.prod(info.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
+        return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
         return None if self.changes(name) else self._base.blocks(self._sources.get(name, name))
 
     @property
-    def made_bytes(self) -> int:
+    def changed_bytes(self) -> int:
         """Return the bytes in memory of all matrices that the adapter changes."""
-        return 0 if self._quantised_next else sum(self.facts(name).nbytes for name in self._changed)
+        return 0 if self._quantised_next else sum(self.info(name).nbytes for name in self._changed)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
@@ -102,10 +102,10 @@ class MergedWeights(LazyWeights):
     def _notices(self) -> Iterable[str]:
         """Yield that the merged model is another target, and the memory that dequantised matrices take."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
-        quantised = [name for name in self._changed if self._base.facts(self._sources.get(name, name)).bits is not None]
+        quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
         if quantised and not self._quantised_next:
-            size = sum(self.facts(name).nbytes for name in quantised)
-            stored = sum(self._base.facts(self._sources.get(name, name)).nbytes for name in quantised)
+            size = sum(self.info(name).nbytes for name in quantised)
+            stored = sum(self._base.info(self._sources.get(name, name)).nbytes for name in quantised)
             yield (
                 f"{len(quantised)} quantised matrices become {self._quantised_type.value} with the adapter merged: {size / 1e9:.2g} GB in "
                 f"memory for {stored / 1e9:.2g} GB; quantization='int8' or 'int4' makes them smaller; loaded with `adapters` "
@@ -133,7 +133,7 @@ class MergedWeights(LazyWeights):
             product = LowRank(product.up.T, product.down.T)
         elif product is not None and matrix.rows is not None:
             product = LowRank(product.down, product.up[matrix.rows])
-        weight_type = self.facts(name).weight_type
+        weight_type = self.info(name).weight_type
         found = np.empty(tensor.shape, _ITEM_TYPES[weight_type])
         step = max(1, _CHUNK_VALUES // tensor.shape[1])
         for start in range(0, tensor.shape[0], step):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, is_short
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
@@ -38,7 +38,7 @@ def container(fields: JsonFields, name: str) -> Container:
     return Container(f"{name}, {bits} bits", (".qweight",), partial(_read, group=group))
 
 
-def _read(module: Module, *, group: int) -> PackedMatrix:
+def _read(module: PackedModule, *, group: int) -> PackedMatrix:
     where = module.where("qweight")
     codes, zeros = module.take("qweight", "I32", "U32"), module.take("qzeros", "I32", "U32")
     scales = module.floats("scales")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
@@ -34,7 +34,7 @@ def bitsandbytes(fields: JsonFields) -> Container:
     return Container("bitsandbytes, int8", (".SCB",), _eight_bits, notices=(_ROWS_NOTICE,))
 
 
-def _eight_bits(module: Module) -> PackedMatrix:
+def _eight_bits(module: PackedModule) -> PackedMatrix:
     """Read codes * (row maximum / 127). The quotient is rounded first, at most 2^-23 relative from bitsandbytes' value."""
     where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
     if module.has("weight_format"):
@@ -56,7 +56,7 @@ def _eight_bits(module: Module) -> PackedMatrix:
     ).matrix()
 
 
-def _four_bits(module: Module) -> PackedMatrix:
+def _four_bits(module: PackedModule) -> PackedMatrix:
     where = module.where("weight")
     kind = next((kind for kind in _KINDS if module.has(_STATE + kind)), None)
     if kind is None:
@@ -99,7 +99,7 @@ def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
     return JsonFields(values, Path(where))
 
 
-def _scales(module: Module, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
+def _scales(module: PackedModule, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
     """Return the arrays of block scales, and a function from block numbers to scales, which may be quantised themselves."""
     nested = module.has("weight.nested_absmax")
     stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
 from paceline.models.containers.fp8 import block_of
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import nested, one_of, refuse_settings
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
@@ -56,7 +56,7 @@ def compressed_tensors(fields: JsonFields) -> Container:
     return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _UNUSED, tuple(notices))
 
 
-def _read(module: Module, *, block: tuple[int, int] | None) -> PackedMatrix:
+def _read(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
     if module.has("weight_packed"):
         return _packed(module) if module.type_of("weight_packed") in ("I32", "U32") else _small_floats(module)
     if module.type_of("weight") != "F8_E4M3":
@@ -68,7 +68,7 @@ def _read(module: Module, *, block: tuple[int, int] | None) -> PackedMatrix:
     return scaled_e4m3(module, scales_of(found, kind), block)
 
 
-def _integers(module: Module) -> PackedMatrix:
+def _integers(module: PackedModule) -> PackedMatrix:
     """Read one integer per byte."""
     where, codes = module.where("weight"), module.take("weight", "I8")
     scales = module.floats("weight_scale", ndim=None)
@@ -87,7 +87,7 @@ def _integers(module: Module) -> PackedMatrix:
     ).matrix()  # fmt: skip
 
 
-def _packed(module: Module) -> PackedMatrix:
+def _packed(module: PackedModule) -> PackedMatrix:
     """Read integers packed along the columns with an offset of 2^(bits - 1), and zero points packed along the rows."""
     where, words = module.where("weight_packed"), module.take("weight_packed", "I32", "U32")
     shape = module.take("weight_shape", "I64", "I32", ndim=1)
@@ -122,7 +122,7 @@ def _packed(module: Module) -> PackedMatrix:
     ).matrix()  # fmt: skip
 
 
-def _order(module: Module, columns: int, count: int, group: int) -> NDArray[np.int64] | None:
+def _order(module: PackedModule, columns: int, count: int, group: int) -> NDArray[np.int64] | None:
     """Return the group of each column (g_idx); None if in order."""
     if not module.has("weight_g_idx"):
         return None
@@ -144,7 +144,7 @@ def _by_rows(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: st
     return found, columns // found.shape[1]
 
 
-def _small_floats(module: Module) -> PackedMatrix:
+def _small_floats(module: PackedModule) -> PackedMatrix:
     """Read NVFP4, whose scales are divided by one number for the whole matrix, or MXFP4."""
     where, pairs = module.where("weight_packed"), module.take("weight_packed", "U8")
     if not module.has("weight_global_scale"):

@@ -3,7 +3,7 @@
 from functools import partial
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.containers.small_floats import scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
@@ -46,7 +46,7 @@ def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
     raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected rows and columns of a block, such as [128, 128]")
 
 
-def _read(module: Module, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
+def _read(module: PackedModule, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
     kind = module.type_of(part)
     found = module.take(part, *_SCALE_TYPES, ndim=None) if kind in ("F8_E8M0", "U8") else module.floats(part, ndim=None)
     return scaled_e4m3(module, scales_of(found, kind), block)

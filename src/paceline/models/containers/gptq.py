@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import group_size, one_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
@@ -55,7 +55,7 @@ def container(fields: JsonFields, name: str, *, is_second: bool) -> Container:
     return Container(f"{name}, {settings.bits} bits", (".qweight",), partial(_read, settings=settings))
 
 
-def _read(module: Module, *, settings: _Settings) -> PackedMatrix:
+def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
     where = module.where("qweight")
     codes, zeros = module.take("qweight", "I32", "U32"), module.take("qzeros", "I32", "U32")
     scales = module.floats("scales")

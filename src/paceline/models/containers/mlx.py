@@ -7,7 +7,7 @@ import numpy as np
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import Affine, AffineRows, as_stream
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
@@ -34,7 +34,7 @@ def _settings(fields: JsonFields) -> tuple[int, int]:
     return one_of(fields, "bits", _BITS), fields.size("group_size")
 
 
-def _read(module: Module, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
+def _read(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
     where, words = module.where("weight"), module.take("weight", "U32")
     scales, minimums = module.floats("scales"), module.floats("biases")
     own_name = "." + module.name.removeprefix("model.")  # config.json includes the prefix of a multimodal model

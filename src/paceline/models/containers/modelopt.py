@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.fp8 import ROWS_NOTICE
-from paceline.models.containers.module import Container, Module
+from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
 from paceline.models.json_fields import JsonFields
@@ -26,7 +26,7 @@ def modelopt(fields: JsonFields) -> Container:
     return Container(f"ModelOpt, {algorithm}", (".weight_scale",), _read, _UNUSED, (ROWS_NOTICE, *([_CACHE_NOTICE] if has_cache else [])))
 
 
-def _read(module: Module) -> PackedMatrix:
+def _read(module: PackedModule) -> PackedMatrix:
     if module.type_of("weight") == "F8_E4M3":
         return scaled_e4m3(module, scales_of(module.floats("weight_scale", ndim=None), None), None)
     where, pairs = module.where("weight"), module.take("weight", "U8")

@@ -20,7 +20,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class PackedModule:
     """The tensors whose names begin with a module's name. Reading a tensor removes it from `stored`.
 
     Attributes:
@@ -87,14 +87,14 @@ class Container:
 
     Attributes:
         name: as `paceline doctor` prints it.
-        marks: suffixes of tensors that only packed matrices have.
+        packed_suffixes: suffixes of tensors that only packed matrices have.
         read: returns the matrix of a module.
-        left_out: suffixes of tensors that do not affect the weights, such as scales of activations and caches.
+        ignored_suffixes: suffixes of tensors that do not affect the weights, such as scales of activations and caches.
         notices: messages for users.
     """
 
     name: str
-    marks: tuple[str, ...]
-    read: Callable[[Module], PackedMatrix]
-    left_out: tuple[str, ...] = ()
+    packed_suffixes: tuple[str, ...]
+    read: Callable[[PackedModule], PackedMatrix]
+    ignored_suffixes: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 from paceline.models.containers.affine import unpack_stream
-from paceline.models.containers.module import Module
+from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
@@ -27,7 +27,7 @@ E4M3 = _e4m3_values()
 """Values of E4M3 by their bits (OCP 8-bit floating point, revision 1.0)."""
 
 
-def scaled_e4m3(module: Module, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
+def scaled_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | None) -> PackedMatrix:
     """Return `module.weight` in E4M3 times its scales: one for all, one for each row, or one for each `block`.
 
     Args:

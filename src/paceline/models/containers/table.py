@@ -17,7 +17,7 @@ from paceline.models.containers.fp8 import fbgemm_fp8, fp8
 from paceline.models.containers.gptq import gptq
 from paceline.models.containers.mlx import mlx
 from paceline.models.containers.modelopt import modelopt
-from paceline.models.containers.module import Container, Module, StoredWeight
+from paceline.models.containers.module import Container, PackedModule, StoredWeight
 from paceline.models.families.family import Family
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
@@ -122,11 +122,11 @@ def unpack(stored: Mapping[str, StoredTensor], files: Mapping[Path, NDArray[np.u
     Raises:
         CheckpointError: A tensor of a matrix is missing, or their shapes do not match.
     """
-    found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.left_out)}
+    found: dict[str, StoredWeight] = {name: one for name, one in stored.items() if not name.endswith(container.ignored_suffixes)}
     for name in stored:
-        mark = next((mark for mark in container.marks if name.endswith(mark)), None)
+        mark = next((mark for mark in container.packed_suffixes if name.endswith(mark)), None)
         if mark is not None and name in found:
-            module = Module(name.removesuffix(mark), found, files)
+            module = PackedModule(name.removesuffix(mark), found, files)
             packed = container.read(module)
             if f"{module.name}.weight" in found:
                 raise CheckpointError(

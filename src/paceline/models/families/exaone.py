@@ -34,6 +34,6 @@ FAMILIES = (
             "bos_token_id": 0,
             "eos_token_id": 2,
         },
-        gguf=GgufFormat(architectures=("exaone4",), read_config=lambda fields, config: fields.windows(config["num_hidden_layers"])),
+        gguf=GgufFormat(architectures=("exaone4",), read_config=lambda fields, config: fields.read_windows(config["num_hidden_layers"])),
     ),
 )

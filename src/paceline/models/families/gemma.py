@@ -36,7 +36,7 @@ def _gemma_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]
     is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[fields.architecture]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     given = {
-        **fields.sliding_layers(config["num_hidden_layers"]),
+        **fields.read_layer_types(config["num_hidden_layers"]),
         "sliding_window": fields.of_model("attention.sliding_window"),
         "rope_local_base_freq": fields.of_model("rope.freq_base_swa"),
     }

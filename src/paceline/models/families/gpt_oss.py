@@ -33,7 +33,7 @@ def _gpt_oss_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, An
     return {
         **experts,
         "sliding_window": fields.count("attention.sliding_window"),
-        **fields.sliding_layers(config["num_hidden_layers"]),
+        **fields.read_layer_types(config["num_hidden_layers"]),
         "intermediate_size": experts["moe_intermediate_size"],
         **({} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}),
     }

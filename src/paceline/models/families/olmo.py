@@ -23,7 +23,7 @@ def _olmo3(build: LayerBuilder) -> Layers:
 
 
 def _olmo3_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**fields.windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
+    return {**fields.read_windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
 
 
 def _olmoe(build: LayerBuilder) -> Layers:
@@ -50,7 +50,7 @@ FAMILIES = (
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
         gguf=GgufFormat(
             architectures=("olmo2",),
-            read_config=lambda fields, config: fields.windows(config["num_hidden_layers"]),
+            read_config=lambda fields, config: fields.read_windows(config["num_hidden_layers"]),
             has_untied_output=True,
         ),
     ),

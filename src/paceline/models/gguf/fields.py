@@ -112,7 +112,7 @@ class GgufFields:
             self.refuse(key, num_modules, f"fewer than block_count, {num_blocks}")
         return num_blocks - num_modules
 
-    def sliding_layers(self, num_layers: int) -> dict[str, Any]:
+    def read_layer_types(self, num_layers: int) -> dict[str, Any]:
         """Return `layer_types` from a list, or from every how many-th layer has full attention; empty if the file does not say."""
         pattern = self.of_model("attention.sliding_window_pattern")
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:  # 0 = all layers have a window
@@ -123,9 +123,9 @@ class GgufFields:
             self.refuse("attention.sliding_window_pattern", pattern, "for each layer whether it has a sliding window")
         return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
 
-    def windows(self, num_layers: int) -> dict[str, Any]:
+    def read_windows(self, num_layers: int) -> dict[str, Any]:
         """Return `sliding_window` and `layer_types` of an architecture that may have no window."""
-        window, types = self.of_model("attention.sliding_window") or None, self.sliding_layers(num_layers)  # 0 = none
+        window, types = self.of_model("attention.sliding_window") or None, self.read_layer_types(num_layers)  # 0 = none
         if window is not None:
             return {"sliding_window": window, **types}
         if "sliding_attention" in types.get("layer_types", ()):

@@ -56,10 +56,10 @@ def check_shape(source: TensorSource, *shapes: tuple[int, ...]) -> None:
         return
     if len(source.shape) != 2:
         raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}; for one row {', '.join(VIEWED)} are supported")
-    tensor_facts(source, regroup=False)  # raises for an unsupported type
+    tensor_info(source, regroup=False)  # raises for an unsupported type
 
 
-def tensor_facts(source: TensorSource, *, regroup: bool) -> TensorInfo:
+def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
     """Return what is known of a tensor before it is read; `regroup` as in `GgufWeights`."""
     block_type, num_items = source.tensor.block_type, math.prod(source.shape)
     if block_type.name in VIEWED:

@@ -26,7 +26,7 @@ from paceline.models.gguf.stored_tensor import (
     read_tensor,
     stored_blocks,
     stored_rows,
-    tensor_facts,
+    tensor_info,
 )  # fmt: skip
 from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Recurrent
 from paceline.models.storage.mapped_files import drop_pages
@@ -126,8 +126,8 @@ class GgufWeights(LazyWeights):
             return super().rows(name, numbers)
         return group_blocks(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
 
-    def facts(self, name: str) -> TensorInfo:
-        return tensor_facts(self._sources[name], regroup=self._regroup)
+    def info(self, name: str) -> TensorInfo:
+        return tensor_info(self._sources[name], regroup=self._regroup)
 
     def forget(self, name: str) -> None:
         super().forget(name)

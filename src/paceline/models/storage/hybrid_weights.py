@@ -43,8 +43,8 @@ class HybridWeights(LazyWeights):
         self.own_head, self.has_encoders, self.packed = opened.own_head, opened.has_encoders, plain.packed
         self.container, self.notices = plain.container, plain.notices
 
-    def facts(self, name: str) -> TensorInfo:
-        return self._parts[name].info if name in self._parts else self._plain.facts(name)
+    def info(self, name: str) -> TensorInfo:
+        return self._parts[name].info if name in self._parts else self._plain.info(name)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         return self._parts[name].arrays if name in self._parts else self._plain.stored(name)
@@ -135,5 +135,5 @@ def _rows_of(whole: Tensor, rows: Rows) -> LazyTensor:
 
 def _made(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:
     item_bytes = 4 if weight_type is WeightType.F32 else 2
-    facts = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
-    return LazyTensor(facts, (stored,), lambda: Tensor(make(), weight_type, shape))
+    info = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
+    return LazyTensor(info, (stored,), lambda: Tensor(make(), weight_type, shape))

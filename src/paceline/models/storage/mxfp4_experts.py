@@ -39,8 +39,8 @@ class Mxfp4ExpertWeights(LazyWeights):
         plain = Weights.from_stored(directory, stored, files, config, elsewhere=self._experts)
         super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._experts[name].make())
 
-    def facts(self, name: str) -> TensorInfo:
-        return self._experts[name].info if name in self._experts else super().facts(name)
+    def info(self, name: str) -> TensorInfo:
+        return self._experts[name].info if name in self._experts else super().info(name)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         return self._experts[name].arrays if name in self._experts else super().stored(name)
@@ -104,11 +104,11 @@ class _Stacks:
 
 
 def _view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
-    facts = TensorInfo(array.shape, weight_type, None, array.nbytes)
-    return LazyTensor(facts, (array,), lambda: Tensor(array, weight_type, array.shape))
+    info = TensorInfo(array.shape, weight_type, None, array.nbytes)
+    return LazyTensor(info, (array,), lambda: Tensor(array, weight_type, array.shape))
 
 
 def _groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
     rows, groups = exponents.shape
-    facts = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
-    return LazyTensor(facts, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))
+    info = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
+    return LazyTensor(info, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))

@@ -39,9 +39,9 @@ class PackedWeights(LazyWeights):
         super().forget(name)
         drop_pages(self.stored(name))
 
-    def facts(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> TensorInfo:
         found = self.packed.get(name)
-        return self._plain.facts(name) if found is None else packed_info(found, self._type)
+        return self._plain.info(name) if found is None else packed_info(found, self._type)
 
     def stored(self, name: str) -> tuple[NDArray[Any], ...]:
         found = self.packed.get(name)
@@ -60,7 +60,7 @@ def to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 
 
 
 def packed_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
-    """Return the facts of a packed matrix before it is converted."""
+    """Return what is known of a packed matrix before it is converted."""
     if packed.bits is not None:
         return TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
     return TensorInfo(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])

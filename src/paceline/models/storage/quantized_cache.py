@@ -46,7 +46,7 @@ _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredArray:
     """One array of a matrix in the file: file offsets [begin, end)."""
 
     name: str
@@ -61,7 +61,7 @@ class _Layout:
     """The expected layout of a file: its header, the arrays of each matrix, and the offset of the checksum at the end."""
 
     header: bytes
-    parts: Mapping[str, tuple[_Part, ...]]
+    parts: Mapping[str, tuple[_StoredArray, ...]]
     digest_begin: int
 
     @property
@@ -136,9 +136,9 @@ class QuantizedWeights(LazyWeights):
         super().forget(name)
         self._weights.forget(name)
 
-    def facts(self, name: str) -> TensorInfo:
-        facts, scheme = self._weights.facts(name), self._schemes.get(name)
-        return facts if scheme is None else replace(facts, bits=scheme.bits, nbytes=scheme.nbytes(facts.shape))
+    def info(self, name: str) -> TensorInfo:
+        info, scheme = self._weights.info(name), self._schemes.get(name)
+        return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
 
 
 def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
@@ -157,8 +157,8 @@ def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme],
             raise unreadable(path, error) from error
         digest.update(repr((status.st_size, status.st_mtime_ns)).encode())
     for name in schemes:
-        facts = weights.facts(name)
-        digest.update(repr((name, facts.shape, facts.weight_type)).encode())
+        info = weights.info(name)
+        digest.update(repr((name, info.shape, info.weight_type)).encode())
         for array in weights.stored(name):
             digest.update(_samples(array) if files else sums(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         weights.forget(name)
@@ -173,16 +173,16 @@ def _samples(array: NDArray[Any]) -> bytes:
 
 def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layout:
     entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
-    relative: dict[str, list[_Part]] = {}
+    relative: dict[str, list[_StoredArray]] = {}
     offset = 0
     for name, scheme in schemes.items():
-        rows, columns = weights.facts(name).shape
+        rows, columns = weights.info(name).shape
         groups = (rows, columns // scheme.group)
         arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
         arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
         for part_name, item_type, shape in arrays:
             end = offset + shape[0] * shape[1] * item_type.itemsize
-            relative.setdefault(name, []).append(_Part(f"{name}.{part_name}", item_type, shape, offset, end))
+            relative.setdefault(name, []).append(_StoredArray(f"{name}.{part_name}", item_type, shape, offset, end))
             kind = _SAFETENSORS_TYPE[item_type.str[1:]]
             entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -194,7 +194,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
     header = len(text).to_bytes(8, "little") + text
     start = len(header)
     parts = {
-        name: tuple(_Part(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
+        name: tuple(_StoredArray(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
         for name, own in relative.items()
     }
     return _Layout(header, parts, start + offset)
@@ -245,7 +245,7 @@ def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, S
         arrays = [content[part.begin : part.end].view(part.item_type).reshape(part.shape) for part in layout.parts[name]]
         codes, scales = arrays[:2]
         matrix = GroupedMatrix(codes, scales, None if scheme.symmetric else arrays[2], scheme.bits, scheme.zero_point)
-        found[name] = GroupedTensor(matrix, weights.facts(name).weight_type)
+        found[name] = GroupedTensor(matrix, weights.info(name).weight_type)
     return found
 
 

@@ -128,7 +128,7 @@ def parameter_bytes(parameters: float, quantization: QuantOptions | None) -> flo
 def _sizes(weights: Weights | Mapping[str, AnyTensor], quantization: QuantOptions | None) -> dict[str, int]:
     own = weights if isinstance(weights, Weights) else Weights(weights)
     schemes = {} if quantization is None else schemes_for(own, quantization)
-    facts = {name: own.facts(name) for name in own}
+    facts = {name: own.info(name) for name in own}
     return {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
 
 

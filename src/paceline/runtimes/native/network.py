@@ -133,7 +133,7 @@ class NativeNetwork(Network):
             cache_of._shared.add_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.facts, weights)})
+        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.info, weights)})
         computed = round_to.value if panels is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
         self._compose(compose)

@@ -39,11 +39,11 @@ class _Shapes(NativeWeights):
 
     def __init__(self, weights: Weights, quantised: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)
-        self._facts = {name: weights.facts(name) for name in weights}
+        self._info = {name: weights.info(name) for name in weights}
         self._quantised = quantised
 
     def has(self, name: str) -> bool:
-        return name in self._facts
+        return name in self._info
 
     def vector(self, name: str, *, exact: bool = False) -> int:
         return 0
@@ -55,7 +55,7 @@ class _Shapes(NativeWeights):
         return 1.0
 
     def matrix(self, name: str, out: int) -> Matrix:
-        facts = self._facts[name + ".weight"]
+        facts = self._info[name + ".weight"]
         outputs, columns = facts.shape
         is_grouped = facts.bits is not None or name + ".weight" in self._quantised
         row_bytes = columns * 3 // 2 if is_grouped else columns * (2 if facts.weight_type is WeightType.BF16 else _FLOAT_BYTES)
