@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "granite": "granite",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "arcee": "arcee",
     "glm4": "glm4",
     "ministral3": "mistral3",
     "mixtral": "llama",
@@ -33,7 +34,7 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "gemma4_unified_text": "gemma4",
 }
-INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral")
+INTERLEAVED = ("llama", "mistral", "granite", "smollm3", "ministral3", "mixtral", "arcee")
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),

@@ -48,7 +48,7 @@ LOCAL_AND_GLOBAL = {
 }
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
-GLM4_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 LARGE_SCORES = {**GEMMA, "query_pre_attn_scalar": 4, "query_key_scale": 1.7}
 
 
@@ -91,7 +91,7 @@ CASES = {
     "seed_oss": Case("seed_oss", {}),
     "glm4": Case("glm4", {}),
     "ministral3": Case("ministral3", MINISTRAL3),
-    "glm4-yarn": Case("glm4", {"rope_parameters": GLM4_YARN, "attention_bias": False, "tie_word_embeddings": True}),
+    "glm4-yarn": Case("glm4", {"rope_parameters": YARN, "attention_bias": False, "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-listed": Case("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True}),
     "smollm3-unturned": Case("smollm3", {"no_rope_layers": [0, 0, 0]}),
@@ -99,6 +99,8 @@ CASES = {
     "granite-tied-biased": Case("granite", {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "rope_parameters": OLMO3_ROPE, "num_key_value_heads": 2}),
     "exaone4": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": None, "layer_types": ["full_attention"] * 5}),
+    "arcee": Case("arcee", {"num_key_value_heads": 4}),
+    "arcee-yarn": Case("arcee", {"rope_parameters": dict(YARN), "attention_bias": True, "tie_word_embeddings": True}),
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),
     "phi3-window": Case("phi3", {"sliding_window": 16}),

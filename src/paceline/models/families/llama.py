@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it by a few switches: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS."""
+"""Llama, and families that differ from it by a few switches: Mistral, Mixtral, Phi-3, SmolLM3, Seed-OSS, Arcee."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,6 +64,11 @@ def _smollm3(build: LayerBuilder) -> Layers:
 def _seed_oss(build: LayerBuilder) -> Layers:
     attention = build.attention(bias=build.fields.flag("attention_bias", default=True), output_bias=build.flag("attention_out_bias"))
     return build.layers(attention, build.mlp(bias=build.flag("mlp_bias")))
+
+
+def _arcee(build: LayerBuilder) -> Layers:
+    bias = build.flag("attention_bias")
+    return build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(has_gate=False))
 
 
 FAMILIES = (
@@ -176,5 +181,19 @@ FAMILIES = (
             "eos_token_id": 2,
         },
         gguf=GgufFormat(architectures=("seed_oss",), module_names={"mlp_norm": "post_attention_norm"}),
+    ),
+    Family(
+        name="arcee",
+        architecture="ArceeForCausalLM",
+        models="Arcee AFM",
+        layers=_arcee,
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+        },
+        gguf=GgufFormat(architectures=("arcee",), has_interleaved_rope=True),
     ),
 )
