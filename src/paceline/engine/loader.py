@@ -207,12 +207,7 @@ def load_engine(
     policy = _policy(speculation, runtime, cache, plan.max_model_len) if drafters else FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     acceptance = Acceptance(speculation.acceptance)
     speculator = Speculator(drafters, policy, vocab_size=vocab_size, layout=cache.layout, acceptance=acceptance)
-    limits = SchedulerLimits(
-        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size,
-    )
-    engine = Engine(runtime, cache, speculator, limits)
+    engine = Engine(runtime, cache, speculator, _scheduler_limits(config, plan))
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     inputs = InputProcessor(
@@ -225,6 +220,14 @@ def load_engine(
     for name, adapter in config.adapters.items():
         loaded_engine.load_adapter(name, adapter)
     return loaded_engine
+
+
+def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_seqs=min(config.max_num_seqs, plan.max_num_seqs),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_size=config.prefill_chunk_size,
+    )
 
 
 def _new_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
