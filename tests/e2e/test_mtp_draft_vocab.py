@@ -153,15 +153,9 @@ def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> 
 @pytest.mark.parametrize(("stored", "bits"), [("float32", 8), ("bfloat16", 8), ("bfloat16", 4), ("Q8_0", 4), ("int8", 4)])
 def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: str, bits: int) -> None:
     module, quantization = load(write_stored(tmp_path, stored, tied=False), stored), QuantOptions(bits=bits)
-<<<<<<< HEAD:tests/e2e/test_mtp_draft_vocab.py
     copy = restrict_vocab(module, range(FIRST), quantization, num_threads=2)
     facts = copy.weights.info("lm_head.weight")
     assert (copy.has_lm_head_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
-=======
-    copy = with_ids(module, range(FIRST), quantization, num_threads=2)
-    facts = copy.weights.info("lm_head.weight")
-    assert (copy.is_copy, facts.bits, facts.shape) == (True, bits, (FIRST, 64))
->>>>>>> models:tests/e2e/test_mtp_num_ids.py
     assert list(copy.weights) == list(module.weights)
     for name in module.weights:
         assert name == "lm_head.weight" or copy.weights[name] is module.weights[name]

@@ -100,11 +100,7 @@ CASES = {
     "olmo3": Case("olmo3", {"num_hidden_layers": 5, "rope_parameters": OLMO3_ROPE, "num_key_value_heads": 2}),
     "exaone4": Case("exaone4", {"num_hidden_layers": 5, "sliding_window": None, "layer_types": ["full_attention"] * 5}),
     "arcee": Case("arcee", {"num_key_value_heads": 4}),
-<<<<<<< HEAD
-    "arcee-yarn": Case("arcee", {"rope_parameters": YARN, "attention_bias": True, "tie_word_embeddings": True}),
-=======
     "arcee-yarn": Case("arcee", {"rope_parameters": dict(YARN), "attention_bias": True, "tie_word_embeddings": True}),
->>>>>>> models
     # windows that a prompt crosses many times
     "mistral-window": Case("mistral", {"sliding_window": 16}),
     "phi3-window": Case("phi3", {"sliding_window": 16}),

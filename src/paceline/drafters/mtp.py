@@ -163,11 +163,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
         layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
         makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
         made = LazyWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
-<<<<<<< HEAD
         return module(layers, made, num_modules(file, target) - 1)
-=======
-        return module(_Layout("", {}, {}, "", may_be_plain=not target.norm_offset), layers, made, num_modules(file, target) - 1)
->>>>>>> models
     layout = _layout(files, target)
     layers = _one_layer(_layer_config(files, target), norm_offset=layout.norms_less_one)
     tensors, own, num_later = _read(files, layout, layers, target)
@@ -302,11 +298,7 @@ def restrict_vocab(module: MtpModule, vocab: DraftVocab, quantization: QuantOpti
         vocab: the rows of a range are read where they are stored; others are copied.
         quantization: of the copied rows; None, or not smaller than stored: as they are stored.
     """
-<<<<<<< HEAD
     rows = take_rows(module.weights["lm_head.weight"], slice(vocab.stop) if isinstance(vocab, range) else vocab)
-=======
-    rows = take_rows(module.weights["lm_head.weight"], slice(ids.stop) if isinstance(ids, range) else ids)
->>>>>>> models
     stored = Weights({**module.weights, "lm_head.weight": rows})
     weights = stored
     if quantization is not None:

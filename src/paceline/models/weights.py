@@ -146,13 +146,7 @@ class Weights(Mapping[str, AnyTensor]):
             wanted["embedding.weight"] = "lm_head.weight"  # a tied matrix may be stored under either name
         missing = [name for name in wanted.values() if name not in stored]
         if missing:
-<<<<<<< HEAD
-            raise CheckpointError(
-                f"{directory} lacks {listed(missing)} that its config.json requires: config.json may belong to another model"
-            )
-=======
             raise CheckpointError(f"{directory} lacks {listed(missing)} that its config.json requires: it may be another model's config")
->>>>>>> models
         known = set(wanted.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
