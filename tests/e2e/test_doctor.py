@@ -438,7 +438,7 @@ def test_a_machine_on_which_nothing_runs_is_a_problem_not_an_error(target: Path,
 def test_a_context_longer_than_the_model_was_made_for_is_a_problem(target: Path) -> None:
     code, facts = ask("--model", target, "--max-model-len", "513")
     assert code == 1
-    assert facts["problems"] == ["max_model_len is 513, the model was made for 512 tokens: lower max_model_len"]
+    assert facts["problems"] == ["max_model_len is 513, the model's limit is 512: lower max_model_len"]
 
 
 # GGUF
@@ -555,3 +555,24 @@ def test_a_disturbed_measurement_promises_no_more_than_is_possible() -> None:
 
 def test_where_drafting_cannot_pay_none_is_predicted() -> None:
     assert [(one.num_draft_tokens, one.speedup) for one in predict({1: 1.0, 2: 2.0, 5: 5.0}, 1.0)] == [(0, 1.0)] * 3
+
+
+# Suggestions
+
+
+def test_published_drafters_of_a_model_that_is_not_here_are_listed() -> None:
+    code, facts = ask("--model", "Qwen/Qwen3-8B")
+    names = {one["drafter"]: one for one in facts["suggested_drafters"]}
+    assert code == 1
+    assert {"RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-0.6B", "ngram"} <= names.keys()
+    assert names["AngelSlim/Qwen3-8B_eagle3"]["slowest"] is None
+    said = text("--model", "Qwen/Qwen3-8B")[1]
+    assert "Qwen/Qwen3-0.6B draft_model on the Hugging Face hub 0.6 B 55% to 80% not measured" in said
+
+
+def test_a_probe_predicts_speedups_of_drafters_to_try(target: Path) -> None:
+    code, facts = ask("--model", target, "--drafter", "none", "--probe")
+    assert code == 0
+    suggested = facts["suggested_drafters"]
+    assert [one["location"] for one in suggested] == ["built_in"] * 3
+    assert all(one["fastest"]["speedup"] >= one["slowest"]["speedup"] >= 1.0 for one in suggested)

@@ -12,7 +12,6 @@ from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
-from paceline.cli.recommend import recommend
 from paceline.cli.run import run
 from paceline.cli.serve import serve
 
@@ -29,7 +28,6 @@ app.command()(serve)
 app.command()(batch)
 app.command()(doctor)
 app.command()(prove)
-app.command()(recommend)
 app.command()(bench)
 
 

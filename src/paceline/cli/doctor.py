@@ -1,4 +1,4 @@
-"""`paceline doctor`: will it run here, and what will it bring? Answered before anything is loaded."""
+"""`paceline doctor`: check a model and its drafters from their files, and list drafters to try."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def doctor(
 ) -> None:
     """Say what a model will need here, whether its drafter can guess for it, and why (not).
 
-    Weights are not loaded and nothing is downloaded, unless --probe loads what is there. Exit code 1: it cannot work.
+    It lists drafters published for the model. Nothing is downloaded; --probe loads weights. Exit code 1: it cannot work.
     """
     with reported_errors(debug=debug):
         names = tuple(drafter or ("auto",))

@@ -11,6 +11,8 @@ from paceline.errors import printable
 if TYPE_CHECKING:
     from paceline.proof.doctor import Diagnosis
 
+LOCATIONS = {"built_in": "built in", "checkpoint": "in the model's own files", "hub": "on the Hugging Face hub"}
+
 
 def report(found: "Diagnosis") -> Group:
     """The facts as one table, then what to know and the verdict."""
@@ -24,7 +26,25 @@ def report(found: "Diagnosis") -> Group:
     notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
     problems = [Text.assemble(("problem: ", "bold red"), printable(problem)) for problem in facts["problems"]]
     verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")
-    return Group(*([table] if rows else []), *notes, *problems, verdict)
+    return Group(*([table] if rows else []), *_suggestions(facts["suggested_drafters"]), *notes, *problems, verdict)
+
+
+def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
+    """The drafters that could be tried, and what the numbers assume."""
+    if not suggested:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = ("--drafter", "method", "where", "parameters", "assumed acceptance", "speedup")
+    for name in names:
+        table.add_column(name, header_style="bold", overflow="fold")
+    for one in suggested:
+        acceptance, slowest, fastest = one["acceptance"], one["slowest"], one["fastest"]
+        speedup = "not measured" if slowest is None else f"{slowest['speedup']:.2f} to {fastest['speedup']:.2f}x"
+        parameters = "" if one["parameters"] is None else f"{one['parameters'] / 1e9:.2g} B"
+        rates = f"{acceptance['low']:.0%} to {acceptance['high']:.0%}"
+        table.add_row(one["drafter"], one["method"], LOCATIONS[one["location"]], parameters, rates, speedup)
+    text = "Drafters to try. Acceptance rates are published ones; --probe predicts speedups from them for one request at a time."
+    return [Text(), Text(text, style="dim"), table, Text()]
 
 
 def _notes(facts: dict[str, Any]) -> list[str]:

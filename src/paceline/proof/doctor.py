@@ -21,6 +21,7 @@ from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
 from paceline.proof.pairing import PairVerdict, judge_pair
 from paceline.proof.probe import ProbeResult, probe
+from paceline.proof.suggested_drafters import SuggestedDrafter, model_names, pass_costs, suggest_drafters
 from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter
 
 _GIGABYTE = 1e9
@@ -129,6 +130,7 @@ class Diagnosis:
     numerics: str | None = None
     numerics_reason: str = ""
     probe: ProbeResult | None = None
+    suggested: list[SuggestedDrafter] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -150,6 +152,7 @@ class Diagnosis:
             "numerics": self.numerics,
             "numerics_reason": self.numerics_reason,
             "probe": None if self.probe is None else self.probe.as_dict(),
+            "suggested_drafters": [drafter.as_dict() for drafter in self.suggested],
             "problems": self.problems,
             "notes": self.notes,
         }
@@ -167,6 +170,7 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
         if question.merge_adapter is not None:
             found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quantization)
     except PacelineError as error:
+        found.suggested = _suggest_by_name(question.model)
         found.problems.append(str(error))
         return found
     if question.max_model_len is not None and question.max_model_len > found.target.config.max_positions:
@@ -202,7 +206,23 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
             found.probe = probe(**question.probe_arguments)
         except PacelineError as error:
             found.problems.append(str(error))
+    found.suggested = _suggest(found.target, found.probe, question)
     return found
+
+
+def _suggest_by_name(model: str) -> list[SuggestedDrafter]:
+    """Return the drafters published for a model whose files are not on this machine; nothing where none is."""
+    suggested = suggest_drafters(model_names(model, None))
+    return suggested if any(one.location != "built_in" for one in suggested) else []
+
+
+def _suggest(target: CheckpointFacts, measured: ProbeResult | None, question: DoctorQuestion) -> list[SuggestedDrafter]:
+    return suggest_drafters(
+        model_names(question.model, target.path),
+        None if measured is None else pass_costs(target, question.quantization, measured.pass_s),
+        head_quantization=draft_quant_options(question.draft_quantization, None),
+        model_quantization=_draft_quant(target, question),
+    )
 
 
 def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> AdapterDiagnosis:

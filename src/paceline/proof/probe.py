@@ -87,36 +87,45 @@ class ProbeResult:
         }
 
 
-def expected_speedup(acceptance_rate: float, num_draft_tokens: int, plain_s: float, verify_s: float, draft_s: float) -> float:
-    """Tokens per second of steps with a chain of drafts over those of plain steps.
+def expected_speedup(
+    acceptance_rate: float, num_draft_tokens: int, plain_s: float, verify_s: float, draft_s: float, proposal_s: float = 0.0
+) -> float:
+    """Return tokens per second of steps that verify a chain of drafts over those of plain steps.
 
     Args:
         acceptance_rate: probability that a draft token is accepted, given those before it were.
         plain_s: seconds of a plain pass.
         verify_s: seconds of the pass with root and drafts.
         draft_s: seconds to draft one token.
+        proposal_s: seconds that a proposal takes whatever its length.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.3, equation 1, with measured pass times instead of equal ones.
     """
     emitted = sum(acceptance_rate**depth for depth in range(num_draft_tokens + 1))
-    return emitted * plain_s / (verify_s + num_draft_tokens * draft_s)
+    return emitted * plain_s / (verify_s + proposal_s + num_draft_tokens * draft_s)
 
 
 def predict(pass_s: Mapping[int, float], draft_s: float) -> tuple[Prediction, ...]:
-    """The best of the timed draft lengths for each of `ACCEPTANCES`.
+    """Return the best of the timed draft lengths for each of `ACCEPTANCES`."""
+    return tuple(best_draft_length(rate, pass_s, draft_s) for rate in ACCEPTANCES)
+
+
+def best_draft_length(acceptance_rate: float, pass_s: Mapping[int, float], draft_s: float, proposal_s: float = 0.0) -> Prediction:
+    """Return the timed draft length with the largest expected speedup; 0 draft tokens where none is faster than a plain step.
 
     Args:
         pass_s: seconds by rows; 1 row and those of each draft length (drafts + 1).
+        acceptance_rate, draft_s, proposal_s: as in `expected_speedup`.
     """
     rows_in_order = sorted(pass_s)
-    # more rows never cost less: where they seem to, something else was running
+    # more rows never cost less: where they seem to, another program was running
     pass_s = dict(zip(rows_in_order, accumulate((pass_s[rows] for rows in rows_in_order), max), strict=True))
-    predictions = []
-    for rate in ACCEPTANCES:
-        speedups = {rows - 1: expected_speedup(rate, rows - 1, pass_s[1], seconds, draft_s) for rows, seconds in pass_s.items() if rows > 1}
-        best = max(speedups, key=speedups.__getitem__)
-        predictions.append(Prediction(rate, best, speedups[best]) if speedups[best] > 1 else Prediction(rate, 0, 1.0))
-    return tuple(predictions)
+    best = Prediction(acceptance_rate, 0, 1.0)
+    for rows in rows_in_order[1:]:
+        speedup = expected_speedup(acceptance_rate, rows - 1, pass_s[1], pass_s[rows], draft_s, proposal_s)
+        if speedup > best.speedup:
+            best = Prediction(acceptance_rate, rows - 1, speedup)
+    return best
 
 
 def probe(**arguments: Any) -> ProbeResult:

@@ -73,7 +73,7 @@ def test_a_report_is_json_whatever_was_found() -> None:
 
 
 def test_a_report_holds_no_access_token() -> None:
-    assert "secret" not in " ".join(_without_token(["paceline", "prove", "--token", "secret", "--token=secret", "--tokens", "9"]))
+    assert "secret" not in " ".join(_without_token(["paceline", "prove", "--hf-token", "secret", "--hf-token=secret", "--tokens", "9"]))
     assert _without_token(["paceline", "prove", "--tokens", "9"]) == ["paceline", "prove", "--tokens", "9"]
 
 
