@@ -20,8 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_models import write_gguf
-
 KINDS = ("BF16", "Q8_0", "Q4_0")
 LEAST_ROWS = 32  # ggml-blas.cpp leaves smaller products to the kernels that round
 
@@ -189,6 +187,9 @@ def main() -> None:
         greedy = llama_cpp_greedy if "piece" in work else llama_cpp_in_float32
         print(json.dumps(greedy(Path(work.pop("file")), **work)))
         return
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from harness.llama_gguf import write_gguf
+
     options.work.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.model, options.count)
     results = []

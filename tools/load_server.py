@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench_machine import describe_machine
+from reporting import describe_machine
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = ["I need a taxi to the airport.", "Tell me of the sea.", "What is a lighthouse?", "Count from one to nine."]

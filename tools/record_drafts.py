@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from bench_machine import REPOSITORY, markdown_table
+from reporting import REPOSITORY, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 

@@ -12,12 +12,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from harness.adversaries import ChaosDrafter
 from harness.always_drafts import set_drafters
 from harness.grammar_schemas import random_schema
 from paceline import LLM, SamplingParams
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
+from paceline.proof.exactness.adversaries import ChaosDrafter
 from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.matcher import GrammarCompiler

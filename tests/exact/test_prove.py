@@ -65,7 +65,7 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
     assert report["numerics"] == "exact"
     assert report["largest_difference"] == 0.0
     assert compared["preemptions"] > 3
-    assert compared["by"]["drafter"]["always wrong"]["accepted"] <= 0.02 * compared["by"]["drafter"]["always wrong"]["drafted"]
+    assert compared["by"]["drafter"]["always_wrong"]["accepted"] <= 0.02 * compared["by"]["drafter"]["always_wrong"]["drafted"]
     for dimension, levels in compared["by"].items():
         assert all(counts["tokens"] > 0 for counts in levels.values()), dimension
     for event in ("prefix hit", "near hit", "next turn"):
@@ -474,7 +474,7 @@ def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> Non
     code, report = prove("--prompts", file, "--drafter", "ngram", "--tokens", 600)
     assert code == 0
     assert list(report["compared"]["by"]["prompt"]) == ["prompt 1", "prompt 2", "prompt 3"]
-    assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always wrong", "sometimes right", "together"]
+    assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always_wrong", "random_tree", "together"]
 
 
 def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
@@ -495,7 +495,7 @@ def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
     assert source["files"] == {"model.safetensors": (mini_dir / "model.safetensors").stat().st_size}
     assert source["command"] == ["paceline", "prove", "--tokens", "200"]
     assert source["numerics"] == "exact"
-    assert source["drafters"] == ["draft_model", "ngram", "suffix", "prediction", "always wrong", "sometimes right"]
+    assert source["drafters"] == ["draft_model", "ngram", "suffix", "prediction", "always_wrong", "random_tree"]
     assert {"date", "processor", "kernels", "kernel_library", "python", "packages", "engine"} <= set(source)
     assert "token" not in source["engine"]
     page = shown.read_text(encoding="utf-8")

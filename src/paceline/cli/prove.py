@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.proof.exactness.prove import Proof, ProofQuestion
-    from paceline.proof.exactness.tally import Tally
+    from paceline.proof.exactness.run_case import Tally
 
 _ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_model_len", "kv_cache_dtype", "kv_cache_gb")})
 _DRAFTERS = Panel(
@@ -163,7 +163,7 @@ def _report(proof: "Proof", json_file: Path | None, html_file: Path | None) -> N
     from rich.console import Console
 
     from paceline.cli.prove_report import report
-    from paceline.proof.exactness.page import page
+    from paceline.proof.exactness.report import page
 
     facts: dict[str, Any] = proof.as_dict()
     texts = [(json_file, json.dumps(facts, indent=1, allow_nan=False)), (html_file, page(facts))]

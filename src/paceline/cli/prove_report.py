@@ -10,9 +10,9 @@ from rich.text import Text
 from paceline.errors import printable
 
 if TYPE_CHECKING:
-    from paceline.proof.exactness.findings import Finding
+    from paceline.proof.exactness.compare import Finding
     from paceline.proof.exactness.prove import Proof
-    from paceline.proof.exactness.tally import Counts
+    from paceline.proof.exactness.run_case import Counts
 
 _MOST_SHOWN = 5
 _COLUMNS = ("answers", "tokens", "accepted", "near-ties", "bugs")

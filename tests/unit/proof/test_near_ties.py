@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.engine.batch import RequestMaker
-from paceline.proof.exactness.near_ties import Place, decide, kept_sets
+from paceline.proof.exactness.compare import Place, decide, kept_sets
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import truncate
 from paceline.tokenizer.tokenizer import Tokenizer

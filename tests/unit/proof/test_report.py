@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from paceline.proof.exactness.cases import SAMPLINGS, Case, CaseRequest, Setting, sampling
-from paceline.proof.exactness.findings import Finding, Kind, Status
-from paceline.proof.exactness.page import page
+from paceline.proof.exactness.compare import Finding, Kind, Status
 from paceline.proof.exactness.prove import Proof
-from paceline.proof.exactness.provenance import _without_token
-from paceline.proof.exactness.tally import Tally
-from paceline.proof.exactness.witness import Witnessed, compare_rows
+from paceline.proof.exactness.report import _without_token, page
+from paceline.proof.exactness.run_case import Tally
+from paceline.proof.exactness.transformers_check import Witnessed, compare_rows
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e<img src=x onerror=y>"
 

@@ -1,18 +1,27 @@
-"""What is compared: cases, each one run of the engine in one setting, chosen from a seed alone."""
+"""Cases of an exactness proof, chosen from a seed alone: a setting of the engine, requests, prompts and samplings.
+
+A covering array of strength 2 chooses them row by row: each row has as many pairs of levels as possible that no earlier row had. After all
+pairs have occurred a new round begins. A run that is stopped early has therefore tried every level of every factor.
+
+Source: Cohen, Dalal, Fredman, Patton 1997, "The AETG system", section 4, with one candidate a row and rounds without end.
+"""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from paceline.engine.batch import RequestMaker
 from paceline.errors import CheckpointError, ConfigError, RequestError
-from paceline.proof.exactness.covering import Factors, covering_rows
-from paceline.proof.exactness.prompts import PromptSource
+from paceline.kv_cache.paged import BLOCK_SIZE
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_small
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 Item = TypeVar("Item")
 
@@ -58,6 +67,127 @@ _DIGITS = 6
 _LEAST_KNOWN = 12  # different requests of a round, before batches repeat some
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
+Factors: TypeAlias = Mapping[str, Sequence[str]]
+"""The levels of each factor."""
+
+Level: TypeAlias = tuple[str, str]  # factor, level
+Pair: TypeAlias = frozenset[Level]
+MOST_OF_A_ROUND = 8
+"""Prompts of a file that one round of cases combines with everything else; the next round takes others."""
+_LENGTHS = {
+    "a few tokens": (1, 6),
+    "below a block": (BLOCK_SIZE - 8, BLOCK_SIZE - 1),
+    "a block's border": (BLOCK_SIZE, BLOCK_SIZE + 1),
+    "some blocks": (2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2),
+    "many blocks": (4 * BLOCK_SIZE, 6 * BLOCK_SIZE),
+}
+_NO_TEXT = "no text"
+
+
+class PromptSource(Protocol):
+    """Where prompts come from."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Names of the kinds of prompts; each round has one of each."""
+        ...
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        """The ids of a round's prompt of one kind."""
+        ...
+
+
+class SamplePrompts:
+    """Cuts of the sample text, other ones in each round, and ids that make no text.
+
+    Args:
+        maker: encodes.
+        seed: of the cuts.
+        longest: tokens a prompt may have.
+    """
+
+    def __init__(self, maker: RequestMaker, seed: int, *, longest: int) -> None:
+        self._vocab_size, self._seed, self._longest = maker.vocab_size, seed, longest
+        ids = [token for token in maker.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False) if token < maker.vocab_size]
+        self._text = ids * (1 + 2 * _LENGTHS["many blocks"][1] // max(1, len(ids)))
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return [*(kind for kind, (least, _) in _LENGTHS.items() if least <= self._longest), _NO_TEXT]
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        random = np.random.default_rng([self._seed, round_number, self.kinds.index(kind)])
+        if kind == _NO_TEXT:
+            length = min(int(random.integers(4, 2 * BLOCK_SIZE)), self._longest)
+            return tuple(random.integers(0, self._vocab_size, length).tolist())
+        least, most = _LENGTHS[kind]
+        length = int(random.integers(least, min(most, self._longest) + 1))
+        start = int(random.integers(0, len(self._text) - length))
+        return tuple(self._text[start : start + length])
+
+
+class GivenPrompts:
+    """A user's prompts, some of them in each round.
+
+    Args:
+        prompts: ids of each; at least one.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._prompts = [tuple(prompt) for prompt in prompts]
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return [f"prompt {index + 1}" for index in range(min(len(self._prompts), MOST_OF_A_ROUND))]
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        index = self.kinds.index(kind) + round_number * MOST_OF_A_ROUND
+        return self._prompts[index % len(self._prompts)]
+
+
+def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPrompts:
+    """A file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
+
+    Args:
+        longest: tokens a prompt may have.
+
+    Raises:
+        ConfigError: there is no such file, or no prompt in it.
+        RequestError: a line is no prompt that the model takes.
+    """
+    try:
+        content = read_small(path, _FILE_BYTES)
+    except CheckpointError as error:
+        raise ConfigError(f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line") from error
+    if content is None:
+        raise ConfigError(f"--prompts {path}: there is no such file; give a text file with a prompt a line")
+    try:
+        lines = content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts {path} is not UTF-8 text at byte {error.start}: convert it first") from None
+    prompts = [_ids_of(line, f"{path} line {number}", maker) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts {path} holds no prompt: give a text file with a prompt a line")
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) > longest:
+            raise RequestError(
+                f"prompt {number} of {path} has {len(prompt)} tokens, there is room for {longest}: raise --max-model-len or shorten it",
+                parameter="prompt",
+            )
+    return GivenPrompts(prompts)
+
+
+def _ids_of(line: str, where: str, maker: RequestMaker) -> list[int]:
+    given: object = line
+    if line.lstrip().startswith("{"):
+        try:
+            given = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"{where} begins as a JSON object and is none ({error}): mend it", parameter="prompt") from None
+    try:
+        return maker.prompt_ids(given)  # type: ignore[arg-type]  # checked there
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}", parameter="prompt") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +418,51 @@ def read_cases(name: str | None) -> CasesToRun:
 def _is_repeatable(case: object) -> bool:
     """Whether this may stand with a difference that was found: a case with a number, or none."""
     return case is None or (isinstance(case, dict) and isinstance(case.get("number"), int))
+
+
+def all_pairs(factors: Factors) -> list[Pair]:
+    """Every pair of levels of two factors, in one order."""
+    return [
+        frozenset(((first, one), (second, other)))
+        for first, second in combinations(factors, 2)
+        for one in factors[first]
+        for other in factors[second]
+    ]
+
+
+def pairs_of(row: Mapping[str, str]) -> set[Pair]:
+    """The pairs that a row meets."""
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def covering_rows(factors: Factors, random: np.random.Generator) -> Iterator[tuple[int, dict[str, str]]]:
+    """The number of the round from 0 on, and a level of each factor; without end.
+
+    Args:
+        factors: at least two, each with at least one level.
+        random: decides between levels that meet as many new pairs.
+    """
+    round_number = 0
+    while True:
+        wanted = dict.fromkeys(all_pairs(factors))
+        while wanted:
+            row = _next_row(factors, wanted, random)
+            for pair in pairs_of(row):
+                wanted.pop(pair, None)
+            yield round_number, row
+        round_number += 1
+
+
+def _next_row(factors: Factors, wanted: Mapping[Pair, None], random: np.random.Generator) -> dict[str, str]:
+    """A row that begins with the level that is in most of the `wanted` pairs, and takes of each other factor the one that meets most."""
+    remaining = Counter(level for pair in wanted for level in sorted(pair))
+    levels = list(remaining)
+    random.shuffle(levels)
+    row = dict([max(levels, key=remaining.__getitem__)])
+    others = [name for name in factors if name not in row]
+    random.shuffle(others)
+    for name in others:
+        choices = list(factors[name])
+        random.shuffle(choices)
+        row[name] = max(choices, key=lambda level: sum(frozenset(((name, level), known)) in wanted for known in row.items()))
+    return {name: row[name] for name in factors}

@@ -1,18 +1,207 @@
-"""One answer beside plain decoding's: token ids, rows of logits, log-probabilities, text and end."""
+"""Compare one output with plain decoding: token ids, rows of logits, log-probabilities, text and end.
+
+With fast numerics a differing token is a near-tie if rounding errors up to the noise bound can have decided it, else a bug."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.engine.batch import RequestMaker
+from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.findings import Finding, Kind, Status
-from paceline.proof.exactness.near_ties import Place, decide
-from paceline.proof.exactness.references import Reference, References
-from paceline.proof.exactness.rows import RowWatch, largest_difference
+from paceline.proof.exactness.engine_under_test import Reference, References, RowWatch, largest_difference
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.draw import draw, gumbel_scores
 from paceline.sampling.logprobs import TokenLogprobs
+from paceline.sampling.noise import Purpose, noise_bits
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+
+ScoreArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class Status(StrEnum):
+    """Classification of a difference between two outputs. Its members are strings, which JSON can hold."""
+
+    BUG = "bug"
+    NEAR_TIE = "near-tie"
+
+
+class Kind(StrEnum):
+    """Where a difference was seen first."""
+
+    TOKENS = "tokens"
+    ROWS = "rows"  # the target's logits, though the tokens agree
+    LOGPROBS = "logprobs"
+    PROMPT_LOGPROBS = "prompt logprobs"
+    TEXT = "text"
+    END = "end"  # one ended where the other went on, or for another reason
+    ERROR = "error"  # plain decoding answered, this raised
+    CACHE = "cache"  # the cache's books are wrong after the case
+    LOAD = "load"  # numerics are said to be exact, and passes of 1 and of 8 rows differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        case: number of the case; None = found when the model was loaded.
+        request: index of the request in the case; None = of no single one.
+        run: 0, or 1 for what ran behind cached rows of run 0.
+        position: output index of the first place that differs; None = no single one.
+        plain_token, token: what plain decoding and the case have there.
+        plain_piece, piece: these tokens as the tokenizer spells them; a model's text, not to be trusted.
+        plain_logprob, logprob: what each says of its own token there, if asked for.
+        rows_differ_by: largest |difference| of the two rows of logits there; None = not known.
+        margin: score that the token lacks in plain decoding's row; None where no token differs.
+        bound: what margin and rows may differ by; 0 where numerics are exact.
+        step: what was guessed in the step that chose the token; None = not known.
+        details: what else is to be known, as text.
+    """
+
+    kind: Kind
+    status: Status
+    details: str
+    case: int | None = None
+    request: int | None = None
+    run: int = 0
+    position: int | None = None
+    plain_token: int | None = None
+    token: int | None = None
+    plain_piece: str | None = None
+    piece: str | None = None
+    plain_logprob: float | None = None
+    logprob: float | None = None
+    rows_differ_by: float | None = None
+    margin: float | None = None
+    bound: float = 0.0
+    step: Mapping[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
+        values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
+        return {**values, "kind": self.kind.value, "status": self.status.value}
+
+
+def finite(value: Any) -> Any:
+    """The value, None in place of a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How close a token came to being chosen from a row.
+
+    Attributes:
+        margin: score that it lacks to the best of those that are surely kept; 0 where it is the best.
+        bound: what a score may be off, in the same units: the noise bound of logits after penalties and temperature.
+        may_be_kept: whether top-k, top-p and min-p may keep it, if scores are off by as much.
+    """
+
+    margin: float
+    bound: float
+    may_be_kept: bool
+
+    @property
+    def is_near(self) -> bool:
+        """Whether noise may have decided."""
+        return self.may_be_kept and self.margin < self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position of an output: everything that decides its token besides the row.
+
+    Attributes:
+        text: prompt and output before it.
+        num_prompt_tokens: of them.
+    """
+
+    params: SamplingParams
+    text: tuple[int, ...]
+    num_prompt_tokens: int
+
+    def processor(self, maker: RequestMaker, params: SamplingParams) -> LogitsProcessor:
+        """A processor that knows the text."""
+        processor = maker.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
+        for token in self.text[self.num_prompt_tokens :]:
+            processor.commit(token)
+        return processor
+
+    def drawn(self, row: FloatArray, maker: RequestMaker) -> int | None:
+        """The token that a row gives here; None where it gives none."""
+        try:
+            return draw(self.processor(maker, self.params).process(row), self.params.seed or 0, 0, len(self.text))
+        except PacelineError:
+            return None
+
+
+def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise_bound: float) -> Decision:
+    """How close `token` came to being chosen from plain decoding's row.
+
+    Args:
+        row: [V] float32 logits.
+        noise_bound: of logits.
+    """
+    params = place.params
+    penalty = params.repetition_penalty
+    bound = noise_bound * max(1.0, penalty, 1.0 / penalty)
+    unrestricted = replace(params, top_k=0, top_p=1.0, min_p=0.0)
+    scores = place.processor(maker, unrestricted).process(row).scores.astype(np.float64)
+    if params.is_greedy:
+        return Decision(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
+    bound /= params.temperature
+    maybe, surely = kept_sets(scores, params, bound)
+    values = gumbel_scores(scores, noise_bits(params.seed or 0, 0, len(place.text), Purpose.TOKEN, len(scores)))
+    best = float(values[surely].max()) if surely.any() else -math.inf
+    return Decision(max(0.0, best - float(values[token])), bound, bool(maybe[token]))
+
+
+def kept_sets(scores: ScoreArray, params: SamplingParams, bound: float) -> tuple[BoolArray, BoolArray]:
+    """Which ids top-k, top-p and min-p may keep, and which they surely keep, if scores are off by up to `bound` against one another.
+
+    Args:
+        scores: [V] log-probabilities up to a constant, -inf = excluded.
+    """
+    maybe = scores > -np.inf
+    surely = maybe.copy()
+    if 0 < params.top_k < len(scores):
+        ranked = np.sort(scores)[::-1]
+        maybe &= scores >= ranked[params.top_k - 1] - bound
+        surely &= scores > ranked[params.top_k] + bound
+    if params.top_p < 1.0:
+        low, high = _mass_before(scores, maybe, surely, bound)
+        maybe &= low < params.top_p
+        surely &= high < params.top_p
+    if params.min_p > 0.0:
+        border = scores.max() + math.log(params.min_p)
+        maybe &= scores >= border - bound
+        surely &= scores >= border + bound
+    return maybe, surely
+
+
+def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound: float) -> tuple[ScoreArray, ScoreArray]:
+    """Least and most of the mass of those ranked before each id."""
+    weights = np.exp(scores - scores.max())
+    least_total, most_total = weights[surely].sum(), weights[maybe].sum()
+    order = np.argsort(-scores, kind="stable")
+    falling = -scores[order]  # ascending
+    of_sure = np.concatenate(([0.0], np.cumsum(np.where(surely, weights, 0.0)[order])))
+    of_maybe = np.concatenate(([0.0], np.cumsum(np.where(maybe, weights, 0.0)[order])))
+    with np.errstate(invalid="ignore"):
+        before = np.searchsorted(falling, -(scores + bound), side="left")  # those that are better by more than the bound
+        up_to = np.searchsorted(falling, -(scores - bound), side="right")  # those that are not worse by more than the bound
+    low = of_sure[before] / max(most_total, 1e-300) * math.exp(-bound)
+    high = (of_maybe[up_to] - np.where(maybe, weights, 0.0)) / max(least_total, 1e-300) * math.exp(bound)
+    return low, high
 
 
 @dataclass(frozen=True, slots=True)

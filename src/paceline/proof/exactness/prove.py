@@ -15,17 +15,12 @@ from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.exactness.case_run import CaseRunner
-from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest
-from paceline.proof.exactness.compare import Comparison
-from paceline.proof.exactness.findings import Finding, Kind, Status, finite
-from paceline.proof.exactness.prompts import PromptSource, SamplePrompts, read_prompts
-from paceline.proof.exactness.provenance import provenance
-from paceline.proof.exactness.references import References
-from paceline.proof.exactness.rows import largest_difference
-from paceline.proof.exactness.subject import Subject, open_subject
-from paceline.proof.exactness.tally import Tally
-from paceline.proof.exactness.witness import OurRows, Witnessed, ask_transformers, our_rows, why_not
+from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, read_prompts
+from paceline.proof.exactness.compare import Comparison, Finding, Kind, Status, finite
+from paceline.proof.exactness.engine_under_test import References, Subject, largest_difference, open_subject
+from paceline.proof.exactness.report import provenance
+from paceline.proof.exactness.run_case import CaseRunner, Tally
+from paceline.proof.exactness.transformers_check import OurRows, Witnessed, ask_transformers, our_rows, why_not
 from paceline.runtimes.base import FloatArray, Network, assemble
 
 DEFAULT_TOKENS = 40_000

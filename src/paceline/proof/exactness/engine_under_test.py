@@ -1,8 +1,9 @@
-"""The engine that is examined: opened once, run in any setting, and asked for plain answers."""
+"""The engine that is examined: opened once, run in any setting, and the reference outputs of plain decoding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import numpy as np
 
@@ -13,19 +14,77 @@ from paceline.engine.scheduler import Limits
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import blocks_for
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.adversaries import Answers, ErringDrafter, WrongDrafter
+from paceline.proof.exactness.adversaries import RandomDrafter, WrongDrafter
 from paceline.proof.exactness.cases import TOGETHER, Setting
-from paceline.proof.exactness.rows import RowWatch, WatchedSpeculator
+from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request
+from paceline.speculation.request_rows import RequestRows
+from paceline.speculation.speculator import Speculator
+from paceline.speculation.tree import DraftTree
+from paceline.speculation.verify import VerifyResult
 
 _TREE_ROWS = 3  # for each draft token, where there are branches
 _PREEMPT_STEPS = 40  # steps of a case in which requests are preempted
 _PREEMPT_EVERY = 3
 _CHUNKS = (5, 7, 16, 31, 33)  # rows, around the borders of blocks and not
 _EDIT_EVERY = 7  # predictions have a wrong token so often
+_EVERY = 5  # of the places of a row that is kept: it is looked at bit by bit where numerics are fast
+
+
+@dataclass(slots=True)
+class RowWatch:
+    """Rows of one request, by output position: row i is the one that output token i was chosen from.
+
+    Attributes:
+        expected: what plain decoding says; None = this is plain decoding.
+        kept: positions whose rows are kept.
+        checksums: of every row up to the first token that differs; empty unless wanted.
+        rows: [V] float32 of the kept positions and of the first token that differs.
+        diverged_at: position of that token.
+    """
+
+    expected: Sequence[int] | None = None
+    kept: frozenset[int] = frozenset()
+    with_checksums: bool = False
+    checksums: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, FloatArray] = field(default_factory=dict)
+    diverged_at: int | None = None
+
+    def see(self, index: int, token: int, row: FloatArray) -> None:
+        """Note the row of one position."""
+        if self.diverged_at is not None:
+            return
+        if self.with_checksums:
+            self.checksums[index] = crc32(np.ascontiguousarray(row).data)
+        if self.expected is not None and index < len(self.expected) and self.expected[index] != token:
+            self.diverged_at = index
+        if index in self.kept or self.diverged_at == index:
+            self.rows[index] = row.copy()
+
+
+class WatchedSpeculator(Speculator):
+    """A speculator that notes the rows of some requests; it decides as any other does."""
+
+    watches: dict[Request, RowWatch]
+
+    def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
+        result, request, logits = super().verify(rows, tree), rows.request, rows.logits
+        watch = self.watches.get(request)
+        if watch is not None:
+            first = request.num_output_tokens
+            for depth, (node, token) in enumerate(zip((0, *result.accepted_nodes), result.token_ids, strict=False)):
+                watch.see(first + depth, token, logits[node])
+        return result
+
+
+def largest_difference(one: FloatArray, other: FloatArray) -> float:
+    """Largest |difference| of two rows; equal infinities differ by 0, and what is no number differs by infinity."""
+    with np.errstate(invalid="ignore"):
+        apart = np.where(one == other, np.float32(0.0), np.abs(one - other))
+    return float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +120,10 @@ class Subject:
         members = list(before.drafters)
         _tell_apart(members)
         vocab_size = opened.maker.vocab_size
-        self._answers = Answers()
-        self._erring = ErringDrafter(self._answers, vocab_size)
+        self._answers: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
+        self._random_drafter = RandomDrafter(self._answers, vocab_size)
         self._as_users_have_it = before.policy
-        members += [WrongDrafter(self._answers, vocab_size), self._erring]
+        members += [WrongDrafter(self._answers, vocab_size), self._random_drafter]
         self.drafter_names = [drafter.name for drafter in members]
         self._speculator = WatchedSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
         self._speculator.watches = {}
@@ -93,7 +152,7 @@ class Subject:
             Exception: whatever goes wrong; the engine is as it was before.
         """
         self._speculator.policy = self._policy(setting)
-        self._erring.begin(int(random.integers(2**31)))
+        self._random_drafter.reseed(int(random.integers(2**31)))
         try:
             return self._run(asked, watches, self._limits_of(setting, random), salts, random, setting.event)
         finally:
@@ -129,7 +188,7 @@ class Subject:
         for request, one, watch in zip(requests, asked, watches, strict=True):
             self._speculator.watches[request] = watch
             if one.expected is not None:
-                self._answers.know(request, one.expected)
+                self._answers[tuple(one.prompt_token_ids), request.seed] = one.expected
         engine.scheduler.limits = limits
         most_steps = 1000 + 50 * sum(request.max_len for request in requests)
         try:
@@ -143,7 +202,7 @@ class Subject:
         finally:
             engine.scheduler.limits = self._limits
             self._speculator.watches.clear()
-            self._answers.forget()
+            self._answers.clear()
 
     def _request(self, asked: Asked, salt: str) -> Request:
         options: RequestOptions = {"cache_salt": salt, "namespace": salt}
@@ -213,3 +272,55 @@ def _tell_apart(drafters: Sequence[Drafter]) -> None:
         seen[drafter.name] = seen.get(drafter.name, 0) + 1
         if seen[drafter.name] > 1:
             drafter.name = f"{drafter.name} {seen[drafter.name]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A plain answer.
+
+    Attributes:
+        checksums: of the row of each output token; empty where numerics are fast.
+        rows: [V] float32 of some output positions; empty where numerics are exact.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    output: RequestOutput
+    checksums: Mapping[int, int]
+    rows: Mapping[int, FloatArray]
+
+
+class References:
+    """Plain answers, computed when they are first asked for."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._known: dict[tuple[tuple[int, ...], str], Reference] = {}
+        self.num_made = 0
+        self.num_tokens = 0
+
+    def of(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Reference:
+        """The plain answer to a request."""
+        key = tuple(prompt_token_ids), repr(params)
+        if key not in self._known:
+            self._known[key] = self._make(prompt_token_ids, params)
+        return self._known[key]
+
+    def row(self, reference: Reference, index: int) -> FloatArray | None:
+        """[V] float32, the row that plain decoding chose output token `index` from, decoded again; None = it is not reached."""
+        watch = RowWatch(kept=frozenset([index]))
+        self._subject.plain(Asked(reference.prompt_token_ids, reference.params), watch)
+        return watch.rows.get(index)
+
+    def forget(self) -> None:
+        """Forget all of them, before a round that asks for others."""
+        self._known.clear()
+
+    def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Reference:
+        is_exact = self._subject.is_exact
+        kept = frozenset() if is_exact else frozenset([params.max_tokens // _EVERY])
+        watch = RowWatch(kept=kept, with_checksums=is_exact)
+        output = self._subject.plain(Asked(prompt_token_ids, params), watch)
+        self.num_made += 1
+        self.num_tokens += len(output.token_ids)
+        return Reference(prompt_token_ids, params, output, watch.checksums, watch.rows)

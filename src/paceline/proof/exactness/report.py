@@ -1,14 +1,27 @@
-"""The report as one page: nothing is loaded from elsewhere, and whatever comes from a model or a file is escaped."""
+"""The report of a proof: its provenance, and one HTML page that loads nothing and escapes all text of models and files."""
 
 import json
+import platform
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import printable
+from paceline.machine import usable_processors
+from paceline.models.checkpoint import weight_files
+from paceline.proof.exactness.engine_under_test import Subject
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.processor import processor_name
 
+_PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
+_UNSAID = ("hf_token",)  # of the settings: a secret
 _COUNTS = ("tokens", "bugs", "near_ties", "accepted", "drafted", "cached_tokens", "requests")
 _HEADS = ("tokens", "bugs", "near-ties", "accepted", "drafted", "cached", "answers")
 _CLASSES = {"bug": "bug", "equal": "equal"}
@@ -16,9 +29,65 @@ _MOST_SHOWN = 50
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
+def provenance(
+    subject: Subject, directory: Path, engine: EngineConfig, speculation: SpeculationConfig, command: Sequence[str]
+) -> dict[str, Any]:
+    """Everything that somebody needs to repeat a report.
+
+    Args:
+        directory: the target's, or its GGUF file.
+        command: the arguments of this process.
+    """
+    runtime = subject.opened.engine.runtime
+    kernels = kernels_path()
+    settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _without_token(command),
+        "model": engine.model,
+        "files": {path.name: path.stat().st_size for path in weight_files(directory)},
+        "family": runtime.config.family,
+        "weights": runtime.capabilities.weight_type.value,
+        "numerics": subject.opened.numerics,
+        "device": runtime.capabilities.device,
+        "kernels": runtime.version or f"torch on {runtime.capabilities.device}",
+        "kernel_library": None if kernels is None or not runtime.version else kernels.name,
+        "drafters": list(subject.drafter_names),
+        "processor": _processor(),
+        "processors_used": usable_processors(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "engine": settings,
+        "speculation": asdict(speculation),
+    }
+
+
+def _without_token(command: Sequence[str]) -> list[str]:
+    """The arguments with the Hub's access token left out: reports are passed on."""
+    previous = ["", *command[:-1]]
+    return [
+        "--hf-token=…" if one.startswith("--hf-token=") else "…" if before == "--hf-token" else one
+        for before, one in zip(previous, command, strict=True)
+    ]
+
+
+def _processor() -> str:
+    """Its name alone."""
+    line = next((line for line in processor_name().splitlines() if line.startswith("model name")), "")
+    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def page(facts: Mapping[str, Any]) -> str:
     """The HTML of `Proof.as_dict`."""
-    style = files("paceline.proof.exactness").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("paceline.proof.exactness").joinpath("report.css").read_text(encoding="utf-8")
     title = f"paceline prove: {_plain(facts['provenance']['model'])}"
     return "\n".join(
         (

@@ -20,9 +20,8 @@ from paceline.models.containers.table import container_of
 from paceline.models.families import FAMILIES
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.wrappers import text_values
-from paceline.proof.exactness.findings import finite
-from paceline.proof.exactness.rows import RowWatch, largest_difference
-from paceline.proof.exactness.subject import Asked, Subject
+from paceline.proof.exactness.compare import finite
+from paceline.proof.exactness.engine_under_test import Asked, RowWatch, Subject, largest_difference
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_json
