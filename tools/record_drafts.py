@@ -20,8 +20,8 @@ sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 from harness.recorded_traces import FOLDER, write_traces  # noqa: E402
 from harness.replay import DEEPEST, Recorder, Trace  # noqa: E402
+from paceline.benchmarking.requests import Encoded, copies, encode  # noqa: E402
 from paceline.benchmarking.workloads import own_workloads  # noqa: E402
-from paceline.benchmarking.workloads.made import Encoded, copies, encode  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402

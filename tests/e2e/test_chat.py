@@ -20,8 +20,7 @@ from typer.testing import CliRunner, Result
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.chat import Chat
-from paceline.cli.conversation import Conversation
+from paceline.cli.chat import Chat, Conversation
 from paceline.cli.message_input import Entry
 from paceline.cli.reporting import say
 from paceline.errors import CapacityError, RequestError

@@ -36,7 +36,7 @@ class HeadKind(Kind):
         from paceline.config import EngineConfig, SpeculationConfig
         from paceline.drafters import HeadOptions, prepare
         from paceline.proof.checkpoint_facts import read_checkpoint
-        from paceline.proof.head_pairing import judge_head
+        from paceline.proof.pairing import judge_head
 
         self.facts = self.facts or read_checkpoint(self.folder / "target")
         (drafter,) = prepare(self.folder / "target", EngineConfig(offline=True), SpeculationConfig(drafter=str(self.head))).drafters

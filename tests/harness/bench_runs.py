@@ -7,9 +7,8 @@ from pathlib import Path
 
 from paceline.benchmarking.modes import PLAIN, Mode
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.questions import Questions
+from paceline.benchmarking.requests import Encoded, Questions
 from paceline.benchmarking.run import Measured, Run, Watcher
-from paceline.benchmarking.workloads.made import Encoded
 from paceline.tokenizer.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("bench_workers.py")

@@ -59,7 +59,7 @@ InstallPeers = Annotated[
 ]
 JsonFile = Annotated[Path | None, _option("--json", help_text="Write everything here, raw samples too.", panel=OUT)]
 HtmlFile = Annotated[Path | None, _option("--html", help_text="Write one page with charts here.", panel=OUT)]
-Plots = Annotated[Path | None, _option("--plots", help_text="Write PNG pictures into this folder; takes the extra bench.", panel=OUT)]
+Plots = Annotated[Path | None, _option("--plots", help_text="Write the charts into this folder as SVG files.", panel=OUT)]
 Quiet = Annotated[bool, _option("-q", "--quiet", help_text="Print nothing but the tables.", panel=OUT)]
 Debug = Annotated[bool, _option("--debug", help_text="Print tracebacks and what libraries warn about.", panel=OUT)]
 
@@ -142,23 +142,19 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def _install(names: Sequence[str]) -> None:
-    from paceline.benchmarking.peer_modes import install_peer
+    from paceline.benchmarking.modes import install_peer
 
     for name in names:
         install_peer(name, say)
 
 
 def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool) -> None:
-    from paceline.benchmarking.benchmark import benchmark
-    from paceline.benchmarking.report.as_json import write_json
-    from paceline.benchmarking.report.page import write_page
-    from paceline.benchmarking.report.plots import check_plots, write_plots
+    from paceline.benchmarking.benchmark import benchmark, write_json
+    from paceline.benchmarking.report.page import write_charts, write_page
     from paceline.cli.loading import quieten_libraries
 
     if not debug:
         quieten_libraries()
-    if plots is not None:
-        check_plots()
     for path in (json_file, html_file, plots):
         _check_writable(path, is_folder=path is plots)
     check_distinct(json_file, html_file)
@@ -170,7 +166,7 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
     if html_file is not None:
         _write(result, html_file, write_page, quiet=quiet)
     if plots is not None:
-        _write(result, plots, write_plots, quiet=quiet)
+        _write(result, plots, write_charts, quiet=quiet)
     if result.measured.ended == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.measured.failures or not result.cells:
@@ -210,7 +206,7 @@ def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Pat
 def _print(result: "BenchResult") -> None:
     from rich.console import Console
 
-    from paceline.benchmarking.report.table import report
+    from paceline.benchmarking.report.text import report
 
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:

@@ -17,9 +17,8 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import matrix_bits
 from paceline.models.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
-from paceline.proof.head_pairing import HeadFacts, judge_head
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
-from paceline.proof.pairing import PairVerdict, judge_pair
+from paceline.proof.pairing import HeadFacts, PairVerdict, judge_head, judge_pair
 from paceline.proof.probe import ProbeResult, probe
 from paceline.proof.suggested_drafters import SuggestedDrafter, model_names, pass_costs, suggest_drafters
 from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter

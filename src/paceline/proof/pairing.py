@@ -1,10 +1,33 @@
-"""Can this draft model guess for this target, how, and why (not)? From facts alone."""
+"""Check whether a draft model or a drafting head fits a target, from tokenizers and tensor shapes; no weights are read."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paceline.config import QuantOptions
+from paceline.drafters import HeadOptions
+from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
+from paceline.drafters.eagle.variants import admitted
+from paceline.drafters.frequent_ids import read_text
+from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
+from paceline.drafters.medusa.checkpoint import load_medusa
+from paceline.drafters.mtp import load_mtp, with_ids
+from paceline.drafters.pairs.config import PairConfig
+from paceline.models.config import WeightType
+from paceline.models.kv_cache_dtype import KVCacheDtype
+from paceline.models.quantize import schemes_for
+from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
+from paceline.proof.memory_estimate import ModelMemory
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
+
+_CACHE_TYPE = KVCacheDtype.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +101,134 @@ def _end_pieces(checkpoint: CheckpointFacts) -> set[str]:
         return set()
     pieces = checkpoint.tokenizer.pieces
     return {pieces[token_id] for token_id in checkpoint.config.eos_token_ids if token_id < len(pieces)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """A head whose files hold all that it needs for its target.
+
+    Attributes:
+        weights: its own tensors, without those it shares with the target.
+        cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
+        copied_bytes: of the rows of the vocabulary matrix that it copies.
+    """
+
+    path: Path
+    kind: HeadKind
+    weights: Mapping[str, AnyTensor]
+    cache_bytes_per_1k: int
+    copied_bytes: int = 0
+
+    def memory(self, quantization: QuantOptions | None) -> ModelMemory:
+        """The memory it takes once loaded."""
+        schemes = {} if quantization is None else schemes_for(Weights(self.weights), quantization)
+        num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
+        return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            "parameters": sum(prod(tensor.shape) for tensor in self.weights.values()),
+            "stored_bytes": sum(tensor.nbytes for tensor in self.weights.values()),
+        }
+
+
+def judge_head(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None = None
+) -> tuple[HeadFacts, PairVerdict]:
+    """The facts of a head and the verdict on it.
+
+    Args:
+        copy_quant: how rows are quantised that it copies of the target's vocabulary matrix.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
+        ConfigError: an option has a value it does not take.
+    """
+    if files.kind is HeadKind.MEDUSA:
+        return _judge_medusa(files, target, options)
+    if files.kind is HeadKind.GEMMA4_ASSISTANT:
+        return _judge_assistant(files, target)
+    return _judge_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+
+
+def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
+    assistant = load_assistant(files, target.config)
+    layers = assistant.config.layers
+    read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
+    summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
+    facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
+    return facts, PairVerdict(True, summary + _sizes_fit(target.config.hidden_size))
+
+
+def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    sizes = target.config
+    stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
+    heads = load_medusa(files, sizes, stand_in)
+    own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
+    matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"
+    if len(own) < len(heads.weights):
+        matrix = "the target's vocabulary matrix"
+    tree = "" if options.medusa_tree is None else f", tree {options.medusa_tree}"
+    summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
+    return HeadFacts(files.path, files.kind, own, 0), PairVerdict(True, summary, None, heads.notices)
+
+
+def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+    sizes = target.config
+    configs = admitted(files, sizes, options.variant_for(files.kind))
+    opened = open_eagle(files, configs[0], sizes)
+    if target.tokenizer is not None:
+        check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
+    summary = f"{files.kind.value} head {_reading(configs[0])}; {_sizes_fit(sizes.hidden_size)}"
+    return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
+
+
+def _judge_mtp(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None
+) -> tuple[HeadFacts, PairVerdict]:
+    num_ids = options.guessed_ids(target.config.vocab_size)
+    module = load_mtp(files, target.config, target.weights)
+    shared = () if module.config.own_lm_head else ("lm_head.weight",)
+    weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
+    place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
+    if options.ids_of is not None:
+        read_text(options.ids_of)
+    chosen = "" if options.ids_of is None else f"the {num_ids} most frequent ids of {options.ids_of}"
+    limit = "" if num_ids is None else f" that guesses {chosen or f'ids below {num_ids}'}"
+    summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
+    facts = _pair_facts(files, module.config, weights)
+    if num_ids is not None:
+        own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
+        if own.is_copy:
+            weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+            copied = own.weights.facts("lm_head.weight").nbytes
+            facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
+    return facts, PairVerdict(True, summary, None, module.notices)
+
+
+def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:
+    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
+
+
+def _reading(config: PairConfig) -> str:
+    if not config.boundaries:
+        return "that reads the final hidden states"
+    return f"that reads layer boundaries {', '.join(map(str, config.boundaries))}"
+
+
+def _sizes_fit(hidden_size: int) -> str:
+    return (
+        f"its sizes fit the target's (hidden size {hidden_size}); whether it was trained for these very weights shows in what is accepted"
+    )
+
+
+def _open_question(configs: tuple[PairConfig, ...]) -> tuple[str, ...]:
+    if len(configs) == 1:
+        return ()
+    return (
+        f"the head's files can be read in {len(configs)} ways: the first time it is loaded they are tried on a text of the target's, "
+        "unless --drafter-options says which",
+    )

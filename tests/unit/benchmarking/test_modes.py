@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.benchmarking import peer_modes as peer_modes_module
-from paceline.benchmarking.modes import own_modes
-from paceline.benchmarking.peer_modes import find_peer, peer_modes
+from paceline.benchmarking import modes as peer_modes_module
+from paceline.benchmarking.modes import find_peer, own_modes, peer_modes
 from paceline.benchmarking.peers import PEERS, Peer
 from paceline.benchmarking.plan import BenchPlan
 from paceline.errors import BackendUnavailableError, ConfigError, IncompatibleDrafterError

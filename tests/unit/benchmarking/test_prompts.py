@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.questions import ask_in_tokens, chosen_workloads, orders_of
+from paceline.benchmarking.requests import (
+    RANDOM_TOKENS,
+    Encoded,
+    ask_in_tokens,
+    chosen_workloads,
+    copies,
+    edited,
+    encode,
+    orders_of,
+    random_prompts,
+)
 from paceline.benchmarking.workloads import NAMES, Prompt, of_file, of_spec_bench, own_workloads
-from paceline.benchmarking.workloads.made import RANDOM_TOKENS, Encoded, copies, edited, encode, random_prompts
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
 from paceline.tokenizer.tokenizer import Tokenizer

@@ -7,19 +7,17 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from harness.bench_runs import fake_mode, measured
-from paceline.benchmarking.benchmark import BenchResult
+from paceline.benchmarking.benchmark import BenchResult, as_dict, write_json
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, machine_facts
-from paceline.benchmarking.report.as_json import as_dict, write_json
-from paceline.benchmarking.report.page import page
-from paceline.benchmarking.report.plots import write_plots
-from paceline.benchmarking.report.svg import Bar, bars, lines
-from paceline.benchmarking.report.table import report
+from paceline.benchmarking.report.page import Bar, bars, lines, page, write_charts
+from paceline.benchmarking.report.text import report
 from paceline.benchmarking.results import cells_of, summaries
 from paceline.benchmarking.run import Failure
 
@@ -221,11 +219,7 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     assert bars("title", []) == bars("title", [])
 
 
-# --- pictures ---
-
-
-def test_pictures_are_png(result: BenchResult, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    written = write_plots(replace(result, model=replace(result.model, name="$\\frac$")), tmp_path / "plots")
-    assert [path.name for path in written] == ["speedup-t0.png", "tokens_per_s-t0.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+def test_charts_are_written_as_svg_files(result: BenchResult, tmp_path: Path) -> None:
+    written = write_charts(replace(result, model=replace(result.model, name="<b>&")), tmp_path / "plots")
+    assert [path.name for path in written] == ["speedup-t0.svg", "tokens_per_s-t0.svg"]
+    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in written)

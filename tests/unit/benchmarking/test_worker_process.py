@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.bench_runs import fake_mode
-from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
+from paceline.benchmarking.run import WorkerError, WorkerProcess
 
 REQUEST = {"prompt_ids": [1], "max_tokens": 4, "temperature": 0.0, "seed": 0}
 
