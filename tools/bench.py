@@ -39,7 +39,7 @@ if "--processor-clock" in sys.argv:  # before any module of paceline imports the
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 from paceline.benchmarking.intervals import paired_ratio  # noqa: E402
-from paceline.benchmarking.workloads import own_workloads  # noqa: E402
+from paceline.benchmarking.workloads import builtin_workloads  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.prediction import PredictionDrafter  # noqa: E402
 from paceline.drafters.suffix.drafter import SuffixDrafter  # noqa: E402
@@ -178,7 +178,7 @@ def workload_prompts(llm: LLM, kind: str, count: int, num_tokens: int, random: n
     """Prompts of a kind, drawn with replacement; texts differ by their seeds where they are sampled."""
     if kind == "random":
         return random_prompts(llm, count, num_tokens, random)
-    (workload,) = own_workloads((kind,))
+    (workload,) = builtin_workloads((kind,))
     maker, found = llm._opened.maker, []
     for _ in range(count):
         prompt = workload.prompts[int(random.integers(len(workload.prompts)))]

@@ -28,7 +28,7 @@ class Tensor:
 
 @dataclass
 class Model:
-    """What a file holds: its architecture, metadata by their names behind it, and tensors."""
+    """Content of a file: architecture, metadata by name without the architecture's prefix, and tensors."""
 
     architecture: str
     metadata: dict[str, Any]

@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
     parser.add_argument("--num-running", type=int, default=8, help="samples that a replica runs at a time")
     parser.add_argument("--load", type=float, default=0.7)
-    parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, behind the same front")
+    parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, with the same front")
     parser.add_argument("--max-lead", type=int, default=DEFAULT_MAX_LEAD)
     parser.add_argument("--num-beginnings", type=int, default=50, help="popular beginnings for each replica; 0 = none")
     parser.add_argument("--mtbf-s", type=float, default=7 * 86_400.0, help="mean seconds between two failures of a replica")

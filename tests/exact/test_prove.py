@@ -18,7 +18,7 @@ from paceline.kv_cache.paged import KVCache
 from paceline.kv_cache.prefix_index import Link, PrefixIndex
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
-from paceline.proof.exactness.prove import ProofQuestion, Prover
+from paceline.proof.exactness.prove import ProofOptions, Prover
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
@@ -63,7 +63,7 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
     assert report["is_whole"]
     assert compared["tokens"] == compared["rows"] >= 2 * TOKENS
     assert report["numerics"] == "exact"
-    assert report["largest_difference"] == 0.0
+    assert report["max_abs_difference"] == 0.0
     assert compared["preemptions"] > 3
     assert compared["by"]["drafter"]["always_wrong"]["accepted"] <= 0.02 * compared["by"]["drafter"]["always_wrong"]["drafted"]
     for dimension, levels in compared["by"].items():
@@ -302,8 +302,8 @@ def test_noise_that_depends_on_rows_makes_near_ties_only(prove: Prove, monkeypat
     jittery(monkeypatch, lambda rows: 2e-2)
     code, report = prove("--numerics", "fast", "--tokens", 2 * TOKENS)
     assert (code, report["verdict"], report["numerics"]) == (0, "near-ties", "fast")
-    assert 0.0 < report["largest_difference"] < 4.1e-2
-    assert report["noise_bound"] == pytest.approx(4 * report["largest_difference"])
+    assert 0.0 < report["max_abs_difference"] < 4.1e-2
+    assert report["noise_bound"] == pytest.approx(4 * report["max_abs_difference"])
     assert len(report["findings"]) >= 3
     assert report["compared"]["near_ties"] == len(report["findings"])
     assert report["compared"]["rows"] > 50, "rows of tokens that agree"
@@ -405,7 +405,7 @@ def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, check
 def test_a_million_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally: "Counter[str]") -> None:
     """In ten parts, each with cases and prompts of its own, so that a run that was stopped can go on."""
     skip_without_kernels()
-    prover = Prover(ProofQuestion(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
+    prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
     for _ in prover.run():
         pass
     proof = prover.proof
@@ -416,7 +416,7 @@ def test_a_million_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally:
     assert proof.is_whole
     assert proof.tally.all.tokens >= 100_000
     if part == 0 and importlib.util.find_spec("torch"):
-        assert proof.witnessed.status == "agrees"
+        assert proof.transformers.status == "agrees"
 
 
 # What is asked in the wrong way.

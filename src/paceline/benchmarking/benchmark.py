@@ -15,9 +15,9 @@ from paceline.benchmarking.intervals import CONFIDENCE, RESAMPLES
 from paceline.benchmarking.modes import own_modes, peer_modes
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, load_average, machine_facts, model_facts
-from paceline.benchmarking.requests import ask_in_tokens, chosen_workloads
-from paceline.benchmarking.results import MOST_REPEATS, Cell, Summary, cells_of, summaries
-from paceline.benchmarking.run import Measured, Run, Watcher, wanted_size
+from paceline.benchmarking.requests import encode_workloads, select_workloads
+from paceline.benchmarking.results import MAX_REPEAT_SHARE, Cell, Summary, make_cells, summaries
+from paceline.benchmarking.run import Measurements, Run, RunProgress, requested_size
 from paceline.benchmarking.samples import REPEAT_LENGTH
 from paceline.config import EngineConfig
 from paceline.hub import resolve
@@ -53,12 +53,12 @@ class BenchResult:
     bandwidth: float
     load_before: tuple[float, float, float] | None
     load_after: tuple[float, float, float] | None
-    measured: Measured
+    measured: Measurements
     cells: list[Cell]
     summaries: list[Summary]
 
 
-def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
+def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResult:
     """Measure what a plan asks for.
 
     Args:
@@ -68,18 +68,18 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
         PacelineError: something that was asked for does not exist or cannot work; nothing was measured.
     """
     started_s, date, load_before = time.monotonic(), datetime.now(UTC), load_average()
-    workloads = chosen_workloads(plan)
+    workloads = select_workloads(plan)
     target = resolve(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
     config, tokenizer = read_model_config(target), Tokenizer.open(target)
-    size, _ = wanted_size(plan)
-    questions = ask_in_tokens(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
+    size, _ = requested_size(plan)
+    questions = encode_workloads(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
     facts = model_facts(plan.model, target, plan.quantization)
     modes = own_modes(plan, target, context=questions.context, has_predictions=questions.has_predictions)
     others, draft = peer_modes(plan, target, facts.precision, context=questions.context)
     num_threads = EngineConfig(threads=plan.threads).num_threads
     bandwidth = read_bandwidth(num_threads)
     measured = Run(plan, [*modes, *others], questions, tokenizer, watcher, started_s).measure()
-    cells = cells_of(measured, plan.seed)
+    cells = make_cells(measured, plan.seed)
     return BenchResult(
         plan=plan,
         command=command,
@@ -118,13 +118,13 @@ def read_bandwidth(num_threads: int) -> float:
     return memory.nbytes / best
 
 
-def shown_modes(result: BenchResult) -> Sequence[str]:
-    """Names of the modes, in their order."""
+def mode_names(result: BenchResult) -> Sequence[str]:
+    """Return the names of the modes, in their order."""
     return [mode.name for mode in result.measured.modes]
 
 
 def as_dict(result: BenchResult) -> dict[str, Any]:
-    """The JSON object of `paceline bench --json`."""
+    """Return the JSON object of `paceline bench --json`."""
     measured = result.measured
     return {
         "schema": SCHEMA,
@@ -180,5 +180,5 @@ def _settings(result: BenchResult) -> dict[str, Any]:
         "minutes": plan.minutes,
         "seed": plan.seed,
         "bootstrap": {"seed": plan.seed, "resamples": RESAMPLES, "confidence": CONFIDENCE},
-        "looping": {"piece_tokens": REPEAT_LENGTH, "above": MOST_REPEATS},
+        "looping": {"piece_tokens": REPEAT_LENGTH, "above": MAX_REPEAT_SHARE},
     }

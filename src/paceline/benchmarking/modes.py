@@ -21,15 +21,15 @@ OWN_WORKER = (sys.executable, "-m", "paceline.benchmarking.own_worker")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One worker.
+    """One mode, measured by one worker process.
 
     Attributes:
         name: ours are plain and the drafters' names; a peer's begins with the peer's.
         program: "paceline" or the peer's name.
-        command: that starts the worker.
-        order: its first one.
-        baseline: the mode of the same program without guesses, whose tokens it must have; its own name where it is that mode.
-        needs_prediction: there is nothing to guess from without one.
+        command: command line of the worker.
+        order: first line sent to it.
+        baseline: plain mode of the same program, whose tokens must be equal; its own name if it is that mode.
+        needs_prediction: the mode runs only with prompts that have a prediction.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Mode:
 
 
 def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: bool) -> list[Mode]:
-    """Plain, and a mode for each drafter that was asked for, or else for each that is there.
+    """Return plain decoding, and a mode for each chosen drafter, or for each available one.
 
     Raises:
         IncompatibleDrafterError, CheckpointError: one that was asked for can never work with this model.
@@ -66,7 +66,7 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
 
 
 def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
-    """The first order of our own worker."""
+    """Return the first line for our own worker."""
     engine = EngineConfig(threads=plan.threads)
     return {
         "model": str(target),
@@ -110,7 +110,7 @@ def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
     for name, prepared in found.items():
         if prepared is None or (name == "auto" and (prepared.name in modes or prepared.name == "ngram")):
-            continue  # what "auto" stands for has a mode already
+            continue  # the drafter of "auto" has a mode already
         modes[name] = (plan.draft_model if name == DRAFT_MODEL and plan.draft_model else name,)
     return modes
 
@@ -129,7 +129,7 @@ def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
 
 
 def find_peer(name: str) -> Peer:
-    """A peer of the table.
+    """Return a peer of the table.
 
     Raises:
         ConfigError: there is none of this name.
@@ -156,7 +156,7 @@ def install_peer(name: str, say: Callable[[str], None]) -> None:
 
 
 def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -> tuple[list[Mode], Path | None]:
-    """The modes of the peers that were asked for, and the draft model that they, or our own mode, guess with.
+    """Return the modes of the chosen peers, and the draft model that they use.
 
     Raises:
         ConfigError: there is no such peer, or it cannot read the model's format.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.workloads import RANDOM, Prompt, Workload, of_file, of_spec_bench, own_workloads
+from paceline.benchmarking.workloads import RANDOM, Prompt, Workload, builtin_workloads, file_workload, spec_bench_workloads
 from paceline.errors import ConfigError, RequestError
 from paceline.models.config import ModelConfig
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -15,46 +15,46 @@ from paceline.tokenizer.tokenizer import Tokenizer
 RANDOM_TOKENS = 64
 """Length of a prompt of random tokens."""
 EDITED_SHARE = 0.05
-"""Of a prediction's tokens, those that are replaced."""
+"""Share of a prediction's tokens that are replaced."""
 REQUEST = "Here is a text with a few wrong words:\n\n{text}\n\nWrite the text again without the mistakes, and nothing else."
 COMMON_CONTEXT = 1024
-"""Tokens that there is room for at least, where the model has it."""
+"""Minimum context of all modes, where the model allows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedPrompt:
     """A prompt in the target's tokens, and what its output may resemble (empty = nothing)."""
 
     prompt_ids: tuple[int, ...]
     prediction_ids: tuple[int, ...] = ()
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> Encoded:
-    """A prompt's tokens; messages go through the model's chat template, or where it has none, as their texts.
+def encode(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> EncodedPrompt:
+    """Encode a prompt; messages go through the model's chat template, or are joined where it has none.
 
     Raises:
         ConfigError: an id does not exist, or there is no token.
         RequestError: the tokenizer or the template refuses it.
     """
     ids = _conversation(prompt, tokenizer) if prompt.messages else list(prompt.token_ids) or tokenizer.encode(prompt.text or "")
-    guess = prompt.prediction
-    prediction = tokenizer.encode(guess, add_special_tokens=False) if isinstance(guess, str) else list(guess or ())
+    given = prompt.prediction
+    prediction = tokenizer.encode(given, add_special_tokens=False) if isinstance(given, str) else list(given or ())
     if not ids:
         raise ConfigError("a prompt has no token: give a longer text")
     wrong = [token_id for token_id in (*ids, *prediction) if token_id >= vocab_size]
     if wrong:
         raise ConfigError(f"a prompt holds the token id {wrong[0]}: ids of this model are below {vocab_size}")
-    return Encoded(tuple(ids), tuple(prediction))
+    return EncodedPrompt(tuple(ids), tuple(prediction))
 
 
-def random_prompts(count: int, vocab_size: int, seed: int) -> list[Encoded]:
-    """Token ids drawn uniformly."""
+def random_prompts(count: int, vocab_size: int, seed: int) -> list[EncodedPrompt]:
+    """Draw prompts of uniformly random token ids."""
     drawn = np.random.default_rng(seed).integers(0, vocab_size, (count, RANDOM_TOKENS))
-    return [Encoded(tuple(int(token_id) for token_id in row)) for row in drawn]
+    return [EncodedPrompt(tuple(int(token_id) for token_id in row)) for row in drawn]
 
 
-def edited(token_ids: Sequence[int], vocab_size: int, seed: int) -> tuple[int, ...]:
-    """The same with `EDITED_SHARE` of the tokens replaced by others, at least one."""
+def replace_tokens(token_ids: Sequence[int], vocab_size: int, seed: int) -> tuple[int, ...]:
+    """Return the tokens with a share of `EDITED_SHARE` replaced, at least one."""
     random = np.random.default_rng(seed)
     count = max(1, round(EDITED_SHARE * len(token_ids)))
     changed = list(token_ids)
@@ -63,29 +63,29 @@ def edited(token_ids: Sequence[int], vocab_size: int, seed: int) -> tuple[int, .
     return tuple(changed)
 
 
-def copies(
-    prompts: Sequence[Encoded],
-    answer: Callable[[Encoded], Sequence[int]],
+def make_copy_prompts(
+    prompts: Sequence[EncodedPrompt],
+    answer: Callable[[EncodedPrompt], Sequence[int]],
     tokenizer: Tokenizer,
     *,
     in_prompt: bool,
     vocab_size: int,
     seed: int,
-) -> list[Encoded]:
-    """Prompts whose answers resemble a text that is known: the target's own greedy answer with edits, as the prediction.
+) -> list[EncodedPrompt]:
+    """Make prompts with predictions: the target's own greedy output with some tokens replaced.
 
     Args:
         answer: the target's greedy answer to a prompt.
-        in_prompt: the prompt holds the edited answer and asks for it without mistakes.
+        in_prompt: the prompt holds the replace_tokens answer and asks for it without mistakes.
     """
     made = []
     for index, prompt in enumerate(prompts):
-        guess = edited(answer(prompt), vocab_size, seed + index)
+        prediction = replace_tokens(answer(prompt), vocab_size, seed + index)
         ids = prompt.prompt_ids
         if in_prompt:
-            message = {"role": "user", "content": REQUEST.format(text=tokenizer.decode(guess))}
+            message = {"role": "user", "content": REQUEST.format(text=tokenizer.decode(prediction))}
             ids = tuple(_conversation(Prompt(messages=(message,)), tokenizer))
-        made.append(Encoded(ids, guess))
+        made.append(EncodedPrompt(ids, prediction))
     return made
 
 
@@ -99,7 +99,7 @@ def _conversation(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkerRequest:
     """One request of a workload, or a batch.
 
     Attributes:
@@ -109,7 +109,7 @@ class Order:
     workload: str
     temperature: float
     index: int
-    prompts: tuple[Encoded, ...]
+    prompts: tuple[EncodedPrompt, ...]
 
     @property
     def has_predictions(self) -> bool:
@@ -120,7 +120,7 @@ class Order:
         return sum(len(prompt.prompt_ids) for prompt in self.prompts)
 
     def as_dict(self, tokens: int, seed: int) -> dict[str, Any]:
-        """As a worker reads it."""
+        """Return the JSON object for a worker."""
         requests = [
             {
                 "prompt_ids": list(prompt.prompt_ids),
@@ -135,16 +135,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class EncodedWorkloads:
     """Prompts in the target's tokens.
 
     Attributes:
-        prompts: of each workload by name; of one that makes copies, those whose answers are copied.
-        copied: names of workloads that make copies.
+        prompts: of each workload by name; of one that makes make_copy_prompts, those whose answers are copied.
+        copied: names of workloads that make make_copy_prompts.
         notices: about prompts that were left out.
     """
 
-    prompts: dict[str, list[Encoded]]
+    prompts: dict[str, list[EncodedPrompt]]
     copied: tuple[str, ...]
     vocab_size: int
     context: int
@@ -155,17 +155,17 @@ class Questions:
         return bool(self.copied) or any(one.prediction_ids for own in self.prompts.values() for one in own)
 
 
-def chosen_workloads(plan: BenchPlan) -> list[Workload]:
-    """Those of the table and of files.
+def select_workloads(plan: BenchPlan) -> list[Workload]:
+    """Return the workloads of the table and of files.
 
     Raises:
         ConfigError: one is unknown, a file cannot be read, or two have one name.
     """
-    chosen = own_workloads(plan.workload_names)
+    chosen = builtin_workloads(plan.workload_names)
     if plan.prompts is not None:
-        chosen.append(of_file(plan.prompts))
+        chosen.append(file_workload(plan.prompts))
     if plan.spec_bench is not None:
-        chosen += of_spec_bench(plan.spec_bench)
+        chosen += spec_bench_workloads(plan.spec_bench)
     names = [workload.name for workload in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -173,10 +173,10 @@ def chosen_workloads(plan: BenchPlan) -> list[Workload]:
     return chosen
 
 
-def ask_in_tokens(
+def encode_workloads(
     plan: BenchPlan, workloads: Sequence[Workload], config: ModelConfig, tokenizer: Tokenizer, size: tuple[int, int]
-) -> Questions:
-    """The prompts of each workload, as many as are wanted.
+) -> EncodedWorkloads:
+    """Encode the prompts of each workload.
 
     Args:
         size: prompts of each workload, and tokens of each output.
@@ -206,13 +206,13 @@ def ask_in_tokens(
     longest = max(len(prompt.prompt_ids) for own in prompts.values() for prompt in own)
     context = min(config.max_positions, max(COMMON_CONTEXT, longest + 2 * tokens + 256))
     copied = tuple(workload.name for workload in workloads if workload.makes_copies)
-    return Questions(prompts, copied, vocab_size, context, tuple(notices))
+    return EncodedWorkloads(prompts, copied, vocab_size, context, tuple(notices))
 
 
-def orders_of(workload: str, temperature: float, prompts: Sequence[Encoded], batch_size: int) -> list[Order]:
-    """The orders of a cell; a last batch that is not full begins again with the first prompts."""
+def make_worker_requests(workload: str, temperature: float, prompts: Sequence[EncodedPrompt], batch_size: int) -> list[WorkerRequest]:
+    """Return the requests of a cell; an incomplete last batch is filled up with the first prompts."""
     orders = []
     for start in range(0, len(prompts), batch_size):
         own = tuple(prompts[(start + place) % len(prompts)] for place in range(batch_size))
-        orders.append(Order(workload, temperature, start, own))
+        orders.append(WorkerRequest(workload, temperature, start, own))
     return orders

@@ -1,4 +1,4 @@
-"""`paceline bench`: what speculation brings on this machine, with this model, beside plain decoding and other programs."""
+"""`paceline bench`: measure plain decoding, speculation and other programs on this machine."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MODEL
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, reported_errors, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from paceline.benchmarking.benchmark import BenchResult
     from paceline.benchmarking.plan import BenchPlan
-    from paceline.benchmarking.run import Watcher
+    from paceline.benchmarking.run import RunProgress
 
 WHAT, HOW, OTHERS, OUT = "What is measured", "How much", "Other programs", "Output"
 DRAFTER_HELP = (
     "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
-    "a+b guess together. Several times. Default: all that are there."
+    "a+b draft together. Several times. Default: all that are there."
 )
 WORKLOAD_HELP = (
     "chat, code, arithmetic, json, copying (with edits), rewriting, random (tokens); several times or with commas. Default: all."
@@ -46,7 +46,7 @@ SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions 
 Temperature = Annotated[str, _option("--temperature", help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")]
 BatchSize = Annotated[int, _option("--batch-size", help_text="Requests at once, of our own modes.", panel=WHAT)]
 Offline = Annotated[bool, _option("--offline", help_text=MODEL.options["offline"], panel=WHAT)]
-Rounds = Annotated[int | None, _option("--rounds", help_text="Rounds that count, behind one that is dropped. Default: 5.", panel=HOW)]
+Rounds = Annotated[int | None, _option("--rounds", help_text="Counted rounds, after one of warm-up. Default: 5.", panel=HOW)]
 Tokens = Annotated[int | None, _option("--tokens", help_text="Tokens of each output. Default: 96.", panel=HOW)]
 NumPrompts = Annotated[int | None, _option("--num-prompts", help_text="Prompts of each workload. Default: 4.", panel=HOW)]
 Minutes = Annotated[float, _option("--minutes", help_text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW)]
@@ -145,7 +145,7 @@ def _install(names: Sequence[str]) -> None:
     from paceline.benchmarking.modes import install_peer
 
     for name in names:
-        install_peer(name, say)
+        install_peer(name, print_notice)
 
 
 def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool) -> None:
@@ -174,14 +174,14 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
 
 
 def command() -> str:
-    """What was typed."""
+    """Return the command line."""
     from paceline.benchmarking.provenance import shown_command
 
     return shown_command(sys.argv[1:])
 
 
 def _check_writable(path: Path | None, *, is_folder: bool) -> None:
-    """Find out now, not behind minutes of measuring.
+    """Check before minutes of measuring.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -200,7 +200,7 @@ def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Pat
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place") from error
     if not quiet:
-        say(f"written: {path}")
+        print_notice(f"written: {path}")
 
 
 def _print(result: "BenchResult") -> None:
@@ -215,16 +215,16 @@ def _print(result: "BenchResult") -> None:
 
 
 @contextmanager
-def _watcher(*, quiet: bool) -> "Iterator[Watcher]":
-    """What shows how far a run is: a bar with the time left, on a terminal alone."""
+def _watcher(*, quiet: bool) -> "Iterator[RunProgress]":
+    """Show progress: on a terminal a bar with the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from paceline.benchmarking.run import Watcher
+    from paceline.benchmarking.run import RunProgress
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield Watcher((lambda text: None) if quiet else say)
+        yield RunProgress((lambda text: None) if quiet else print_notice)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -234,4 +234,4 @@ def _watcher(*, quiet: bool) -> "Iterator[Watcher]":
             progress.update(task, total=total, description="measuring")
             progress.start_task(task)
 
-        yield Watcher(lambda text: progress.update(task, description=printable(text)), begin, lambda: progress.advance(task))
+        yield RunProgress(lambda text: progress.update(task, description=printable(text)), begin, lambda: progress.advance(task))

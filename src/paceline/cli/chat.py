@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import SAMPLING, Settings, checked_text, with_settings
-from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, say, say_error
+from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, print_error, print_notice
 from paceline.cli.run import ShowDrafts, System
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError
 from paceline.sampling.params import SamplingParams
@@ -30,7 +30,7 @@ class Conversation:
 
     Attributes:
         turns: messages of the user and the model, in order.
-        taken_back: the last message, if it could not be answered.
+        taken_back: the last message, if it was not answered.
         saved: files that were written and may be written again.
     """
 
@@ -42,12 +42,12 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All of it, as a model takes it."""
+        """All messages, the system message first."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*first, *self.turns]
 
     def message_to_retry(self) -> str:
-        """The last message, as if it had not been sent yet.
+        """Return the last message after removing its turn.
 
         Raises:
             RequestError: there is none.
@@ -70,7 +70,7 @@ class Command:
 
 
 def parse_command(text: str) -> tuple[str, str] | None:
-    """A command and its argument; None = a message. A message may well start with a path.
+    """Parse a command and its argument; None = a message, which may start with a path.
 
     Raises:
         RequestError: it is nearly a command.
@@ -81,7 +81,7 @@ def parse_command(text: str) -> tuple[str, str] | None:
     name, argument = match[1], (match[2] or "").strip()
     if name in COMMANDS:
         if argument and not COMMANDS[name].argument:
-            raise RequestError(f"{name} takes nothing behind it; a message that begins so stands in triple quotes")
+            raise RequestError(f"{name} takes no argument; put a message that begins like this in triple quotes")
         return name, argument
     meant = next(iter(get_close_matches(name, COMMANDS, 1, 0.75)), None)
     if meant is not None or not argument:
@@ -110,7 +110,7 @@ def _set(conversation: Conversation, argument: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """A setting's value from its text: JSON, "none", or, for a stop text, the text itself."""
+    """Parse a setting's value: JSON, "none", or, for a stop text, the text itself."""
     if text == "none":
         return None
     if name == "stop" and text[0] not in '["':
@@ -118,7 +118,7 @@ def _value(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return text  # refused by the parameters, with what they take
+        return text  # SamplingParams refuses it and lists allowed values
 
 
 def _shown(value: object) -> str:
@@ -187,12 +187,12 @@ def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Se
             )
         llm.tokenizer.check_chat_template()
         if source.is_interactive and not settings.quiet:
-            say("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
+            print_notice("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
         Chat(llm, conversation, source, adapter=adapter, show_drafts=show_drafts, quiet=settings.quiet).run()
 
 
 class Chat:
-    """Reads messages until the end of input, answers each, and remembers what was said."""
+    """Reads messages until the end of input, answers each, and keeps the conversation."""
 
     def __init__(
         self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None = None, show_drafts: bool, quiet: bool
@@ -205,7 +205,7 @@ class Chat:
         self._failure: PacelineError | None = None
 
     def run(self) -> None:
-        """Until /exit or the end of input.
+        """Read and answer until /exit or the end of input.
 
         Raises:
             typer.Exit: not interactive, and a message could not be answered.
@@ -213,20 +213,20 @@ class Chat:
         from paceline.cli.rendering import legend
 
         if self._show_drafts:
-            say(legend())
+            print_notice(legend())
         while True:
             try:
                 if not self._take_next():
                     break
             except KeyboardInterrupt:
-                if not self._source.is_interactive:  # nobody there to go on
+                if not self._source.is_interactive:  # no user who could go on
                     raise
-                say("Ctrl-D or /exit ends")
+                print_notice("Ctrl-D or /exit ends")
         if self._failure is not None and not self._source.is_interactive:
             raise typer.Exit(exit_code(self._failure))
 
     def _take_next(self) -> bool:
-        """Do or answer what comes next; False = the conversation ends."""
+        """Handle the next input; False = the conversation ends."""
         try:
             return self._take(self._source.next())
         except EOFError:
@@ -247,26 +247,26 @@ class Chat:
         if name == "/retry":
             self._retry()
         elif (do := COMMANDS[name].do) is not None:
-            say(do(self._conversation, argument))
+            print_notice(do(self._conversation, argument))
         return True
 
     def _fail(self, error: PacelineError) -> None:
         self._failure = self._failure or error
-        say_error(error)
+        print_error(error)
 
     def _retry(self) -> None:
         params, was_answered = self._conversation.params, self._conversation.taken_back is None
         text = self._conversation.message_to_retry()
         if was_answered and (params.is_greedy or params.seed is not None):
             way_out = "/set temperature 0.7" if params.is_greedy else "/set seed none"
-            say(f"the same answer will come again; {way_out} makes it another one")
+            print_notice(f"the same answer will come again; {way_out} makes it another one")
         self._answer(text)
 
     def _answer(self, text: str) -> None:
-        """One turn. A turn that cannot be served is taken back; an answer cut short by Ctrl-C stays as it is.
+        """Run one turn. A turn that fails is removed; an answer interrupted by Ctrl-C is kept.
 
         Raises:
-            typer.Exit: Ctrl-C, and nobody there to go on.
+            typer.Exit: Ctrl-C, and input is not interactive.
         """
         from paceline.cli.rendering import Answer, write_stream, writer_for
 
@@ -280,16 +280,16 @@ class Chat:
         except (RequestError, CapacityError) as error:
             self._fail(error)
             if self._source.is_interactive:
-                say("this message was taken back; /retry sends it again, /reset forgets the conversation")
+                print_notice("this message was taken back; /retry sends it again, /reset forgets the conversation")
             return
         except KeyboardInterrupt:  # before the stream began
             answer = None
         if answer is None or (answer.interrupted and not answer.text):
-            say("interrupted; /retry sends the message again")
+            print_notice("interrupted; /retry sends the message again")
         else:
             conversation.taken_back = None
             conversation.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
             if not self._quiet:
-                say(answer.closing_line(sampled=not conversation.params.is_greedy))
+                print_notice(answer.closing_line(sampled=not conversation.params.is_greedy))
         if (answer is None or answer.interrupted) and not self._source.is_interactive:
             raise typer.Exit(EXIT_INTERRUPTED)

@@ -15,10 +15,10 @@ from paceline.config import DEVICES, QUANT, EngineConfig, SpeculationConfig, qua
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from paceline.proof.doctor import Diagnosis, DoctorQuestion
+    from paceline.proof.doctor import Diagnosis, DoctorOptions
 
 MEMORY_HELP = "Judge by this much memory, in gigabytes. Default: what is free here."
-PROBE_HELP = "Load everything, time passes, let the drafter guess for a few short texts, and predict the speedup."
+PROBE_HELP = "Load everything, time passes, draft for a few short texts, and predict the speedup."
 Drafters = Annotated[list[str] | None, typer.Option("--drafter", help=SPECULATION.options["drafter"], metavar="<str>", show_default="auto")]
 DrafterOptions = Annotated[
     list[str] | None,
@@ -51,7 +51,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks and what libraries warn about.")] = False,
 ) -> None:
-    """Say what a model will need here, whether its drafter can guess for it, and why (not).
+    """Report the memory of a model, whether its drafter fits, and why (not).
 
     It lists drafters published for the model. Nothing is downloaded; --probe loads weights. Exit code 1: it cannot work.
     """
@@ -65,9 +65,9 @@ def doctor(
             drafter=names[0] if len(names) == 1 else names, draft_quantization=draft_quantization, draft_adapter=draft_adapter,
             drafter_options=named_values(drafter_options or ()),
         )  # fmt: skip
-        from paceline.proof.doctor import DoctorQuestion, diagnose
+        from paceline.proof.doctor import DoctorOptions, diagnose
 
-        question = DoctorQuestion(
+        question = DoctorOptions(
             model=model, gguf_file=gguf_file, drafters=names, drafter_options=speculation.drafter_options,
             adapters=named_directories(adapter or ()), merge_adapter=merge_adapter, draft_adapter=draft_adapter,
             quantization=quant_options("quantization", engine.quantization), draft_quantization=speculation.draft_quantization,
@@ -105,7 +105,7 @@ def _probe_arguments(engine: EngineConfig, speculation: SpeculationConfig) -> di
     }
 
 
-def _print(found: "Diagnosis", question: "DoctorQuestion", *, as_json: bool) -> None:
+def _print(found: "Diagnosis", question: "DoctorOptions", *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.as_dict()))
         return
@@ -117,7 +117,7 @@ def _print(found: "Diagnosis", question: "DoctorQuestion", *, as_json: bool) -> 
 
 
 def report(found: "Diagnosis") -> Group:
-    """The facts as one table, then what to know and the verdict."""
+    """Return the facts as one table, then notes, problems and the verdict."""
     facts = found.as_dict()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -132,7 +132,7 @@ def report(found: "Diagnosis") -> Group:
 
 
 def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
-    """The drafters that could be tried, and what the numbers assume."""
+    """Return a table of drafters to try, and a line on its assumptions."""
     if not suggested:
         return []
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -170,7 +170,7 @@ def _network(model: dict[str, Any]) -> str:
         f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
         f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
         f"vocabulary {model['vocabulary_rows']} rows"
-        + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer knows {model['vocabulary_ids']}")
+        + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer has {model['vocabulary_ids']}")
     )
 
 
@@ -241,7 +241,7 @@ def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]
     steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
     if steps:
-        rows.append(("guesses", f"kept in {kept / steps:.0%} of {steps} steps on a few short texts; on yours it may be otherwise"))
+        rows.append(("drafts", f"accepted in {kept / steps:.0%} of {steps} steps on a few short texts; yours may differ"))
     for one in probe["predictions"]:
         best = (
             f"{one['speedup']:.2f}x with {one['num_draft_tokens']} draft tokens a step"

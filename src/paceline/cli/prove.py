@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.options import MEMORY, MODEL, OUTPUT, SPECULATION, Panel, Settings, with_settings
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, printable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.proof.exactness.compare import Finding
-    from paceline.proof.exactness.prove import Proof, ProofQuestion
+    from paceline.proof.exactness.prove import Proof, ProofOptions
     from paceline.proof.exactness.run_case import Counts, Tally
 
 _ROOM = Panel("Memory", EngineConfig, {name: MEMORY.options[name] for name in ("max_model_len", "kv_cache_dtype", "kv_cache_gb")})
@@ -32,8 +32,8 @@ _DRAFTERS = Panel(
     "Speculation",
     SpeculationConfig,
     {
-        "drafter": "Who guesses, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
-        "Two adversaries always guess too.",
+        "drafter": "The drafter, as for `run`; may be given several times. auto: ngram, suffix, prediction and what comes with the model. "
+        "Two adversaries are always added.",
         "draft_quantization": SPECULATION.options["draft_quantization"],
         "draft_adapter": SPECULATION.options["draft_adapter"],
         "drafter_options": SPECULATION.options["drafter_options"],
@@ -49,9 +49,7 @@ _SHORT = {"num_draft_tokens": "draft tokens"}
 def prove(
     *,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="File with a prompt a line. Default: cuts of a sample text.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Output tokens to compare: 40000 where nothing is said.", show_default=False)
-    ] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Output tokens to compare: Default: 40000.", show_default=False)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="10000 tokens, or as many as half a minute allows.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same cases. Default: a fresh one, printed.")] = None,
     batch_size: Annotated[
@@ -63,7 +61,7 @@ def prove(
         typer.Option("--case", help="Run this case alone: its number, or a JSON file that --json wrote, whose differing cases run again."),
     ] = None,
     transformers: Annotated[
-        bool, typer.Option("--transformers/--no-transformers", help="Ask transformers as a second witness, where it can load the model.")
+        bool, typer.Option("--transformers/--no-transformers", help="Compare logits with transformers too, where it can load the model.")
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as JSON.", rich_help_panel=OUTPUT)] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write it as one page to look at.", rich_help_panel=OUTPUT)] = None,
@@ -78,7 +76,7 @@ def prove(
 
     _make_ready(json_file, html_file, debug=settings.debug)
     given = read_cases(case)
-    question = proving.ProofQuestion(
+    question = proving.ProofOptions(
         engine=settings.engine,
         speculation=settings.speculation,
         prompts=prompts,
@@ -97,29 +95,29 @@ def prove(
         raise typer.Exit(EXIT_INTERRUPTED if was_interrupted else EXIT_FAILURE)
 
 
-def _run(question: "ProofQuestion", *, quiet: bool) -> "tuple[Proof, bool]":
-    """Answer the question; an interrupt ends it with what was found so far."""
+def _run(question: "ProofOptions", *, quiet: bool) -> "tuple[Proof, bool]":
+    """Run the comparison; an interrupt ends it and keeps what was compared so far."""
     from paceline.proof.exactness.prove import Prover
 
     if not quiet:
-        say(f"seed {question.seed}")
+        print_notice(f"seed {question.seed}")
     prover = Prover(question)
     if not quiet:
         for notice in prover.proof.notices:
-            say(notice)
+            print_notice(notice)
     try:
         with _progress(question.num_tokens, quiet=quiet) as show:
             for tally in prover.run():
                 show(tally)
     except KeyboardInterrupt:
-        say("interrupted: the report holds what was compared so far")
+        print_notice("interrupted: the report holds what was compared so far")
         return prover.proof, True
     return prover.proof, False
 
 
 @contextmanager
 def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], None]]":
-    """What shows how far it is: a bar on a terminal, else a line for each quarter."""
+    """Show progress: a bar on a terminal, else a line for each quarter."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -131,7 +129,7 @@ def _progress(num_tokens: int, *, quiet: bool) -> "Iterator[Callable[[Tally], No
         quarters = 4 * tally.all.tokens // num_tokens
         if not quiet and shown < quarters < 4:
             shown = quarters
-            say(f"{_so_far(tally)} of {num_tokens:,}")
+            print_notice(f"{_so_far(tally)} of {num_tokens:,}")
 
     if quiet or not console.is_terminal:
         yield show_line
@@ -163,7 +161,7 @@ def _make_ready(*paths: Path | None, debug: bool) -> None:
 
 
 def _report(proof: "Proof", json_file: Path | None, html_file: Path | None) -> None:
-    """The report as files, and printed.
+    """Write the report to files and print it.
 
     Raises:
         ConfigError: one cannot be written.
@@ -186,7 +184,7 @@ def _report(proof: "Proof", json_file: Path | None, html_file: Path | None) -> N
 
 
 def report(proof: "Proof") -> Group:
-    """The table of counts, what differs, what transformers says, and the verdict."""
+    """Return the table of counts, the findings, the comparison with transformers, and the verdict."""
     parts: list[RenderableType] = [_table(proof)]
     bugs = proof.bugs
     near_ties = [one for one in proof.findings if one not in bugs]
@@ -234,7 +232,7 @@ def _finding_lines(proof: "Proof", finding: "Finding") -> list[Text]:
 
 
 def headline(finding: "Finding") -> str:
-    """One line about a difference."""
+    """Return one line about a difference."""
     parts = [finding.kind.value]
     if finding.case is not None:
         parts.append(f"case {finding.case}" + ("" if finding.request is None else f", request {finding.request}"))
@@ -259,12 +257,12 @@ def _request(proof: "Proof", finding: "Finding") -> str:
 
 
 def _witness_line(proof: "Proof") -> str:
-    found = proof.witnessed
-    if found.status == "not asked":
-        return f"transformers: not asked ({found.reason})"
+    found = proof.transformers
+    if found.status == "not_compared":
+        return f"transformers: not compared ({found.reason})"
     return (
         f"transformers: {found.status}; {found.argmax_equal} of {found.positions} most probable tokens are the same, "
-        f"{found.near_ties} differ at near-ties, {found.differing} elsewhere; logits differ by at most {found.largest_difference:.3g}"
+        f"{found.near_ties} differ at near-ties, {found.differing} elsewhere; logits differ by at most {found.max_abs_difference:.3g}"
     )
 
 

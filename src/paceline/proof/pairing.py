@@ -31,11 +31,11 @@ _CACHE_TYPE = KVCacheDtype.F32
 
 
 @dataclass(frozen=True, slots=True)
-class PairVerdict:
+class PairCheck:
     """Whether a pair works.
 
     Attributes:
-        works: it can guess at all.
+        works: whether the drafter can be used.
         summary: one sentence, the numbers included.
         vocabulary: the comparison; None where a tokenizer could not be read.
         notes: what makes it slower than it could be.
@@ -47,7 +47,7 @@ class PairVerdict:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         found = self.vocabulary
         return {
             "works": self.works,
@@ -62,17 +62,17 @@ class PairVerdict:
         }
 
 
-def judge_pair(target: CheckpointFacts, draft: CheckpointFacts) -> PairVerdict:
-    """The verdict on a draft model for a target; weights are not read."""
+def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCheck:
+    """Check a draft model against a target."""
     notes = _notes(target, draft)
     if target.tokenizer is None or draft.tokenizer is None:
         missing = target.path if target.tokenizer is None else draft.path
         summary = f"{missing} has no tokenizer.json: how the vocabularies relate shows when the models are loaded"
-        return PairVerdict(True, summary, None, notes)
+        return PairCheck(True, summary, None, notes)
     found = compare_pieces(target.tokenizer.pieces, draft.tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
     if found.is_hopeless:
-        return PairVerdict(False, f"{found.why_hopeless()}: use a draft model of the target's family, or the drafter ngram", found, notes)
-    return PairVerdict(True, f"{found.explain()}; {found.method()}", found, notes)
+        return PairCheck(False, f"{found.why_hopeless()}: use a draft model of the target's family, or the drafter ngram", found, notes)
+    return PairCheck(True, f"{found.explain()}; {found.method()}", found, notes)
 
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
-            "steps behind the shorter context are plain"
+            "steps after the shorter context are plain"
         )
     if draft.num_parameters >= target.num_parameters:
         notes.append(
@@ -91,7 +91,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     if ends and draft_ends and not ends & draft_ends:
         notes.append(
             f"the target ends with {', '.join(sorted(ends))}, the draft model with {', '.join(sorted(draft_ends))}: "
-            "the draft model writes on where the target ends"
+            "the draft model goes on after the target's end"
         )
     return tuple(notes)
 
@@ -109,8 +109,8 @@ class HeadFacts:
 
     Attributes:
         weights: its own tensors, without those it shares with the target.
-        cache_bytes_per_1k: keys and values of 1000 tokens beside the target's.
-        copied_bytes: of the rows of the vocabulary matrix that it copies.
+        cache_bytes_per_1k: keys and values of 1000 tokens, in addition to the target's.
+        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix.
     """
 
     path: Path
@@ -120,13 +120,13 @@ class HeadFacts:
     copied_bytes: int = 0
 
     def memory(self, quantization: QuantOptions | None) -> ModelMemory:
-        """The memory it takes once loaded."""
+        """Return the memory it takes once loaded."""
         schemes = {} if quantization is None else schemes_for(Weights(self.weights), quantization)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "path": str(self.path),
             "kind": self.kind.value,
@@ -135,35 +135,35 @@ class HeadFacts:
         }
 
 
-def judge_head(
+def check_head(
     files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None = None
-) -> tuple[HeadFacts, PairVerdict]:
-    """The facts of a head and the verdict on it.
+) -> tuple[HeadFacts, PairCheck]:
+    """Check a head against a target and return its facts.
 
     Args:
-        copy_quant: how rows are quantised that it copies of the target's vocabulary matrix.
+        copy_quant: quantisation of the rows that it copies from the target's vocabulary matrix.
 
     Raises:
-        CheckpointError, IncompatibleDrafterError: it cannot guess for this target.
+        CheckpointError, IncompatibleDrafterError: it does not fit this target.
         ConfigError: an option has a value it does not take.
     """
     if files.kind is HeadKind.MEDUSA:
-        return _judge_medusa(files, target, options)
+        return _check_medusa(files, target, options)
     if files.kind is HeadKind.GEMMA4_ASSISTANT:
-        return _judge_assistant(files, target)
-    return _judge_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _judge_eagle(files, target, options)
+        return _check_assistant(files, target)
+    return _check_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _check_eagle(files, target, options)
 
 
-def _judge_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairVerdict]:
+def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
     assistant = load_assistant(files, target.config)
     layers = assistant.config.layers
     read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
     summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
     facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
-    return facts, PairVerdict(True, summary + _sizes_fit(target.config.hidden_size))
+    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 
 
-def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
     sizes = target.config
     stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
     heads = load_medusa(files, sizes, stand_in)
@@ -173,22 +173,22 @@ def _judge_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
         matrix = "the target's vocabulary matrix"
     tree = "" if options.medusa_tree is None else f", tree {options.medusa_tree}"
     summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
-    return HeadFacts(files.path, files.kind, own, 0), PairVerdict(True, summary, None, heads.notices)
+    return HeadFacts(files.path, files.kind, own, 0), PairCheck(True, summary, None, heads.notices)
 
 
-def _judge_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairVerdict]:
+def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
     sizes = target.config
     configs = admitted(files, sizes, options.variant_for(files.kind))
     opened = open_eagle(files, configs[0], sizes)
     if target.tokenizer is not None:
         check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
     summary = f"{files.kind.value} head {_reading(configs[0])}; {_sizes_fit(sizes.hidden_size)}"
-    return _pair_facts(files, configs[0], opened.weights), PairVerdict(True, summary, None, _open_question(configs))
+    return _pair_facts(files, configs[0], opened.weights), PairCheck(True, summary, None, _open_question(configs))
 
 
-def _judge_mtp(
+def _check_mtp(
     files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None
-) -> tuple[HeadFacts, PairVerdict]:
+) -> tuple[HeadFacts, PairCheck]:
     num_ids = options.guessed_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
     shared = () if module.config.own_lm_head else ("lm_head.weight",)
@@ -197,16 +197,16 @@ def _judge_mtp(
     if options.ids_of is not None:
         read_text(options.ids_of)
     chosen = "" if options.ids_of is None else f"the {num_ids} most frequent ids of {options.ids_of}"
-    limit = "" if num_ids is None else f" that guesses {chosen or f'ids below {num_ids}'}"
+    limit = "" if num_ids is None else f" that drafts {chosen or f'ids below {num_ids}'}"
     summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
     facts = _pair_facts(files, module.config, weights)
     if num_ids is not None:
-        own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as those it will guess
+        own = with_ids(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # as many as it will draft
         if own.is_copy:
             weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
             copied = own.weights.facts("lm_head.weight").nbytes
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
-    return facts, PairVerdict(True, summary, None, module.notices)
+    return facts, PairCheck(True, summary, None, module.notices)
 
 
 def _pair_facts(files: HeadFiles, config: PairConfig, weights: Weights) -> HeadFacts:

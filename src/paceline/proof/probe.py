@@ -1,4 +1,4 @@
-"""What speculation will bring here, from measured pass times: the one part of the doctor that loads the models."""
+"""Load a target with its drafter, time passes, try a few drafts, and predict the speedup."""
 
 import time
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
 _NUM_DRAFT_TOKENS = 4
-_LEAST_STEPS = 16  # fewer say nothing
-_LEAST_KEPT = 0.15  # heads made for a model get a first guess right in half of the steps and more
-_HEADS = ("medusa", "eagle", "eagle3", "mtp")  # drafters that were made for one model
+_LEAST_STEPS = 16  # for a notice about acceptance
+_LEAST_KEPT = 0.15  # heads trained for a model have their first token accepted in half of the steps and more
+_HEADS = ("medusa", "eagle", "eagle3", "mtp")  # drafters trained for one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a drafter guessed for texts of the target's own.
+    """How often drafts were accepted for a few of the target's own outputs.
 
     Attributes:
-        num_steps: steps with guesses.
-        num_kept: of these, the ones in which at least one was kept.
-        draft_s: seconds a guess took, all depths together.
+        num_steps: steps with a draft.
+        num_kept: steps in which at least one draft token was accepted.
+        draft_s: mean seconds of a draft token.
     """
 
     num_steps: int
@@ -56,8 +56,8 @@ class ProbeResult:
         draft_s: seconds to draft one token.
         peak_bytes: most memory this process ever held.
         predictions: one for each of `ACCEPTANCES`.
-        trial: guesses for a few short texts of the target's own; None without a drafter.
-        notices: what loading had to say, and whether a head seems to be another model's.
+        trial: None without a drafter.
+        notices: of loading, and whether a head seems to be trained for another model.
     """
 
     load_s: float
@@ -70,7 +70,7 @@ class ProbeResult:
     notices: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "load_s": self.load_s,
             "numerics": self.numerics,
@@ -156,7 +156,7 @@ def probe(**arguments: Any) -> ProbeResult:
 
 
 def _try_drafts(llm: "LLM", drafter: "Drafter") -> Trial:
-    """Let it guess the target's greedy continuations of pieces of the sample text, even where drafting does not pay."""
+    """Draft for greedy continuations of pieces of the sample text, even where drafting is unprofitable."""
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length.policy import FixedDraftLength
 
@@ -190,7 +190,7 @@ def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, 
     if was_said or trial.num_kept >= _LEAST_KEPT * trial.num_steps:
         return ()
     return (
-        f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps the target kept no guess of the {drafter.name} drafter: it was "
+        f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps no token of the {drafter.name} drafter was accepted: it was "
         "made for another model, or for other weights of this one, and will seldom help",
     )
 

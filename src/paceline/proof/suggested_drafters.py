@@ -180,7 +180,7 @@ class SuggestedDrafter:
     fastest: Prediction | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return asdict(self)
 
 
@@ -230,7 +230,7 @@ def _predict(
 
 
 def _smaller_siblings(names: Iterable[str]) -> list[tuple[str, float]]:
-    """The smallest models of the target's family with their parameters, smallest first."""
+    """Return the smallest models of the target's family with their parameters, smallest first."""
     known = set(names)
     for family in FAMILIES:
         target = next((parameters for hub_id, parameters in family.items() if _base_name(hub_id) in known), None)

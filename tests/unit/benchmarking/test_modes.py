@@ -73,7 +73,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
         ({"temperatures": ()}, "there is no temperature"),
         ({"quantization": "int3"}, "quantization is 'int3'"),
-        ({"batch_size": 2, "peers": ("x",)}, "peers are asked one request at a time"),
+        ({"batch_size": 2, "peers": ("x",)}, "peers run one request at a time"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], said: str) -> None:

@@ -18,8 +18,8 @@ from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, machine_facts
 from paceline.benchmarking.report.page import Bar, bars, lines, page, write_charts
 from paceline.benchmarking.report.text import report
-from paceline.benchmarking.results import cells_of, summaries
-from paceline.benchmarking.run import Failure
+from paceline.benchmarking.results import make_cells, summaries
+from paceline.benchmarking.run import WorkerFailure
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -35,7 +35,7 @@ def result() -> BenchResult:
         fake_mode("dead", "dies=3"),
     ]
     found = measured(modes)
-    cells = cells_of(found)
+    cells = make_cells(found)
     return BenchResult(
         plan=BenchPlan(rounds=3, tokens=33, num_prompts=2), command="paceline bench", date="2026-01-01T00:00:00Z", seconds=12.3,
         model=ModelFacts("made-up", Path("made-up"), "bf16", False, ({"name": "a", "bytes": 1, "sha256_of_first_mib": "00"},)),
@@ -187,7 +187,7 @@ def test_the_page_is_whole_and_needs_nothing_else(result: BenchResult) -> None:
 
 def test_names_are_text_on_the_page(result: BenchResult) -> None:
     cells = [replace(cell, workload=HOSTILE, refusal=HOSTILE if cell.refusal else "") for cell in result.cells]
-    failures = replace(result.measured, failures=[Failure(HOSTILE, HOSTILE, HOSTILE, 0.0, 1)], notices=[HOSTILE])
+    failures = replace(result.measured, failures=[WorkerFailure(HOSTILE, HOSTILE, HOSTILE, 0.0, 1)], notices=[HOSTILE])
     hostile = replace(
         result, cells=cells, measured=failures, command=HOSTILE, model=replace(result.model, name=HOSTILE, precision=HOSTILE)
     )  # fmt: skip

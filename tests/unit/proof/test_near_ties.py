@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.engine.batch import RequestMaker
-from paceline.proof.exactness.compare import Place, decide, kept_sets
+from paceline.proof.exactness.compare import OutputPosition, decide, kept_sets
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import truncate
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -20,8 +20,8 @@ def maker(mini_dir: Path) -> RequestMaker:
     return RequestMaker(Tokenizer.open(mini_dir), V, 512, (0,))
 
 
-def place(params: SamplingParams) -> Place:
-    return Place(params, (5, 6, 7, 8), 2)
+def place(params: SamplingParams) -> OutputPosition:
+    return OutputPosition(params, (5, 6, 7, 8), 2)
 
 
 def test_greedy_margins_are_distances_to_the_best_score(maker: RequestMaker) -> None:

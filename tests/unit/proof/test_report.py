@@ -11,7 +11,7 @@ from paceline.proof.exactness.compare import Finding, Kind, Status
 from paceline.proof.exactness.prove import Proof
 from paceline.proof.exactness.report import _without_token, page
 from paceline.proof.exactness.run_case import Tally
-from paceline.proof.exactness.transformers_check import Witnessed, compare_rows
+from paceline.proof.exactness.transformers_check import TransformersComparison, compare_rows
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e<img src=x onerror=y>"
 
@@ -39,7 +39,7 @@ def proof_of(hostile: str) -> Proof:
     provenance = {"model": hostile, "command": ["paceline", "prove", "--model", hostile, "--seed", "1"], "files": {hostile: 3}}
     return Proof(
         seed=1, num_tokens=10, numerics="exact", findings=[finding], cases={4: case}, tally=tally, provenance=provenance,
-        witnessed=Witnessed("not asked", hostile),
+        transformers=TransformersComparison("not_compared", hostile),
     )  # fmt: skip
 
 
@@ -98,4 +98,4 @@ def test_transformers_agrees_where_it_says_the_same_or_decides_at_a_near_tie() -
 def test_transformers_differs_where_another_token_is_clearly_the_best() -> None:
     found = compare_rows([(rows(1.0, 0.0, -1.0), np.array([[0.0, 1.0, -1.0]], np.float32))], 1e-3)
     assert (found.status, found.differing) == ("differs", 1)
-    assert found.largest_difference == 1.0
+    assert found.max_abs_difference == 1.0

@@ -9,7 +9,7 @@ from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from paceline.config import quant_options
 from paceline.drafters import DRAFTERS, HEADS
 from paceline.drafters.head_kinds import HeadKind
-from paceline.proof.checkpoint_facts import read_checkpoint
+from paceline.proof.checkpoint_facts import read_checkpoint_facts
 from paceline.proof.suggested_drafters import (
     ACCEPTANCE,
     BUILT_IN_METHODS,
@@ -133,12 +133,12 @@ def test_a_head_of_unpublished_size_is_not_predicted() -> None:
 
 
 def test_row_bytes_leave_out_embeddings_and_experts_that_are_not_chosen(tmp_path: Path) -> None:
-    facts = read_checkpoint(write_checkpoint(tmp_path / "dense", "llama", num_hidden_layers=1, hidden_size=32, head_dim=8))
+    facts = read_checkpoint_facts(write_checkpoint(tmp_path / "dense", "llama", num_hidden_layers=1, hidden_size=32, head_dim=8))
     whole = facts.weights.nbytes - VOCAB_SIZE * 32 * 4
     assert pass_costs(facts, None, PASS_S).row_bytes == whole
     assert pass_costs(facts, quant_options("quantization", "int8"), PASS_S).row_bytes < 0.5 * whole
     path = write_checkpoint(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2, num_experts=8, num_experts_per_tok=2,
                             moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[])  # fmt: skip
-    facts = read_checkpoint(path)
+    facts = read_checkpoint_facts(path)
     experts = sum(facts.weights.facts(name).nbytes for name in facts.weights if ".experts." in name)
     assert pass_costs(facts, None, PASS_S).row_bytes == facts.weights.nbytes - VOCAB_SIZE * 64 * 4 - 0.75 * experts

@@ -31,7 +31,7 @@ class Peer:
         modes: words of plain, ngram, draft_model, mtp.
         worker: the script that its own Python runs; it imports nothing of paceline.
         alone: further requirements, installed without what they depend on.
-        needs: what an installation takes beside pip.
+        needs: what an installation needs in addition to pip.
     """
 
     name: str
@@ -87,7 +87,7 @@ PEERS: dict[str, Peer] = {
 
 
 def environment_python(peer: Peer) -> Path | None:
-    """The Python of a peer's environment; None where it is not installed, half made, or made for other requirements."""
+    """Return the Python of a peer's environment; None where it is missing, incomplete, or made for other requirements."""
     directory = _directory(peer)
     if directory is None or _read_record(directory).get("packages") != _requirements(peer):
         return None
@@ -137,7 +137,7 @@ def make_environment(peer: Peer, run: Run | None = None) -> Path:
 
 
 def _install(peer: Peer, python: str, run: Run) -> None:
-    """torch first and alone: its CPU build is had only by its full version, and only from some sources."""
+    """Install torch first: its CPU build needs its full version, and not every package index has it."""
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     packages = list(peer.packages)
     builds = [package for package in packages if package.endswith(_CPU_BUILD)]

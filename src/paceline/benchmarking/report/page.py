@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from paceline.benchmarking.benchmark import BenchResult, shown_modes
+from paceline.benchmarking.benchmark import BenchResult, mode_names
 from paceline.benchmarking.modes import PLAIN
 from paceline.benchmarking.report import text
 from paceline.benchmarking.results import Cell
@@ -29,7 +29,7 @@ class Bar:
     """One bar.
 
     Attributes:
-        value: None = there is none, and `note` says why.
+        value: None = there is none, and `note` has the reason.
         low, high: of its interval.
         tone: CSS class of its colour.
     """
@@ -43,11 +43,11 @@ class Bar:
 
 
 def bars(title: str, rows: Sequence[Bar], *, mark: float | None = None) -> str:
-    """Horizontal bars from zero.
+    """Draw horizontal bars from zero.
 
     Args:
-        title: read out where the picture is not seen.
-        mark: a value at which a line stands.
+        title: for screen readers.
+        mark: value of a reference line.
     """
     most = max([bar.high or bar.value or 0.0 for bar in rows] + [mark or 0.0, 1e-9]) * 1.05
     height = ROW * len(rows) + 24
@@ -87,7 +87,7 @@ def lines(title: str, series: Sequence[tuple[str, str, Sequence[float]]], *, mar
 
     Args:
         series: name, CSS class and values of each.
-        mark: a value at which a line stands.
+        mark: value of a reference line.
     """
     height = 180
     most = max([value for _, _, values in series for value in values] + [mark or 0.0, 1e-9]) * 1.08
@@ -119,7 +119,7 @@ def _opening(title: str, height: float) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """At most seven round numbers from zero on."""
+    """Return at most seven round numbers from zero on."""
     unit = 10.0 ** math.floor(math.log10(most))
     step = next(unit * part for part in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if most / (unit * part) <= 6)
     return [step * index for index in range(int(most / step) + 1)]
@@ -159,7 +159,7 @@ def write_charts(result: BenchResult, directory: Path) -> list[Path]:
 
 
 def _tones(result: BenchResult) -> Tones:
-    return {name: f"mode-{index % NUM_TONES}" for index, name in enumerate(shown_modes(result))}
+    return {name: f"mode-{index % NUM_TONES}" for index, name in enumerate(mode_names(result))}
 
 
 def _styles() -> str:

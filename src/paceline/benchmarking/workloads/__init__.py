@@ -17,7 +17,7 @@ COPYING = "copying"
 REWRITING = "rewriting"
 RANDOM = "random"
 _FILES = {name: f"{name}.jsonl" for name in ("chat", "code", "arithmetic", "json", COPYING)} | {REWRITING: f"{COPYING}.jsonl"}
-"""Prompts that lie beside this file, by workload."""
+"""Files of prompts in this directory, by workload."""
 NAMES = (*_FILES, RANDOM)
 
 
@@ -137,7 +137,7 @@ class Workload:
 
     Attributes:
         prompts: texts, messages or token ids; of the kind `RANDOM` there are none, they are drawn.
-        makes_copies: the target's own answers, with edits, are its predictions; in "rewriting" they stand in the prompts too.
+        makes_copies: the target's own answers, with edits, are its predictions; in "rewriting" the prompts contain them too.
     """
 
     name: str
@@ -145,8 +145,8 @@ class Workload:
     makes_copies: bool = False
 
 
-def own_workloads(names: tuple[str, ...]) -> list[Workload]:
-    """Those of the table, by name.
+def builtin_workloads(names: tuple[str, ...]) -> list[Workload]:
+    """Return workloads of the table by name.
 
     Raises:
         ConfigError: one is unknown.
@@ -154,8 +154,8 @@ def own_workloads(names: tuple[str, ...]) -> list[Workload]:
     return [_own_workload(name) for name in dict.fromkeys(names)]
 
 
-def of_file(path: Path) -> Workload:
-    """The prompts of a user's file, as one workload with the file's name.
+def file_workload(path: Path) -> Workload:
+    """Return the prompts of a user's file as one workload with the file's name.
 
     Raises:
         ConfigError: it cannot be read, or a line is no prompt.
@@ -163,8 +163,8 @@ def of_file(path: Path) -> Workload:
     return Workload(path.stem, tuple(read_prompts(path)))
 
 
-def of_spec_bench(path: Path) -> list[Workload]:
-    """A file of questions in the form of Spec-Bench, one workload a category.
+def spec_bench_workloads(path: Path) -> list[Workload]:
+    """Return a file of questions in Spec-Bench's format as one workload per category.
 
     Raises:
         ConfigError: it cannot be read, or a line is no question.

@@ -1,4 +1,4 @@
-"""Drafters for exactness tests: they know the tokens of plain decoding and propose right, wrong and malformed drafts.
+"""Drafters for exactness tests: they are given the tokens of plain decoding and propose right, wrong and malformed drafts.
 
 `paceline prove` and the project's own tests share them.
 """
@@ -34,7 +34,7 @@ class _AnswerDrafter(Drafter):
     def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None: ...
 
     def _upcoming(self, request: Request) -> Sequence[int]:
-        """The tokens that plain decoding emits next; empty where they are not known."""
+        """Return the tokens that plain decoding emits next; empty where they are not known."""
         prompt = tuple(request.token_ids[: request.num_prompt_tokens])
         return self._answers.get((prompt, request.seed), ())[request.num_output_tokens :]
 

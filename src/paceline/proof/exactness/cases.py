@@ -26,13 +26,13 @@ from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 Item = TypeVar("Item")
 
 DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "auto")
-"""Tokens drafted a step; auto = as users have it: as many as pay, by measured times."""
+"""Tokens drafted a step; auto = chosen by the draft-length policy."""
 SHAPES = ("chain", "tree")
 BATCHES = ("1", "4", "8")
 EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked", "full passes")
-"""near hit: others ran before whose prompts differ in one token; next turn: the prompt is an earlier one with its answer."""
+"""near hit: prompts that differ in one token ran before; next turn: the prompt is an earlier prompt with its output."""
 TOGETHER = "together"
-"""Name of all drafters at once."""
+"""Drafter name: all drafters of the engine."""
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "T=0": {"logprobs": 2},
@@ -58,13 +58,13 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 """Ways of sampling, with restrictions, penalties, log-probabilities and ends; by name, what differs from the defaults."""
 
 WITH_STOP = frozenset(name for name in SAMPLINGS if "stop" in name)
-"""Those that end at a token of the text itself."""
+"""Samplings that end at a stop token."""
 
 _NOT_DATA = ("processors", "grammar")
 
 _FILE_BYTES = 64 << 20
 _DIGITS = 6
-_LEAST_KNOWN = 12  # different requests of a round, before batches repeat some
+_LEAST_KNOWN = 12  # distinct requests of a round; later batches reuse them
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
 Factors: TypeAlias = Mapping[str, Sequence[str]]
@@ -85,7 +85,7 @@ _NO_TEXT = "no text"
 
 
 class PromptSource(Protocol):
-    """Where prompts come from."""
+    """Prompts by kind and round."""
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -93,7 +93,7 @@ class PromptSource(Protocol):
         ...
 
     def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
-        """The ids of a round's prompt of one kind."""
+        """Return the token ids of a round's prompt of one kind."""
         ...
 
 
@@ -146,7 +146,7 @@ class GivenPrompts:
 
 
 def read_prompts(path: Path, maker: RequestMaker, *, longest: int) -> GivenPrompts:
-    """A file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
+    """Read a file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
 
     Args:
         longest: tokens a prompt may have.
@@ -195,7 +195,7 @@ class Setting:
     """How a case runs. None of it may change a token.
 
     Attributes:
-        drafter: who guesses for its first request.
+        drafter: name of the drafter of its first request.
         num_draft_tokens: one of `DRAFT_LENGTHS`.
         shape: "chain", or "tree": rows for branches too.
         batch: requests at a time.
@@ -216,7 +216,7 @@ class CaseRequest:
     Attributes:
         prompt: name of its kind.
         sampling: name in `SAMPLINGS`.
-        drafter: who guesses for it; `TOGETHER` = all.
+        drafter: name of its drafter; `TOGETHER` = all.
         max_draft_tokens: its own limit; None = that of the case.
         stop_index: it ends at the token that plain decoding has there; None = by length.
     """
@@ -230,13 +230,13 @@ class CaseRequest:
     stop_index: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "max_draft_tokens", "stop_index")}
         return {**own, "prompt_token_ids": list(self.prompt_token_ids), "params": params_as_dict(self.params)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "CaseRequest":
-        """The request that `as_dict` wrote."""
+        """Make a request of the object that `as_dict` returned."""
         params, ids = SamplingParams(**given["params"]), tuple(given["prompt_token_ids"])
         return cls(**{**given, "prompt_token_ids": ids, "params": params})
 
@@ -247,7 +247,7 @@ class Case:
 
     Attributes:
         number: of this seed.
-        round: of the covering array; references are kept for one round.
+        round: of the covering array; reference outputs are kept for one round.
         seed: of everything random within the case: adversaries, preemptions, limits.
         requests: as many as the setting's batch.
     """
@@ -259,16 +259,16 @@ class Case:
     requests: tuple[CaseRequest, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         own = {name: getattr(self, name) for name in ("number", "round", "seed")}
         return {**own, "setting": asdict(self.setting), "requests": [one.as_dict() for one in self.requests]}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Case":
-        """The case that `as_dict` wrote.
+        """Make a case of the object that `as_dict` returned.
 
         Raises:
-            RequestError: it is no such case.
+            RequestError: the object is not a valid case.
         """
         try:
             requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
@@ -283,12 +283,12 @@ class Case:
 
 
 def sampling(name: str, *, seed: int, max_tokens: int) -> SamplingParams:
-    """The parameters of a request. End tokens are ignored, so that short answers leave enough tokens to compare."""
+    """Return the parameters of a request. End tokens are ignored, so that outputs have enough tokens to compare."""
     return SamplingParams(**SAMPLINGS[name], seed=seed, max_tokens=max_tokens, ignore_eos=True)
 
 
 def params_as_dict(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, for JSON."""
+    """Return the parameters that differ from the defaults, for JSON."""
     plain = SamplingParams()
     given = {one.name: getattr(params, one.name) for one in fields(params) if one.name not in _NOT_DATA}
     return {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -299,7 +299,7 @@ class CaseMaker:
 
     Args:
         prompts: where prompts come from.
-        drafters: names of those to compare; several are also asked together.
+        drafters: names of those to compare; several also run together.
         seed: of all choices.
         batches: requests at a time, the levels of it.
     """
@@ -311,7 +311,7 @@ class CaseMaker:
         self._seed = seed
 
     def factors(self) -> Factors:
-        """What is combined."""
+        """Return the factors of the covering array."""
         return {
             "drafter": self._drafters,
             "num_draft_tokens": DRAFT_LENGTHS,
@@ -323,7 +323,7 @@ class CaseMaker:
         }
 
     def cases(self) -> Iterator[Case]:
-        """All of them, without end."""
+        """Yield cases without end."""
         random = np.random.default_rng(self._seed)
         known: list[CaseRequest] = []
         this_round = 0
@@ -348,9 +348,9 @@ class CaseMaker:
         return CaseRequest(prompt, ids, name, params, row["drafter"], None, stop_index)
 
     def _companion(self, known: list[CaseRequest], round_number: int, random: np.random.Generator) -> CaseRequest:
-        """Another request that runs beside the first: one that an earlier case of the round has, so that its reference is known.
+        """Return another request of the batch, from an earlier case of the round, so that its reference output is reused.
 
-        The first few of a round are new ones.
+        The first few of a round are new.
         """
         drafter = self._drafters[int(random.integers(len(self._drafters)))]
         if len(known) < _LEAST_KNOWN:
@@ -369,9 +369,9 @@ class CasesToRun(NamedTuple):
     """What `--case` names.
 
     Attributes:
-        only: number of a case of the seed; None = not said so.
-        cases: read from a file.
-        seed: of the file they stood in.
+        only: number of a case of the seed; None = not given.
+        cases: cases read from a file.
+        seed: seed of that file.
     """
 
     only: int | None = None
@@ -380,11 +380,11 @@ class CasesToRun(NamedTuple):
 
 
 def read_cases(name: str | None) -> CasesToRun:
-    """The cases that a number or a file stands for: one case, or a report whose differing cases are meant.
+    """Return the cases named by a number or a file: one case, or the differing cases of a report.
 
     Raises:
         ConfigError: there is no such file, or no case in it.
-        RequestError: it is no such case.
+        RequestError: the object is not a valid case.
     """
     if name is None:
         return CasesToRun()
@@ -416,12 +416,12 @@ def read_cases(name: str | None) -> CasesToRun:
 
 
 def _is_repeatable(case: object) -> bool:
-    """Whether this may stand with a difference that was found: a case with a number, or none."""
+    """Whether a finding has no case, or a case with a number."""
     return case is None or (isinstance(case, dict) and isinstance(case.get("number"), int))
 
 
 def all_pairs(factors: Factors) -> list[Pair]:
-    """Every pair of levels of two factors, in one order."""
+    """Return every pair of levels of two factors, in a fixed order."""
     return [
         frozenset(((first, one), (second, other)))
         for first, second in combinations(factors, 2)
@@ -431,12 +431,12 @@ def all_pairs(factors: Factors) -> list[Pair]:
 
 
 def pairs_of(row: Mapping[str, str]) -> set[Pair]:
-    """The pairs that a row meets."""
+    """Return the pairs of levels in a row."""
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
 def covering_rows(factors: Factors, random: np.random.Generator) -> Iterator[tuple[int, dict[str, str]]]:
-    """The number of the round from 0 on, and a level of each factor; without end.
+    """Yield, without end, the number of the round and a level of each factor.
 
     Args:
         factors: at least two, each with at least one level.
@@ -454,7 +454,7 @@ def covering_rows(factors: Factors, random: np.random.Generator) -> Iterator[tup
 
 
 def _next_row(factors: Factors, wanted: Mapping[Pair, None], random: np.random.Generator) -> dict[str, str]:
-    """A row that begins with the level that is in most of the `wanted` pairs, and takes of each other factor the one that meets most."""
+    """Choose greedily the levels with the most pairs that have not occurred, starting with the level in most of them."""
     remaining = Counter(level for pair in wanted for level in sorted(pair))
     levels = list(remaining)
     random.shuffle(levels)

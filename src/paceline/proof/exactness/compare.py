@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.engine.batch import RequestMaker
 from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.engine_under_test import Reference, References, RowWatch, largest_difference
+from paceline.proof.exactness.engine_under_test import ReferenceOutput, ReferenceOutputs, RowRecorder, max_abs_difference
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.draw import draw, gumbel_scores
 from paceline.sampling.logprobs import TokenLogprobs
@@ -35,17 +35,17 @@ class Status(StrEnum):
 
 
 class Kind(StrEnum):
-    """Where a difference was seen first."""
+    """What differs first."""
 
     TOKENS = "tokens"
-    ROWS = "rows"  # the target's logits, though the tokens agree
+    ROWS = "rows"  # logits differ, tokens are equal
     LOGPROBS = "logprobs"
     PROMPT_LOGPROBS = "prompt logprobs"
     TEXT = "text"
-    END = "end"  # one ended where the other went on, or for another reason
-    ERROR = "error"  # plain decoding answered, this raised
-    CACHE = "cache"  # the cache's books are wrong after the case
-    LOAD = "load"  # numerics are said to be exact, and passes of 1 and of 8 rows differ
+    END = "end"  # length or finish reason differs
+    ERROR = "error"  # an exception, where plain decoding returned an output
+    CACHE = "cache"  # the cache is inconsistent after the case
+    LOAD = "load"  # numerics are reported as exact, but passes of 1 and 8 rows differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,16 @@ class Finding:
     Attributes:
         case: number of the case; None = found when the model was loaded.
         request: index of the request in the case; None = of no single one.
-        run: 0, or 1 for what ran behind cached rows of run 0.
+        run: 0, or 1 for the second run, which reuses cached rows of run 0.
         position: output index of the first place that differs; None = no single one.
         plain_token, token: what plain decoding and the case have there.
         plain_piece, piece: these tokens as the tokenizer spells them; a model's text, not to be trusted.
-        plain_logprob, logprob: what each says of its own token there, if asked for.
+        plain_logprob, logprob: log-probability of each token there, if requested.
         rows_differ_by: largest |difference| of the two rows of logits there; None = not known.
         margin: score that the token lacks in plain decoding's row; None where no token differs.
         bound: what margin and rows may differ by; 0 where numerics are exact.
-        step: what was guessed in the step that chose the token; None = not known.
-        details: what else is to be known, as text.
+        step: the draft of the step that chose the token; None = not known.
+        details: explanation for people.
     """
 
     kind: Kind
@@ -86,24 +86,24 @@ class Finding:
     step: Mapping[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
+        """Return the JSON object, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
         values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
         return {**values, "kind": self.kind.value, "status": self.status.value}
 
 
 def finite(value: Any) -> Any:
-    """The value, None in place of a number that is not finite."""
+    """Return the value, or None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """How close a token came to being chosen from a row.
+class NearTieCheck:
+    """How close a token was to being chosen from a row of logits.
 
     Attributes:
         margin: score that it lacks to the best of those that are surely kept; 0 where it is the best.
         bound: what a score may be off, in the same units: the noise bound of logits after penalties and temperature.
-        may_be_kept: whether top-k, top-p and min-p may keep it, if scores are off by as much.
+        may_be_kept: whether top-k, top-p and min-p may keep it if scores are off by `bound`.
     """
 
     margin: float
@@ -112,13 +112,13 @@ class Decision:
 
     @property
     def is_near(self) -> bool:
-        """Whether noise may have decided."""
+        """Whether rounding may have decided."""
         return self.may_be_kept and self.margin < self.bound
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A position of an output: everything that decides its token besides the row.
+class OutputPosition:
+    """A position of an output: everything but the row of logits that its token depends on.
 
     Attributes:
         text: prompt and output before it.
@@ -130,22 +130,22 @@ class Place:
     num_prompt_tokens: int
 
     def processor(self, maker: RequestMaker, params: SamplingParams) -> LogitsProcessor:
-        """A processor that knows the text."""
+        """Return a logits processor after the text."""
         processor = maker.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
         for token in self.text[self.num_prompt_tokens :]:
             processor.commit(token)
         return processor
 
     def drawn(self, row: FloatArray, maker: RequestMaker) -> int | None:
-        """The token that a row gives here; None where it gives none."""
+        """Return the token drawn from a row at this position; None where none can be drawn."""
         try:
             return draw(self.processor(maker, self.params).process(row), self.params.seed or 0, 0, len(self.text))
         except PacelineError:
             return None
 
 
-def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise_bound: float) -> Decision:
-    """How close `token` came to being chosen from plain decoding's row.
+def decide(row: FloatArray, token: int, place: OutputPosition, maker: RequestMaker, noise_bound: float) -> NearTieCheck:
+    """Return how close `token` was to being chosen from plain decoding's row of logits.
 
     Args:
         row: [V] float32 logits.
@@ -157,16 +157,16 @@ def decide(row: FloatArray, token: int, place: Place, maker: RequestMaker, noise
     unrestricted = replace(params, top_k=0, top_p=1.0, min_p=0.0)
     scores = place.processor(maker, unrestricted).process(row).scores.astype(np.float64)
     if params.is_greedy:
-        return Decision(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
+        return NearTieCheck(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
     bound /= params.temperature
     maybe, surely = kept_sets(scores, params, bound)
     values = gumbel_scores(scores, noise_bits(params.seed or 0, 0, len(place.text), Purpose.TOKEN, len(scores)))
     best = float(values[surely].max()) if surely.any() else -math.inf
-    return Decision(max(0.0, best - float(values[token])), bound, bool(maybe[token]))
+    return NearTieCheck(max(0.0, best - float(values[token])), bound, bool(maybe[token]))
 
 
 def kept_sets(scores: ScoreArray, params: SamplingParams, bound: float) -> tuple[BoolArray, BoolArray]:
-    """Which ids top-k, top-p and min-p may keep, and which they surely keep, if scores are off by up to `bound` against one another.
+    """Return the ids that top-k, top-p and min-p may keep, and those they surely keep, if scores are off by up to `bound`.
 
     Args:
         scores: [V] log-probabilities up to a constant, -inf = excluded.
@@ -189,7 +189,7 @@ def kept_sets(scores: ScoreArray, params: SamplingParams, bound: float) -> tuple
 
 
 def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound: float) -> tuple[ScoreArray, ScoreArray]:
-    """Least and most of the mass of those ranked before each id."""
+    """Return bounds of the probability mass ranked before each id."""
     weights = np.exp(scores - scores.max())
     least_total, most_total = weights[surely].sum(), weights[maybe].sum()
     order = np.argsort(-scores, kind="stable")
@@ -205,8 +205,8 @@ def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Outcome for one request.
+class ComparedOutput:
+    """Result for one request.
 
     Attributes:
         num_tokens: output tokens compared, the first one that differs included.
@@ -219,33 +219,35 @@ class Compared:
     finding: Finding | None
 
 
-class Comparison:
-    """Compares answers with references.
+class OutputComparer:
+    """Compares outputs with reference outputs.
 
     Args:
         noise_bound: of logits; 0 where numerics are exact, and then every difference is a bug.
     """
 
-    def __init__(self, maker: RequestMaker, references: References, noise_bound: float, *, is_exact: bool) -> None:
+    def __init__(self, maker: RequestMaker, references: ReferenceOutputs, noise_bound: float, *, is_exact: bool) -> None:
         self._maker, self._references = maker, references
         self._bound, self._is_exact = noise_bound, is_exact
 
-    def compare(self, output: RequestOutput, watch: RowWatch, reference: Reference, *, case: int, request: int, run: int) -> Compared:
-        """What an answer has in common with the plain one.
+    def compare(
+        self, output: RequestOutput, recorder: RowRecorder, reference: ReferenceOutput, *, case: int, request: int, run: int
+    ) -> ComparedOutput:
+        """Compare an output with plain decoding.
 
         Args:
-            watch: its rows.
-            case, request, run: where it stands, for the finding.
+            recorder: its rows.
+            case, request, run: location for the finding.
         """
         place = partial(Finding, case=case, request=request, run=run, bound=self._bound)
         plain = reference.output
         same = _num_equal(output.token_ids, plain.token_ids)
         has_ended = same == min(len(output.token_ids), len(plain.token_ids))
-        num_rows, row_at, difference = self._compare_rows(watch, reference, same if has_ended else same + 1)
+        num_rows, row_at, difference = self._compare_rows(recorder, reference, same if has_ended else same + 1)
         num_tokens = same if has_ended else same + 1
         finding: Finding | None = None
         if not has_ended:
-            finding = self._of_tokens(output, watch, reference, same, row_at, place)
+            finding = self._of_tokens(output, recorder, reference, same, row_at, place)
         elif len(output.token_ids) != len(plain.token_ids) or output.finish_reason != plain.finish_reason:
             finding = place(
                 kind=Kind.END, status=Status.BUG, position=same,
@@ -260,27 +262,33 @@ class Comparison:
         else:
             is_processed = reference.params.logprobs_mode == "processed"
             finding = self._of_logprobs(output, plain, place, is_processed=is_processed) or _of_text(output, plain, place)
-        return Compared(num_tokens, num_rows, finding)
+        return ComparedOutput(num_tokens, num_rows, finding)
 
-    def _compare_rows(self, watch: RowWatch, reference: Reference, length: int) -> tuple[int, int | None, float | None]:
-        """Rows compared, the first position whose rows differ, and by how much where that is known."""
+    def _compare_rows(self, recorder: RowRecorder, reference: ReferenceOutput, length: int) -> tuple[int, int | None, float | None]:
+        """Return the number of compared rows, the first position where rows differ, and the difference if known."""
         if self._is_exact:
-            both = [index for index in range(length) if index in watch.checksums and index in reference.checksums]
-            return len(both), next((index for index in both if watch.checksums[index] != reference.checksums[index]), None), None
-        both = [index for index in sorted(reference.rows) if index in watch.rows and index < length and index != watch.diverged_at]
+            both = [index for index in range(length) if index in recorder.checksums and index in reference.checksums]
+            return len(both), next((index for index in both if recorder.checksums[index] != reference.checksums[index]), None), None
+        both = [index for index in sorted(reference.rows) if index in recorder.rows and index < length and index != recorder.diverged_at]
         for index in both:
-            difference = largest_difference(watch.rows[index], reference.rows[index])
+            difference = max_abs_difference(recorder.rows[index], reference.rows[index])
             if not difference < self._bound:
                 return len(both), index, difference
         return len(both), None, None
 
     def _of_tokens(
-        self, output: RequestOutput, watch: RowWatch, reference: Reference, at: int, row_at: int | None, place: "partial[Finding]"
+        self,
+        output: RequestOutput,
+        recorder: RowRecorder,
+        reference: ReferenceOutput,
+        at: int,
+        row_at: int | None,
+        place: "partial[Finding]",
     ) -> Finding:
-        """The finding of the first token that differs."""
+        """Return the finding for the first token that differs."""
         plain = reference.output
         token, plain_token = output.token_ids[at], plain.token_ids[at]
-        own_row, plain_row = watch.rows.get(at), self._references.row(reference, at)
+        own_row, plain_row = recorder.rows.get(at), self._references.row(reference, at)
         here = partial(
             place, kind=Kind.TOKENS, position=at, plain_token=plain_token, token=token,
             plain_logprob=_logprob(plain.logprobs, at), logprob=_logprob(output.logprobs, at), step=_step(output, at),
@@ -288,9 +296,9 @@ class Comparison:
         )  # fmt: skip
         if own_row is None or plain_row is None:
             return here(status=Status.BUG, details="no row of the target was seen where this token was chosen")
-        apart = largest_difference(own_row, plain_row)
+        apart = max_abs_difference(own_row, plain_row)
         prefix = (*reference.prompt_token_ids, *plain.token_ids[:at])
-        where = Place(reference.params, prefix, len(reference.prompt_token_ids))
+        where = OutputPosition(reference.params, prefix, len(reference.prompt_token_ids))
         drawn = where.drawn(own_row, self._maker)
         decision = decide(plain_row, token, where, self._maker, self._bound)
         here = partial(here, rows_differ_by=apart, margin=decision.margin)
@@ -308,9 +316,9 @@ class Comparison:
         return here(status=Status.NEAR_TIE, bound=decision.bound, details="rows differ by noise only, and noise decided")
 
     def _of_logprobs(self, output: RequestOutput, plain: RequestOutput, place: "partial[Finding]", *, is_processed: bool) -> Finding | None:
-        """What log-probabilities say of the same tokens."""
+        """Return the first difference of log-probabilities of equal tokens."""
         pairs = [(Kind.LOGPROBS, output.logprobs, plain.logprobs), (Kind.PROMPT_LOGPROBS, output.prompt_logprobs, plain.prompt_logprobs)]
-        if is_processed and not self._is_exact:  # noise may move a border, and with it every probability
+        if is_processed and not self._is_exact:  # rounding may change which tokens top-k and top-p keep, and so every probability
             del pairs[0]
         for kind, own, other in pairs:
             if (own is None) != (other is None) or len(own or ()) != len(other or ()):
@@ -337,7 +345,7 @@ def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _logprob(logprobs: Sequence[TokenLogprobs] | None, index: int) -> float | None:
-    """None also where it is no number of JSON."""
+    """Return a log-probability; None where there is none or it is not finite."""
     if logprobs is None or index >= len(logprobs) or not math.isfinite(logprobs[index].logprob):
         return None
     return logprobs[index].logprob
@@ -351,7 +359,7 @@ def _of_text(output: RequestOutput, plain: RequestOutput, place: "partial[Findin
 
 
 def _step(output: RequestOutput, index: int) -> dict[str, Any] | None:
-    """The step that emitted an output token."""
+    """Return the step that emitted an output token."""
     found = next((one for one in output.steps or () if one.start <= index < one.start + len(one.token_ids)), None)
     return None if found is None else found.as_dict()
 

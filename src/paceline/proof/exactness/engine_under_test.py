@@ -27,21 +27,21 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.verify import VerifyResult
 
 _TREE_ROWS = 3  # for each draft token, where there are branches
-_PREEMPT_STEPS = 40  # steps of a case in which requests are preempted
+_PREEMPT_STEPS = 40  # steps of a case during which requests are preempted
 _PREEMPT_EVERY = 3
 _CHUNKS = (5, 7, 16, 31, 33)  # rows, around the borders of blocks and not
-_EDIT_EVERY = 7  # predictions have a wrong token so often
-_EVERY = 5  # of the places of a row that is kept: it is looked at bit by bit where numerics are fast
+_EDIT_EVERY = 7  # every seventh token of a prediction is wrong
+_EVERY = 5  # one row of logits is kept, at a fifth of the output, for comparison under fast numerics
 
 
 @dataclass(slots=True)
-class RowWatch:
-    """Rows of one request, by output position: row i is the one that output token i was chosen from.
+class RowRecorder:
+    """Records rows of logits of one request by output position: row i is the one that output token i was chosen from.
 
     Attributes:
-        expected: what plain decoding says; None = this is plain decoding.
+        expected: output tokens of plain decoding; None = this is plain decoding.
         kept: positions whose rows are kept.
-        checksums: of every row up to the first token that differs; empty unless wanted.
+        checksums: of every row up to the first token that differs; empty unless `with_checksums`.
         rows: [V] float32 of the kept positions and of the first token that differs.
         diverged_at: position of that token.
     """
@@ -54,7 +54,7 @@ class RowWatch:
     diverged_at: int | None = None
 
     def see(self, index: int, token: int, row: FloatArray) -> None:
-        """Note the row of one position."""
+        """Record the row of one position."""
         if self.diverged_at is not None:
             return
         if self.with_checksums:
@@ -65,22 +65,22 @@ class RowWatch:
             self.rows[index] = row.copy()
 
 
-class WatchedSpeculator(Speculator):
-    """A speculator that notes the rows of some requests; it decides as any other does."""
+class RecordingSpeculator(Speculator):
+    """A speculator that records the rows of some requests."""
 
-    watches: dict[Request, RowWatch]
+    recorders: dict[Request, RowRecorder]
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
         result, request, logits = super().verify(rows, tree), rows.request, rows.logits
-        watch = self.watches.get(request)
-        if watch is not None:
+        recorder = self.recorders.get(request)
+        if recorder is not None:
             first = request.num_output_tokens
             for depth, (node, token) in enumerate(zip((0, *result.accepted_nodes), result.token_ids, strict=False)):
-                watch.see(first + depth, token, logits[node])
+                recorder.see(first + depth, token, logits[node])
         return result
 
 
-def largest_difference(one: FloatArray, other: FloatArray) -> float:
+def max_abs_difference(one: FloatArray, other: FloatArray) -> float:
     """Largest |difference| of two rows; equal infinities differ by 0, and what is no number differs by infinity."""
     with np.errstate(invalid="ignore"):
         apart = np.where(one == other, np.float32(0.0), np.abs(one - other))
@@ -88,12 +88,12 @@ def largest_difference(one: FloatArray, other: FloatArray) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as it runs.
+class RequestSpec:
+    """A request to run.
 
     Attributes:
-        expected: what plain decoding answers; None = nobody knows, and it is decoded plainly.
-        drafter, max_draft_tokens: who guesses how much.
+        expected: output tokens of plain decoding; None = not known, the request is decoded plainly.
+        drafter, max_draft_tokens: the drafter by name, and its limit a step.
     """
 
     prompt_token_ids: Sequence[int]
@@ -103,14 +103,14 @@ class Asked:
     max_draft_tokens: int | None = None
 
 
-class Subject:
-    """An engine with all drafters and the two adversaries, and what a case may change of it.
+class EngineUnderTest:
+    """An engine with all drafters and two adversaries; a case may change its limits, policy and cache.
 
     Args:
         opened: the engine; it is changed and serves nothing else from now on.
 
     Attributes:
-        drafter_names: of all that can be asked for.
+        drafter_names: names of all drafters.
         is_exact: whether rows must have the bits of plain decoding.
     """
 
@@ -122,29 +122,34 @@ class Subject:
         vocab_size = opened.maker.vocab_size
         self._answers: dict[tuple[tuple[int, ...], int], Sequence[int]] = {}
         self._random_drafter = RandomDrafter(self._answers, vocab_size)
-        self._as_users_have_it = before.policy
+        self._default_policy = before.policy
         members += [WrongDrafter(self._answers, vocab_size), self._random_drafter]
         self.drafter_names = [drafter.name for drafter in members]
-        self._speculator = WatchedSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
-        self._speculator.watches = {}
+        self._speculator = RecordingSpeculator(members, before.policy, vocab_size=vocab_size, layout=engine.cache.layout)
+        self._speculator.recorders = {}
         engine.speculator = self._speculator
         self.is_exact = opened.numerics == "exact"
         self._limits = engine.scheduler.limits
         self._num_salts = 0
 
-    def plain(self, asked: Asked, watch: RowWatch) -> RequestOutput:
-        """The answer to a request that runs alone, without drafts and without cached rows, its prompt in as few passes as can be."""
+    def decode_plain(self, spec: RequestSpec, recorder: RowRecorder) -> RequestOutput:
+        """Return the output of a request that runs alone, without drafts and cached rows, its prompt in as few passes as possible."""
         limits = replace(self._limits, prefill_chunk_size=self._limits.max_num_batched_tokens)
-        (output,) = self._run([asked], [watch], limits, self.new_salts(1), np.random.default_rng(0), event="cold")
+        (output,) = self._run([spec], [recorder], limits, self.new_salts(1), np.random.default_rng(0), event="cold")
         return output
 
-    def answers(
-        self, asked: Sequence[Asked], watches: Sequence[RowWatch], setting: Setting, salts: Sequence[str], random: np.random.Generator
+    def run_requests(
+        self,
+        specs: Sequence[RequestSpec],
+        recorders: Sequence[RowRecorder],
+        setting: Setting,
+        salts: Sequence[str],
+        random: np.random.Generator,
     ) -> list[RequestOutput]:
-        """What requests get that run together in a setting.
+        """Run requests together in a setting and return their outputs.
 
         Args:
-            watches: of each, see its rows.
+            recorders: of each, see its rows.
             salts: of each; those of the same salt share cached rows.
             random: decides who is preempted and how small chunks and passes are.
 
@@ -154,45 +159,45 @@ class Subject:
         self._speculator.policy = self._policy(setting)
         self._random_drafter.reseed(int(random.integers(2**31)))
         try:
-            return self._run(asked, watches, self._limits_of(setting, random), salts, random, setting.event)
+            return self._run(specs, recorders, self._limits_of(setting, random), salts, random, setting.event)
         finally:
-            self._speculator.policy = self._as_users_have_it
+            self._speculator.policy = self._default_policy
 
     def new_salts(self, count: int) -> list[str]:
-        """Salts that no request has had."""
+        """Return cache salts that no request has had."""
         self._num_salts += count
         return [f"proof {number}" for number in range(self._num_salts - count, self._num_salts)]
 
     def check(self) -> None:
-        """That the cache's books are right while nothing runs.
+        """Check that the cache is consistent while nothing runs.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: it is not.
         """
         cache = self.opened.engine.cache
         cache.check()
         if cache.pool.num_free != cache.pool.num_blocks:
-            raise RuntimeError(f"{cache.pool.num_blocks - cache.pool.num_free} blocks of the cache belong to nobody's request")
+            raise RuntimeError(f"{cache.pool.num_blocks - cache.pool.num_free} blocks of the cache belong to no request")
 
     def _run(
         self,
-        asked: Sequence[Asked],
-        watches: Sequence[RowWatch],
+        specs: Sequence[RequestSpec],
+        recorders: Sequence[RowRecorder],
         limits: Limits,
         salts: Sequence[str],
         random: np.random.Generator,
         event: str,
     ) -> list[RequestOutput]:
         engine = self.opened.engine
-        requests = [self._request(one, salt) for one, salt in zip(asked, salts, strict=True)]
-        for request, one, watch in zip(requests, asked, watches, strict=True):
-            self._speculator.watches[request] = watch
+        requests = [self._request(one, salt) for one, salt in zip(specs, salts, strict=True)]
+        for request, one, recorder in zip(requests, specs, recorders, strict=True):
+            self._speculator.recorders[request] = recorder
             if one.expected is not None:
                 self._answers[tuple(one.prompt_token_ids), request.seed] = one.expected
         engine.scheduler.limits = limits
         most_steps = 1000 + 50 * sum(request.max_len for request in requests)
         try:
-            with self._little_room(requests, event), closing(engine.run(requests)) as steps:
+            with self._limit_free_blocks(requests, event), closing(engine.run(requests)) as steps:
                 for number, _ in enumerate(steps):
                     if event == "preempted" and number < _PREEMPT_STEPS and number % _PREEMPT_EVERY == _PREEMPT_EVERY - 1:
                         self._preempt_one(random)
@@ -201,29 +206,29 @@ class Subject:
             return [self.opened.output(request) for request in requests]
         finally:
             engine.scheduler.limits = self._limits
-            self._speculator.watches.clear()
+            self._speculator.recorders.clear()
             self._answers.clear()
 
-    def _request(self, asked: Asked, salt: str) -> Request:
+    def _request(self, spec: RequestSpec, salt: str) -> Request:
         options: RequestOptions = {"cache_salt": salt, "namespace": salt}
-        if asked.expected is None:
+        if spec.expected is None:
             options["speculation"] = {"enabled": False}
         else:
-            name = None if asked.drafter == TOGETHER else asked.drafter
-            options["speculation"] = {"drafter": name, "max_draft_tokens": asked.max_draft_tokens, "trees": True}
+            name = None if spec.drafter == TOGETHER else spec.drafter
+            options["speculation"] = {"drafter": name, "max_draft_tokens": spec.max_draft_tokens, "trees": True}
             if self._speculator.uses_predictions:
-                options["prediction"] = self._prediction(asked.expected)
-        (request,) = self.opened.requests([list(asked.prompt_token_ids)], asked.params, options, is_streamed=False)
+                options["prediction"] = self._prediction(spec.expected)
+        (request,) = self.opened.requests([list(spec.prompt_token_ids)], spec.params, options, is_streamed=False)
         return request
 
     def _prediction(self, expected: Sequence[int]) -> list[int]:
-        """The answer with a token replaced here and there."""
+        """Return the expected output with every seventh token replaced."""
         vocab_size = self.opened.maker.vocab_size
         return [(token + (at % _EDIT_EVERY == _EDIT_EVERY - 2)) % vocab_size for at, token in enumerate(expected)]
 
     def _policy(self, setting: Setting) -> FixedDraftLength:
         if setting.num_draft_tokens == "auto":
-            return self._as_users_have_it
+            return self._default_policy
         count = int(setting.num_draft_tokens)
         return FixedDraftLength(count, row_budget=1 + count * (_TREE_ROWS if setting.shape == "tree" else 1))
 
@@ -236,8 +241,8 @@ class Subject:
         return replace(self._limits, spare_blocks=0) if setting.event == "preempted" else self._limits
 
     @contextmanager
-    def _little_room(self, requests: Sequence[Request], event: str) -> Iterator[None]:
-        """Where requests are to be preempted, blocks for the longest of them and a few more are left of the cache."""
+    def _limit_free_blocks(self, requests: Sequence[Request], event: str) -> Iterator[None]:
+        """For preemption, leave free blocks for the longest request and a few more."""
         cache = self.opened.engine.cache
         room = max(blocks_for(request.max_len, cache.block_size) for request in requests) + len(requests)
         taken = cache.pool.allocate(max(0, cache.pool.num_free - room)) if event == "preempted" else []
@@ -252,7 +257,7 @@ class Subject:
             scheduler.preempt(scheduler.running[int(random.integers(len(scheduler.running)))])
 
 
-def open_subject(engine: EngineConfig, speculation: SpeculationConfig) -> Subject:
+def open_engine_under_test(engine: EngineConfig, speculation: SpeculationConfig) -> EngineUnderTest:
     """Load a target with the drafters that `speculation` names.
 
     Raises:
@@ -262,11 +267,11 @@ def open_subject(engine: EngineConfig, speculation: SpeculationConfig) -> Subjec
     names = (speculation.drafter,) if isinstance(speculation.drafter, str) else speculation.drafter
     if "none" in names:
         raise ConfigError("drafter 'none' leaves nothing to compare plain decoding with: name a drafter, or none at all for every one")
-    return Subject(open_engine(engine, speculation))
+    return EngineUnderTest(open_engine(engine, speculation))
 
 
 def _tell_apart(drafters: Sequence[Drafter]) -> None:
-    """Number those that have the same name."""
+    """Number drafters with the same name."""
     seen: dict[str, int] = {}
     for drafter in drafters:
         seen[drafter.name] = seen.get(drafter.name, 0) + 1
@@ -275,8 +280,8 @@ def _tell_apart(drafters: Sequence[Drafter]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """A plain answer.
+class ReferenceOutput:
+    """Output of plain decoding.
 
     Attributes:
         checksums: of the row of each output token; empty where numerics are fast.
@@ -290,37 +295,37 @@ class Reference:
     rows: Mapping[int, FloatArray]
 
 
-class References:
-    """Plain answers, computed when they are first asked for."""
+class ReferenceOutputs:
+    """Outputs of plain decoding, computed on first use."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._known: dict[tuple[tuple[int, ...], str], Reference] = {}
+    def __init__(self, engine_under_test: EngineUnderTest) -> None:
+        self._engine_under_test = engine_under_test
+        self._known: dict[tuple[tuple[int, ...], str], ReferenceOutput] = {}
         self.num_made = 0
         self.num_tokens = 0
 
-    def of(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Reference:
-        """The plain answer to a request."""
+    def get(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
+        """Return the output of plain decoding for a request."""
         key = tuple(prompt_token_ids), repr(params)
         if key not in self._known:
             self._known[key] = self._make(prompt_token_ids, params)
         return self._known[key]
 
-    def row(self, reference: Reference, index: int) -> FloatArray | None:
-        """[V] float32, the row that plain decoding chose output token `index` from, decoded again; None = it is not reached."""
-        watch = RowWatch(kept=frozenset([index]))
-        self._subject.plain(Asked(reference.prompt_token_ids, reference.params), watch)
-        return watch.rows.get(index)
+    def row(self, reference: ReferenceOutput, index: int) -> FloatArray | None:
+        """Decode again and return the row, [V] float32, that output token `index` was chosen from; None if it is not reached."""
+        recorder = RowRecorder(kept=frozenset([index]))
+        self._engine_under_test.decode_plain(RequestSpec(reference.prompt_token_ids, reference.params), recorder)
+        return recorder.rows.get(index)
 
-    def forget(self) -> None:
-        """Forget all of them, before a round that asks for others."""
+    def clear(self) -> None:
+        """Drop all of them before a round with other requests."""
         self._known.clear()
 
-    def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Reference:
-        is_exact = self._subject.is_exact
+    def _make(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> ReferenceOutput:
+        is_exact = self._engine_under_test.is_exact
         kept = frozenset() if is_exact else frozenset([params.max_tokens // _EVERY])
-        watch = RowWatch(kept=kept, with_checksums=is_exact)
-        output = self._subject.plain(Asked(prompt_token_ids, params), watch)
+        recorder = RowRecorder(kept=kept, with_checksums=is_exact)
+        output = self._engine_under_test.decode_plain(RequestSpec(prompt_token_ids, params), recorder)
         self.num_made += 1
         self.num_tokens += len(output.token_ids)
-        return Reference(prompt_token_ids, params, output, watch.checksums, watch.rows)
+        return ReferenceOutput(prompt_token_ids, params, output, recorder.checksums, recorder.rows)
