@@ -1,13 +1,13 @@
-"""Greedy tokens of GGUF files, ours beside llama.cpp's: how often they are the same, and how near a tie every difference is.
+"""Greedy tokens of GGUF files, ours compared with llama.cpp's: how often they are the same, and how near a tie every difference is.
 
     python tools/compare_llama_cpp.py MODEL --work DIR --llama-python PYTHON_WITH_LLAMA_CPP --prompts PROMPTS.jsonl
 
 MODEL is a bf16 Llama directory with a byte-level BPE tokenizer; it is written as BF16, Q8_0 and Q4_0 GGUF first. As shipped both round
-activations in front of such matrices, to 8 bits or to bfloat16. A sum in another order moves a value across a rounding border now and then,
+activations before such matrices, to 8 bits or to bfloat16. A sum in another order moves a value across a rounding border now and then,
 and what follows differs by as much as rounding does, so the two may part where the best two tokens are nearly level: both margins are
-shown, as logits, at the first token that differs. The yardstick is llama.cpp beside itself, prompts in one pass and token by token.
+shown, as logits, at the first token that differs. The yardstick is llama.cpp compared with itself, prompts in one pass and token by token.
 
-With --float32 nobody rounds: both read the same files, we with dtype="f32", and llama.cpp, built with a BLAS, multiplies whole batches in
+With --float32 neither rounds: both read the same files, we with dtype="f32", and llama.cpp, built with a BLAS, multiplies whole batches in
 float32. What then still differs is how the file was read. `make test-clients` builds such a llama.cpp. Prompts: a file with one JSON object
 or string a line.
 """
@@ -19,8 +19,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-from bench_models import write_gguf
 
 KINDS = ("BF16", "Q8_0", "Q4_0")
 LEAST_ROWS = 32  # ggml-blas.cpp leaves smaller products to the kernels that round
@@ -146,7 +144,7 @@ def compare(file: Path, prompts: list[list[int]], options: argparse.Namespace) -
         piecewise = ask_llama_cpp(file, prompts, options, 1)
         pairs = zip(theirs, piecewise, strict=True)
         with_itself = sum([one["token"] for one in whole] == [one["token"] for one in pieces] for whole, pieces in pairs)
-        print(f"  llama.cpp beside itself, prompts in one pass and token by token: {with_itself} of {len(prompts)}")
+        print(f"  llama.cpp compared with itself, prompts in one pass and token by token: {with_itself} of {len(prompts)}")
     for item in differences:
         tie = "the same two tokens, swapped" if item["swapped"] else "other tokens"
         print(
@@ -177,7 +175,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--float32", action="store_true", help="let nobody round activations; llama.cpp must be built with a BLAS")
+    parser.add_argument("--float32", action="store_true", help="do not round activations; llama.cpp must be built with a BLAS")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -189,6 +187,9 @@ def main() -> None:
         greedy = llama_cpp_greedy if "piece" in work else llama_cpp_in_float32
         print(json.dumps(greedy(Path(work.pop("file")), **work)))
         return
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from harness.llama_gguf import write_gguf
+
     options.work.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(options.prompts, options.model, options.count)
     results = []

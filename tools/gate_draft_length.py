@@ -24,7 +24,7 @@ from statistics import fmean
 
 import numpy as np
 
-from bench_machine import REPOSITORY, describe_machine, markdown_table
+from reporting import REPOSITORY, describe_machine, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 

@@ -147,7 +147,7 @@ class Stream:
 
 
 class Comparison:
-    """Runs a text through the grown model while its layers are made, with exact and with rounded weights, beside the source's logits."""
+    """Runs a text through the grown model layer by layer, with exact and rounded weights, compared with the source's logits."""
 
     def __init__(self, source: Source, sizes: Sizes, token_ids: list[int], dtype: torch.dtype) -> None:
         self.token_ids, self._sizes, self._dtype = torch.tensor(token_ids), sizes, dtype

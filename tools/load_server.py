@@ -1,4 +1,4 @@
-"""What a server does when more is asked of it than it can do: who is admitted, who is told to come again, how long answers take.
+"""Overload a server: measure how many requests are admitted and refused, and how long answers take.
 
     python tools/load_server.py --seconds 600 --factor 2
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench_machine import describe_machine
+from reporting import describe_machine
 
 CHAT = "/v1/chat/completions"
 QUESTIONS = ["I need a taxi to the airport.", "Tell me of the sea.", "What is a lighthouse?", "Count from one to nine."]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench_machine import describe_machine
 from paceline.config import KV_CACHE_DTYPES, QuantOptions, cache_directory, quant_options
 from paceline.hub import resolve
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
@@ -26,6 +25,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
+from reporting import describe_machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,8 @@
-"""Writes GGUF files with random weights in the shapes of published models, cut to fewer layers, for bench_passes.py.
+"""Write GGUF files with random weights in the shapes of published models, cut to fewer layers, for `bench.py passes`.
 
 python tools/random_gguf.py DIR/qwen3-30b-a3b.gguf --model qwen3-30b-a3b --layers 10
 python tools/random_gguf.py DIR/llama-8b.gguf --model llama-8b-q4_k_m --layers 32
-python tools/random_gguf.py DIR/qwen3.5-0.8b.gguf --model qwen3.5-0.8b-q8_0 --layers 24 --module
-
-With a module for multi-token prediction a file has a vocabulary too, so that bench_mtp.py can decode with it.
+python tools/random_gguf.py DIR/qwen3.5-0.8b.gguf --model qwen3.5-0.8b-q8_0 --layers 24
 """
 
 import argparse
@@ -30,7 +28,7 @@ class Tensor:
 
 @dataclass
 class Model:
-    """What a file holds: its architecture, metadata by their names behind it, and tensors."""
+    """Content of a file: architecture, metadata by name without the architecture's prefix, and tensors."""
 
     architecture: str
     metadata: dict[str, Any]
@@ -145,12 +143,11 @@ def gemma4_e4b(layers: int) -> Model:
     return model
 
 
-def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_heads: int, kind: str, *, has_module: bool) -> Model:
+def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_heads: int, kind: str) -> Model:
     """Three of four layers have a gated delta rule, with 16 key heads of 128 values.
 
     Args:
         heads: of attention, for queries and for keys.
-        has_module: behind its layers stands a module for multi-token prediction.
     """
     vocab, head, keys, values = 248320, 256, 16 * 128, value_heads * 128
     model = Model(
@@ -160,13 +157,13 @@ def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_h
             "attention.key_length": head, "attention.value_length": head, "rope.freq_base": 1e7, "rope.dimension_count": 64,
             "rope.dimension_sections": [11, 11, 10, 0], "context_length": 262144, "vocab_size": vocab, "full_attention_interval": 4,
             "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16,
-            "ssm.time_step_rank": value_heads, "ssm.inner_size": values, "block_count": layers + has_module,
+            "ssm.time_step_rank": value_heads, "ssm.inner_size": values, "block_count": layers,
         },
     )  # fmt: skip
     model.add("token_embd.weight", (vocab, hidden), "Q6_K" if kind == "Q4_K" else kind)
-    for layer in range(layers + has_module):
+    for layer in range(layers):
         prefix = f"blk.{layer}"
-        if (layer + 1) % 4 == 0 or layer == layers:
+        if (layer + 1) % 4 == 0:
             _attention(model, prefix, hidden, (2 * heads[0], heads[1], head), kind, has_norms=True)
             model.tensors[-3] = Tensor(f"{prefix}.attn_output.weight", (hidden, heads[0] * head), kind)  # the other half are gates
         else:
@@ -183,22 +180,17 @@ def qwen35(layers: int, hidden: int, inner: int, heads: tuple[int, int], value_h
         for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             model.add(f"{prefix}.ffn_{part}.weight", shape, kind)
     model.add("output_norm.weight", (hidden,))
-    if has_module:
-        model.metadata["nextn_predict_layers"] = 1
-        model.add(f"blk.{layers}.nextn.eh_proj.weight", (hidden, 2 * hidden), kind)
-        for norm in ("enorm", "hnorm", "shared_head_norm"):
-            model.add(f"blk.{layers}.nextn.{norm}.weight", (hidden,))
     return model
 
 
-def qwen35_small(kind: str, *, has_module: bool = False) -> Callable[[int], Model]:
+def qwen35_small(kind: str) -> Callable[[int], Model]:
     """Qwen3.5-0.8B."""
-    return lambda layers: qwen35(layers, 1024, 3584, (8, 2), 16, kind, has_module=has_module)
+    return lambda layers: qwen35(layers, 1024, 3584, (8, 2), 16, kind)
 
 
-def qwen35_large(kind: str, *, has_module: bool = False) -> Callable[[int], Model]:
+def qwen35_large(kind: str) -> Callable[[int], Model]:
     """Qwen3.5-9B; with 8 layers of 32 its weights are 2 billion."""
-    return lambda layers: qwen35(layers, 4096, 12288, (16, 4), 32, kind, has_module=has_module)
+    return lambda layers: qwen35(layers, 4096, 12288, (16, 4), 32, kind)
 
 
 def llama(layers: int, hidden: int, inner: int, vocab: int, kind: str) -> Model:
@@ -243,12 +235,10 @@ MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0",
 LLAMA_KINDS = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ4_XS")
 MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_KINDS}  # 16 layers: 1.04 billion weights
 MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_KINDS}  # 32 layers
-WITH_MODULE = {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind, has_module=True) for kind in ("Q8_0", "Q4_0", "Q4_K")}
-WITH_MODULE |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind, has_module=True) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """Tokens that stand for nothing."""
+    """Tokens without a text, so that a tokenizer can be made of the file."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     tokens = ["<|endoftext|>", "w", "1", "w1"]
@@ -267,10 +257,7 @@ def write(path: Path, model: Model) -> None:
             writer.add_array(key, value)
         else:
             {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
-    if "nextn_predict_layers" in model.metadata:
-        _add_vocabulary(writer, model.metadata["vocab_size"])
-    else:
-        writer.add_tokenizer_model("no_vocab")
+    _add_vocabulary(writer, model.metadata["vocab_size"])
     for tensor in model.tensors:
         shape = byte_shape(tensor)
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
@@ -336,11 +323,8 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--module", action="store_true", help="a module for multi-token prediction behind the layers (qwen3.5)")
     options = parser.parse_args()
-    if options.module and options.model not in WITH_MODULE:
-        parser.error(f"--module is for {', '.join(WITH_MODULE)}")
-    write(options.path, (WITH_MODULE if options.module else MODELS)[options.model](options.layers))
+    write(options.path, MODELS[options.model](options.layers))
 
 
 if __name__ == "__main__":

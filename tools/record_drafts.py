@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from bench_machine import REPOSITORY, markdown_table
+from reporting import REPOSITORY, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
 from harness.recorded_traces import FOLDER, write_traces  # noqa: E402
 from harness.replay import DEEPEST, Recorder, Trace  # noqa: E402
-from paceline.benchmarking.workloads import own_workloads  # noqa: E402
-from paceline.benchmarking.workloads.made import Encoded, copies, encode  # noqa: E402
+from paceline.benchmarking.requests import EncodedPrompt, encode, make_copy_prompts  # noqa: E402
+from paceline.benchmarking.workloads import builtin_workloads  # noqa: E402
 from paceline.drafters.ngram import NgramDrafter  # noqa: E402
 from paceline.drafters.suffix import SuffixDrafter  # noqa: E402
 from paceline.engine.engine import Engine  # noqa: E402
@@ -52,19 +52,19 @@ def record(llm: LLM, drafter: Drafter, prompt: Sequence[int], params: SamplingPa
     return Trace([int(token) for token in output], drafts, params.temperature)
 
 
-def prompts_of(llm: LLM, kind: str, count: int, max_tokens: int) -> list[Encoded]:
+def prompts_of(llm: LLM, kind: str, count: int, max_tokens: int) -> list[EncodedPrompt]:
     """Prompts of the package, as token ids."""
-    (workload,) = own_workloads((kind,))
+    (workload,) = builtin_workloads((kind,))
     tokenizer = llm.tokenizer
     prompts = [encode(prompt, tokenizer, llm.vocab_size) for prompt in workload.prompts[:count]]
     if workload.makes_copies:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         answer = partial(_answer, llm, params)
-        return copies(prompts, answer, tokenizer, in_prompt=True, vocab_size=llm.vocab_size, seed=SEED)
+        return make_copy_prompts(prompts, answer, tokenizer, in_prompt=True, vocab_size=llm.vocab_size, seed=SEED)
     return prompts
 
 
-def _answer(llm: LLM, params: SamplingParams, prompt: Encoded) -> list[int]:
+def _answer(llm: LLM, params: SamplingParams, prompt: EncodedPrompt) -> list[int]:
     return record(llm, NgramDrafter(), prompt.prompt_ids, params).token_ids  # type: ignore[return-value]
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_machine import REPOSITORY
+from reporting import REPOSITORY
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 

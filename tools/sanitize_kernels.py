@@ -3,7 +3,7 @@
     python tools/sanitize_kernels.py [--compiler clang] [--only thread] [-- PYTEST_ARGUMENTS]
 
 The compiler that builds the package brings no sanitizers, so this takes a clang of the system (16 or later; Debian: clang-19
-libclang-rt-19-dev) and is skipped where there is none. Python itself is not instrumented: the sanitizer is loaded in front of it, and a
+libclang-rt-19-dev) and is skipped where there is none. Python itself is not instrumented: the sanitizer is preloaded, and a
 copy of the package holds the instrumented kernels.
 """
 
@@ -59,7 +59,7 @@ def find_compiler(given: str | None) -> str | None:
 
 
 def runtime_of(compiler: str, sanitizer: str) -> Path:
-    """The library that is loaded in front of Python."""
+    """Return the library to preload."""
     name = f"libclang_rt.{RUNTIMES[sanitizer]}-{platform.machine()}.so"
     return Path(subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip())
 

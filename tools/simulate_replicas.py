@@ -9,7 +9,7 @@ at a time, the others wait in their order. Running samples share it: with k of t
 a request asks for is drawn from measured requests; its beginning from a few popular ones (Zipf). A replica keeps the rows of the beginnings
 it has met last, and needs no pass for those. It fails at random; what it had is lost, and it comes back after a while, empty.
 
-`tools/measure_replica.py` measures the times. The same seed gives the same table.
+docs/scaling.md has how the times were measured. The same seed gives the same table.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from bench_machine import REPOSITORY, markdown_table
+from reporting import REPOSITORY, markdown_table
 
 sys.path[:0] = [str(REPOSITORY / "src")]
 
@@ -304,11 +304,11 @@ HEADERS = ["replicas", "fronts", "requests/s", "tokens/s", "p50 s", "p95 s", "p9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=Path, default=TIMES, help="what tools/measure_replica.py wrote")
+    parser.add_argument("--times", type=Path, default=TIMES, help="JSON file of the times of one replica and its front")
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
     parser.add_argument("--num-running", type=int, default=8, help="samples that a replica runs at a time")
     parser.add_argument("--load", type=float, default=0.7)
-    parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, behind the same front")
+    parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, with the same front")
     parser.add_argument("--max-lead", type=int, default=DEFAULT_MAX_LEAD)
     parser.add_argument("--num-beginnings", type=int, default=50, help="popular beginnings for each replica; 0 = none")
     parser.add_argument("--mtbf-s", type=float, default=7 * 86_400.0, help="mean seconds between two failures of a replica")

@@ -86,39 +86,6 @@ def resolve(
     return _from_hub(name, gguf_file, revision=revision, token=token, offline=offline, with_heads=with_heads)
 
 
-def is_hub_id(model: str | Path) -> bool:
-    """Whether a name can only mean a model on the hub: an owner and a name, and no such path here."""
-    return isinstance(model, str) and _HUB_ID.fullmatch(model) is not None and not os.path.exists(_expanded(Path(model)))
-
-
-def cached_models() -> dict[str, Path]:
-    """The models in the hub's local cache by their ids: the commit of each that is in use. No server is asked."""
-    from huggingface_hub import constants
-
-    found: dict[str, Path] = {}
-    for folder in _readable(Path(constants.HF_HUB_CACHE)):
-        commits = [path for path in _readable(folder / "snapshots") if os.path.isdir(path)] if folder.match("models--*--*") else []
-        if commits:
-            found[folder.name.removeprefix("models--").replace("--", "/", 1)] = _commit_in_use(folder, commits)
-    return found
-
-
-def _readable(directory: Path) -> list[Path]:
-    """What is in a directory, sorted; nothing where it cannot be read."""
-    try:
-        return sorted(directory.iterdir())
-    except OSError:
-        return []
-
-
-def _commit_in_use(folder: Path, commits: Sequence[Path]) -> Path:
-    try:
-        main = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        main = folder
-    return main if main in commits else max(commits, key=lambda path: path.stat().st_mtime)
-
-
 def _expanded(path: Path) -> Path:
     try:
         return path.expanduser()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.benchmarking.peers import PEERS
-from paceline.benchmarking.peers.environment import environment_python, make_environment
+from paceline.benchmarking.peers import PEERS, environment_python, make_environment
 
 our_margin = importlib.import_module("compare_llama_cpp").our_margin
 

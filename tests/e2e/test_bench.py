@@ -72,16 +72,6 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], sai
     assert time.monotonic() - start < 20
 
 
-def test_pictures_need_an_extra_that_the_error_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "1")
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    done = bench("--plots", str(tmp_path / "plots"))
-    assert done.exit_code == 1
-    assert "--plots needs matplotlib: pip install" in done.stderr
-    assert "[bench]" in done.stderr
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "result.json"

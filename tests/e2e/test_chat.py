@@ -20,10 +20,9 @@ from typer.testing import CliRunner, Result
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.chat import Chat
-from paceline.cli.conversation import Conversation
+from paceline.cli.chat import Chat, Conversation
 from paceline.cli.message_input import Entry
-from paceline.cli.reporting import say
+from paceline.cli.reporting import print_notice
 from paceline.errors import CapacityError, RequestError
 from paceline.sampling.params import SamplingParams
 
@@ -79,7 +78,7 @@ def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
     [
         ("/nonsense", "/nonsense is not a command; /help lists them"),
         ("/sett temperature 1", "/sett is not a command; did you mean /set?"),
-        ("/retry now", "/retry takes nothing behind it"),
+        ("/retry now", "/retry takes no argument"),
         ("/retry", "/retry: nothing was said yet"),
         ("/set tempature 1", "/set: there is no tempature; did you mean temperature?"),
         ("/set temperature warm", "temperature: 'warm' is not a number"),
@@ -185,7 +184,7 @@ def test_statistics_are_folded_between_words_on_a_terminal_and_nowhere_else(monk
     monkeypatch.setenv("COLUMNS", "30")
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        say(text)
+        print_notice(text)
         lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in stream.getvalue().splitlines()]
         assert " ".join(lines) == text
         assert (max(map(len, lines)) <= 30) is stream.isatty()
@@ -217,7 +216,7 @@ def test_an_interrupt_behind_an_answer_ends_no_conversation(monkeypatch: pytest.
         if len(told) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules[Chat.__module__], "say", say_and_be_interrupted)
+    monkeypatch.setattr(sys.modules[Chat.__module__], "print_notice", say_and_be_interrupted)
     conversation = Conversation(SamplingParams())
     Chat(llm, conversation, Sitter("Hi", "And?"), show_drafts=False, quiet=False).run()  # type: ignore[arg-type]
     assert [turn["content"] for turn in conversation.turns] == ["Hi", TEXT, "And?", TEXT]

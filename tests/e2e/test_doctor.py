@@ -42,7 +42,7 @@ from paceline.installation import install_extra
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.proof.probe import expected_speedup, predict, probe
 from paceline.runtimes import backend
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -114,7 +114,7 @@ def test_a_disjoint_pair(mini_dir: Path, tmp_path: Path) -> None:
 def test_a_pair_that_cannot_work(mini_dir: Path, draft: Path) -> None:
     code, facts = ask("--drafter", draft)
     assert (code, facts["works"]) == (1, False)
-    assert f"the draft model {draft} cannot guess for {mini_dir}: disjoint vocabularies" in facts["problems"][0]
+    assert f"the draft model {draft} cannot draft for {mini_dir}: disjoint vocabularies" in facts["problems"][0]
     assert "at least 50% are needed" in facts["problems"][0]
     code, said = text("--drafter", draft)
     assert code == 1
@@ -132,7 +132,7 @@ def test_a_shorter_context_other_ends_and_a_large_draft_model_are_noted(target: 
 
 
 def test_a_drafter_named_twice_is_one_problem(target: Path) -> None:
-    found = diagnose(DoctorQuestion(model=str(target), drafters=["ngram", "suffix", "ngram"]))
+    found = diagnose(DoctorOptions(model=str(target), drafters=["ngram", "suffix", "ngram"]))
     assert found.problems == ["drafter 'ngram' was given more than once: name each drafter once"]
 
 
@@ -204,7 +204,7 @@ def test_a_head_is_judged_by_its_shapes(heads: HeadPairs, kind: str) -> None:
         assert 0.2 < halved / head["stored_bytes"] < 0.6
     quantization = QuantOptions(bits=8)
     model, drafter = heads.pairs[kind]
-    (found,) = diagnose(DoctorQuestion(model=str(model), drafters=[drafter], draft_quantization=quantization)).drafters
+    (found,) = diagnose(DoctorOptions(model=str(model), drafters=[drafter], draft_quantization=quantization)).drafters
     assert found.head is not None
     assert halved == quantized_weights(Weights(found.head.weights), quantization, None).nbytes
     code, said = text(*heads.arguments(kind))
@@ -336,7 +336,7 @@ def test_a_model_that_is_not_there_is_not_downloaded() -> None:
 
 
 def test_a_model_too_big_for_memory(target: Path) -> None:
-    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=100_000))
+    found = diagnose(DoctorOptions(model=str(target), memory_bytes=100_000))
     assert not found.works
     assert "0.0001 GB are free: use --quantization int8 or int4" in found.problems[0]
     for size in ("nan", "inf", "0", "-1"):
@@ -352,8 +352,8 @@ def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
     shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])
-    plain = diagnose(DoctorQuestion(model=str(target))).memory
-    with_adapter = DoctorQuestion(model=str(target), adapters={"a": str(adapter)})
+    plain = diagnose(DoctorOptions(model=str(target))).memory
+    with_adapter = DoctorOptions(model=str(target), adapters={"a": str(adapter)})
     memory = diagnose(with_adapter).memory
     assert plain is not None
     assert memory is not None
@@ -364,7 +364,7 @@ def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
 
 def test_x_lora_is_named_with_what_it_takes(target: Path, tmp_path: Path) -> None:
     directory = write_xlora(tmp_path / "mix", read_model_config(target), seed=1)
-    plain, mixed = (diagnose(DoctorQuestion(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
+    plain, mixed = (diagnose(DoctorOptions(model=str(target), adapters=own)) for own in ({}, {"mix": str(directory)}))
     assert plain.memory is not None
     assert mixed.memory is not None
     assert mixed.works
@@ -376,17 +376,17 @@ def test_x_lora_is_named_with_what_it_takes(target: Path, tmp_path: Path) -> Non
     (directory / "adapter_model.safetensors").unlink()
     assert any(
         "where X-LoRA's classifier is" in one
-        for one in diagnose(DoctorQuestion(model=str(target), adapters={"mix": str(directory)})).problems
+        for one in diagnose(DoctorOptions(model=str(target), adapters={"mix": str(directory)})).problems
     )
 
 
 def test_a_context_too_long_for_memory_is_a_note(target: Path) -> None:
-    memory = diagnose(DoctorQuestion(model=str(target))).memory
+    memory = diagnose(DoctorOptions(model=str(target))).memory
     assert memory is not None
-    enough = diagnose(DoctorQuestion(model=str(target), memory_bytes=memory.full_context_bytes))
+    enough = diagnose(DoctorOptions(model=str(target), memory_bytes=memory.full_context_bytes))
     assert (enough.works, enough.notes) == (True, [])
     less = memory.full_context_bytes - memory.cache_bytes_per_1k * 100 // 1000
-    found = diagnose(DoctorQuestion(model=str(target), memory_bytes=less, max_model_len=512))
+    found = diagnose(DoctorOptions(model=str(target), memory_bytes=less, max_model_len=512))
     assert found.works
     assert "there is room for 412 tokens" in found.notes[0]
 
@@ -395,13 +395,13 @@ def test_of_layers_with_a_window_the_window_is_counted(tmp_path: Path) -> None:
     values = {"num_hidden_layers": 4, "max_position_embeddings": 30_000, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     target = write_checkpoint(tmp_path, "gemma3_text", sliding_window=100, layer_types=kinds, **values)
-    memory = diagnose(DoctorQuestion(model=str(target), drafters=["none"])).memory
+    memory = diagnose(DoctorOptions(model=str(target), drafters=["none"])).memory
     assert memory is not None
     row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, bytes
     assert memory.cache_bytes(500) == 500 * row
     assert memory.cache_bytes(30_000) == (30_000 + 740) * row // 2
     tight = diagnose(
-        DoctorQuestion(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + memory.pass_bytes + 10_740 * row // 2)
+        DoctorOptions(model=str(target), drafters=["none"], memory_bytes=memory.weights_bytes + memory.pass_bytes + 10_740 * row // 2)
     ).memory
     assert tight is not None
     assert tight.context_that_fits == 10_000
@@ -409,7 +409,7 @@ def test_of_layers_with_a_window_the_window_is_counted(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_is_added(target: Path, draft: Path) -> None:
-    alone, pair = (diagnose(DoctorQuestion(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
+    alone, pair = (diagnose(DoctorOptions(model=str(target), drafters=names)).memory for names in (["none"], [str(draft)]))
     assert alone is not None
     assert pair is not None
     assert pair.draft is not None
@@ -419,7 +419,7 @@ def test_a_draft_model_is_added(target: Path, draft: Path) -> None:
 def test_quantised_weights_take_less(mini_dir: Path) -> None:
     sizes = []
     for quantization in (None, QuantOptions(bits=8), QuantOptions(bits=4)):
-        memory = diagnose(DoctorQuestion(drafters=["none"], quantization=quantization)).memory
+        memory = diagnose(DoctorOptions(drafters=["none"], quantization=quantization)).memory
         assert memory is not None
         sizes.append(memory.weights_bytes)
     assert sizes == sorted(sizes, reverse=True)
@@ -438,7 +438,7 @@ def test_a_machine_on_which_nothing_runs_is_a_problem_not_an_error(target: Path,
 def test_a_context_longer_than_the_model_was_made_for_is_a_problem(target: Path) -> None:
     code, facts = ask("--model", target, "--max-model-len", "513")
     assert code == 1
-    assert facts["problems"] == ["max_model_len is 513, the model was made for 512 tokens: lower max_model_len"]
+    assert facts["problems"] == ["max_model_len is 513, the model's limit is 512: lower max_model_len"]
 
 
 # GGUF
@@ -474,7 +474,7 @@ def test_a_gguf_file_takes_less_when_it_is_quantised_further(tmp_path: Path) -> 
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263)
     write_byte_level_tokenizer(directory)
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0", metadata=byte_level_vocabulary(directory))
-    memory = diagnose(DoctorQuestion(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
+    memory = diagnose(DoctorOptions(model=str(path), drafters=["none"], quantization=QuantOptions(bits=4))).memory
     assert memory is not None
     weights = load_runtime(path, RuntimeOptions(quantization=QuantOptions(bits=4), backend="native")).runtime.weights
     assert memory.weights_bytes == weights.nbytes == Weights(weights).nbytes
@@ -518,7 +518,7 @@ def test_a_pair_of_large_vocabularies_is_judged_in_two_seconds(tmp_path: Path, s
         (path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
         paths.append(path)
     start = time.process_time()
-    found = diagnose(DoctorQuestion(model=str(paths[0]), drafters=[str(paths[1])]))
+    found = diagnose(DoctorOptions(model=str(paths[0]), drafters=[str(paths[1])]))
     assert time.process_time() - start < 2.0
     pair = found.drafters[0].pair
     assert pair is not None
@@ -555,3 +555,24 @@ def test_a_disturbed_measurement_promises_no_more_than_is_possible() -> None:
 
 def test_where_drafting_cannot_pay_none_is_predicted() -> None:
     assert [(one.num_draft_tokens, one.speedup) for one in predict({1: 1.0, 2: 2.0, 5: 5.0}, 1.0)] == [(0, 1.0)] * 3
+
+
+# Suggestions
+
+
+def test_published_drafters_of_a_model_that_is_not_here_are_listed() -> None:
+    code, facts = ask("--model", "Qwen/Qwen3-8B")
+    names = {one["drafter"]: one for one in facts["suggested_drafters"]}
+    assert code == 1
+    assert {"RedHatAI/Qwen3-8B-speculator.eagle3", "AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-0.6B", "ngram"} <= names.keys()
+    assert names["AngelSlim/Qwen3-8B_eagle3"]["slowest"] is None
+    said = text("--model", "Qwen/Qwen3-8B")[1]
+    assert "Qwen/Qwen3-0.6B draft_model on the Hugging Face hub 0.6 B 55% to 80% not measured" in said
+
+
+def test_a_probe_predicts_speedups_of_drafters_to_try(target: Path) -> None:
+    code, facts = ask("--model", target, "--drafter", "none", "--probe")
+    assert code == 0
+    suggested = facts["suggested_drafters"]
+    assert [one["location"] for one in suggested] == ["built_in"] * 3
+    assert all(one["fastest"]["speedup"] >= one["slowest"]["speedup"] >= 1.0 for one in suggested)

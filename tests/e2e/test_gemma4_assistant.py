@@ -18,7 +18,7 @@ from paceline.drafters.gemma4_assistant.drafter import AssistantDrafter
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.base import Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
@@ -156,7 +156,7 @@ def test_an_assistant_beside_its_target_is_taken_without_being_named(pair: tuple
 
 
 def test_doctor_knows_an_assistant(pair: tuple[Path, Path]) -> None:
-    diagnosis = diagnose(DoctorQuestion(model=str(pair[0]), drafters=(str(pair[1]),)))
+    diagnosis = diagnose(DoctorOptions(model=str(pair[0]), drafters=(str(pair[1]),)))
     assert not diagnosis.problems
 
 

@@ -25,7 +25,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import Assistant, load_assist
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
 from paceline.models.weights import Tensor
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 
 pytest.importorskip("gguf")
 
@@ -184,7 +184,7 @@ def drafter_of(model: Path) -> str:
 def test_doctor_knows_a_file(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     target, directory = pair_of("clusters")
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", "Q8_0")
-    assert not diagnose(DoctorQuestion(model=str(target), drafters=(str(path),))).problems
+    assert not diagnose(DoctorOptions(model=str(target), drafters=(str(path),))).problems
 
 
 def _without_a_projection(arrays: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.errors import IncompatibleDrafterError
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.native.library import kernels_path
 
 pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
@@ -73,7 +73,7 @@ def default_of(head: Path, target: Path) -> EagleConfig:
 def notes_of(target: Path, head: Path, **options: object) -> list[str]:
     """What a probe says about the head's options."""
     arguments = {"model": str(target), "drafter": str(head), "drafter_options": options, **LIMITS}
-    question = DoctorQuestion(model=str(target), drafters=(str(head),), drafter_options=options, probe_arguments=arguments)
+    question = DoctorOptions(model=str(target), drafters=(str(head),), drafter_options=options, probe_arguments=arguments)
     found = diagnose(question)
     assert found.problems == []
     return [note for note in found.notes if "drafts better" in note]

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.reporting import say, say_error
+from paceline.cli.reporting import print_error, print_notice
 
 CLEAR = "\x1b[2J\x1b]0;gone\x07\x9b31m\u202e"
 CONFIG: dict[str, Any] = {
@@ -64,8 +64,8 @@ def test_a_name_with_escape_sequences_is_shown_and_does_nothing(case: str, comma
 
 
 def test_notices_are_texts_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    say(f"the head {CLEAR} holds\nanother line")
-    say_error(f"the library says {CLEAR}")
+    print_notice(f"the head {CLEAR} holds\nanother line")
+    print_error(f"the library says {CLEAR}")
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if not line.isprintable()] == []
     assert len(lines) == 3

@@ -24,7 +24,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import WeightType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor, Tensor, Weights, as_float32, to_bf16
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.network import NativeNetwork
@@ -195,7 +195,7 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
-        diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization=quantization)).memory
+        diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization=quantization)).memory
         for quantization in ("auto", "none")
     ]
     assert facts[0].draft.weights_bytes - facts[1].draft.weights_bytes == FIRST * 64 + FIRST * 4
@@ -310,8 +310,8 @@ def test_a_text_says_which_ids_are_drafted(
     assert len(proposed) > 3
     assert proposed <= set(ids)
     assert llm.stats().drafter_failures == 0
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
-    whole = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), draft_quantization="none"))
+    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options, draft_quantization="none"))
+    whole = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), draft_quantization="none"))
     assert found.memory.draft.weights_bytes - whole.memory.draft.weights_bytes == FIRST * 64 * 4
     assert f"drafts the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
@@ -325,7 +325,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
         return replace(module, config=replace(module.config, own_lm_head=True))
 
     def bytes_of(**options: int) -> int:
-        question = DoctorQuestion(
+        question = DoctorOptions(
             model=str(target),
             drafters=("mtp",),
             drafter_options=options,
@@ -346,7 +346,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
 def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, options = write_whole(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options=options))
+    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options))
     assert any(text in problem for problem in found.problems)
     monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):
@@ -366,9 +366,9 @@ def test_all_ids_are_drafted_where_nothing_is_said(tmp_path: Path) -> None:
 def test_more_ids_than_there_are_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = write_whole(tmp_path)
     text = "drafter_options: draft_vocab_size is 608 and the target has 600 ids: use at most 600, or leave it out to draft all ids"
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
+    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": 608}))
     assert text in found.problems
-    found = diagnose(DoctorQuestion(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
+    found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options={"draft_vocab_size": ASKED}))
     assert found.problems == []
     monkeypatch.setattr("paceline.engine.loader.load_runtime", lambda *given, **named: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=text):

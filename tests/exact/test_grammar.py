@@ -12,12 +12,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from harness.adversaries import ChaosDrafter
 from harness.always_drafts import set_drafters
 from harness.grammar_schemas import random_schema
 from paceline import LLM, SamplingParams
 from paceline.errors import RequestError
 from paceline.outputs import RequestOutput
+from paceline.proof.exactness.adversaries import ChaosDrafter
 from paceline.runtimes.native.library import kernels_path
 from paceline.sampling.grammars.compiler import GrammarCompiler
 from paceline.sampling.grammars.grammar import Grammar
@@ -40,7 +40,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceOutput:
     """What plain constrained decoding answers, one request at a time."""
 
     directory: Path
@@ -77,7 +77,7 @@ SETS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def reference(mini_dir: Path, large_counts: bool, seed: int) -> Reference:
+def reference(mini_dir: Path, large_counts: bool, seed: int) -> ReferenceOutput:
     generator = np.random.default_rng(seed)
     llm = open_llm(mini_dir, "none")
     if llm.numerics != "exact":
@@ -89,10 +89,10 @@ def reference(mini_dir: Path, large_counts: bool, seed: int) -> Reference:
         for temperature in (0.0, 1.0) if large_counts else (float(index % 2),):
             params = SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=len(cases), grammar=Grammar.json_schema(schema))
             cases.append(Case(f"{index}:", params, schema))
-    return Reference(mini_dir, cases, generate(llm, cases, 1 if large_counts else AT_ONCE), llm.vocab_size)
+    return ReferenceOutput(mini_dir, cases, generate(llm, cases, 1 if large_counts else AT_ONCE), llm.vocab_size)
 
 
-def make_drafter(kind: str, reference: Reference, seed: int) -> str | Drafter:
+def make_drafter(kind: str, reference: ReferenceOutput, seed: int) -> str | Drafter:
     if kind == "chaos":
         pairs = zip(reference.cases, reference.outputs, strict=True)
         answers = {(tuple(output.prompt_token_ids), case.params.seed or 0): output.token_ids for case, output in pairs}
@@ -100,7 +100,7 @@ def make_drafter(kind: str, reference: Reference, seed: int) -> str | Drafter:
     return str(reference.directory / "draft") if kind.startswith("draft") else kind
 
 
-def test_what_finishes_validates_and_what_is_cut_may_go_on(reference: Reference, mini_dir: Path) -> None:
+def test_what_finishes_validates_and_what_is_cut_may_go_on(reference: ReferenceOutput, mini_dir: Path) -> None:
     llm = open_llm(mini_dir, "none")
     compiler = GrammarCompiler(llm.tokenizer, (0, 2))
     num_finished = 0
@@ -117,7 +117,7 @@ def test_what_finishes_validates_and_what_is_cut_may_go_on(reference: Reference,
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_constrained_tokens_are_the_same_whatever_drafts(
-    kind: str, reference: Reference, large_counts: bool, seed: int, tally: "Counter[str]"
+    kind: str, reference: ReferenceOutput, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     drafter = make_drafter(kind, reference, seed)
     if kind in ("none", "draft_model") and not large_counts:
@@ -160,7 +160,7 @@ def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path,
 # Planted faults: each must make the comparison fail.
 
 
-def test_without_the_grammar_at_the_nodes_tokens_differ(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_grammar_at_the_nodes_tokens_differ(reference: ReferenceOutput, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that forgets the path is right at the root only."""
     from paceline.sampling.grammars.matcher import GrammarMatcher
 

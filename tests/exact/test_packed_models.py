@@ -17,7 +17,7 @@ from harness.parity import BOUNDS, difference, open_backend, prompt_logits
 from paceline import LLM, CapacityError, CheckpointError, SamplingParams
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import GroupedTensor, as_float32
-from paceline.proof.doctor import DoctorQuestion, diagnose
+from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
@@ -119,7 +119,7 @@ def test_what_becomes_floats_is_said_weighed_and_refused_where_it_does_not_fit(p
     assert any("matrices become f32" in notice for notice in notices)
     with pytest.raises(CapacityError, match=r"packed as FP8, blocks of 32 x 64 take .* GB as f32"):
         load_runtime(packed, RuntimeOptions(device="cpu", backend="torch", memory_bytes=1000))
-    found = diagnose(DoctorQuestion(model=str(packed), drafters=()))
+    found = diagnose(DoctorOptions(model=str(packed), drafters=()))
     assert found.works
     assert found.target is not None
     assert found.target.stored_as == "safetensors, FP8, blocks of 32 x 64"

@@ -18,7 +18,7 @@ from paceline.kv_cache.block_pool import BlockHash, BlockPool
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import RowPlan
 from paceline.proof.exactness import prove as prove_module
-from paceline.proof.exactness.prove import ProofQuestion, Prover
+from paceline.proof.exactness.prove import ProofOptions, Prover
 from paceline.runtimes.base import ForwardOutput
 from paceline.runtimes.decoder import LOGITS
 from paceline.runtimes.native.network import NativeNetwork
@@ -63,12 +63,9 @@ def test_nothing_differs_without_a_fault(prove: Prove) -> None:
     assert report["is_whole"]
     assert compared["tokens"] == compared["rows"] >= 2 * TOKENS
     assert report["numerics"] == "exact"
-    assert report["largest_difference"] == 0.0
+    assert report["max_abs_difference"] == 0.0
     assert compared["preemptions"] > 3
-    assert (
-        compared["by"]["drafter"]["always wrong"]["num_accepted_tokens"]
-        <= 0.02 * compared["by"]["drafter"]["always wrong"]["num_draft_tokens"]
-    )
+    assert compared["by"]["drafter"]["always_wrong"]["accepted"] <= 0.02 * compared["by"]["drafter"]["always_wrong"]["drafted"]
     for dimension, levels in compared["by"].items():
         assert all(counts["tokens"] > 0 for counts in levels.values()), dimension
     for event in ("prefix hit", "near hit", "next turn"):
@@ -305,8 +302,8 @@ def test_noise_that_depends_on_rows_makes_near_ties_only(prove: Prove, monkeypat
     jittery(monkeypatch, lambda rows: 2e-2)
     code, report = prove("--numerics", "fast", "--tokens", 2 * TOKENS)
     assert (code, report["verdict"], report["numerics"]) == (0, "near-ties", "fast")
-    assert 0.0 < report["largest_difference"] < 4.1e-2
-    assert report["noise_bound"] == pytest.approx(4 * report["largest_difference"])
+    assert 0.0 < report["max_abs_difference"] < 4.1e-2
+    assert report["noise_bound"] == pytest.approx(4 * report["max_abs_difference"])
     assert len(report["findings"]) >= 3
     assert report["compared"]["near_ties"] == len(report["findings"])
     assert report["compared"]["rows"] > 50, "rows of tokens that agree"
@@ -407,7 +404,7 @@ def test_nothing_differs_whatever_layers_remember(name: str, prove: Prove, check
 def test_a_million_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally: "Counter[str]") -> None:
     """In ten parts, each with cases and prompts of its own, so that a run that was stopped can go on."""
     skip_without_kernels()
-    prover = Prover(ProofQuestion(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
+    prover = Prover(ProofOptions(num_tokens=100_000, seed=seed + part, asks_transformers=part == 0))
     for _ in prover.run():
         pass
     proof = prover.proof
@@ -418,7 +415,7 @@ def test_a_million_tokens_of_the_mini_do_not_differ(part: int, seed: int, tally:
     assert proof.is_whole
     assert proof.tally.all.tokens >= 100_000
     if part == 0 and importlib.util.find_spec("torch"):
-        assert proof.witnessed.status == "agrees"
+        assert proof.transformers.status == "agrees"
 
 
 # What is asked in the wrong way.
@@ -476,7 +473,7 @@ def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> Non
     code, report = prove("--prompts", file, "--drafter", "ngram", "--tokens", 600)
     assert code == 0
     assert list(report["compared"]["by"]["prompt"]) == ["prompt 1", "prompt 2", "prompt 3"]
-    assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always wrong", "sometimes right", "together"]
+    assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always_wrong", "random_tree", "together"]
 
 
 def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
@@ -497,7 +494,7 @@ def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
     assert source["files"] == {"model.safetensors": (mini_dir / "model.safetensors").stat().st_size}
     assert source["command"] == ["paceline", "prove", "--tokens", "200"]
     assert source["numerics"] == "exact"
-    assert source["drafters"] == ["draft_model", "ngram", "suffix", "prediction", "always wrong", "sometimes right"]
+    assert source["drafters"] == ["draft_model", "ngram", "suffix", "prediction", "always_wrong", "random_tree"]
     assert {"date", "processor", "kernels", "kernel_library", "python", "packages", "engine"} <= set(source)
     assert "token" not in source["engine"]
     page = shown.read_text(encoding="utf-8")

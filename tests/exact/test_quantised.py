@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench_models import write_gguf
+from harness.llama_gguf import write_gguf
 from paceline import LLM, SamplingParams
 from paceline.runtimes.native.library import kernels_path
 from paceline.speculation.draft_length.policy import FixedDraftLength

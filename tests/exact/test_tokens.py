@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
 from harness.always_drafts import draft_always
 from harness.exact_targets import BACKENDS, EVERYTHING, HYBRIDS, opened_as, skip_without_kernels
 from paceline import LLM, SamplingParams
@@ -18,6 +17,7 @@ from paceline.drafters.suffix import SuffixDrafter, SuffixStore
 from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.recurrent_state import RecurrentStateCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
+from paceline.proof.exactness.adversaries import ChaosDrafter, OracleDrafter, WrongDrafter
 from paceline.sampling.processors import EditedRow, LogitsProcessor
 from paceline.speculation import speculator as speculator_module
 from paceline.speculation import verify as verify_module

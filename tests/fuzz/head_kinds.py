@@ -35,13 +35,13 @@ class HeadKind(Kind):
     def use(self, index: int) -> None:
         from paceline.config import EngineConfig, SpeculationConfig
         from paceline.drafters import HeadOptions, prepare
-        from paceline.proof.checkpoint_facts import read_checkpoint
-        from paceline.proof.head_pairing import judge_head
+        from paceline.proof.checkpoint_facts import read_checkpoint_facts
+        from paceline.proof.pairing import check_head
 
-        self.facts = self.facts or read_checkpoint(self.folder / "target")
+        self.facts = self.facts or read_checkpoint_facts(self.folder / "target")
         (drafter,) = prepare(self.folder / "target", EngineConfig(offline=True), SpeculationConfig(drafter=str(self.head))).drafters
         if drafter.head is not None:
-            head, _ = judge_head(drafter.head, self.facts, HeadOptions())
+            head, _ = check_head(drafter.head, self.facts, HeadOptions())
             assert head.memory(None).weights_bytes >= 0
 
 

@@ -67,12 +67,12 @@ class ConfigFile(Kind):
 
     def use(self, index: int) -> None:
         from paceline.models.checkpoint import open_weights, read_model_config
-        from paceline.proof.doctor import DoctorQuestion, diagnose
+        from paceline.proof.doctor import DoctorOptions, diagnose
         from paceline.runtimes.base import Numerics
         from paceline.runtimes.load import RuntimeOptions, load_runtime
 
         if index % 8 == 0:
-            assert all(map(str.isprintable, diagnose(DoctorQuestion(model=str(self.folder), drafters=("ngram",))).problems))
+            assert all(map(str.isprintable, diagnose(DoctorOptions(model=str(self.folder), drafters=("ngram",))).problems))
         config = read_model_config(self.folder)
         for context in (2, 100_000):
             config.for_context(context)

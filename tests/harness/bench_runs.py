@@ -7,13 +7,12 @@ from pathlib import Path
 
 from paceline.benchmarking.modes import PLAIN, Mode
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.questions import Questions
-from paceline.benchmarking.run import Measured, Run, Watcher
-from paceline.benchmarking.workloads.made import Encoded
+from paceline.benchmarking.requests import EncodedPrompt, EncodedWorkloads
+from paceline.benchmarking.run import Measurements, Run, RunProgress
 from paceline.tokenizer.tokenizer import Tokenizer
 
 WORKER = Path(__file__).with_name("bench_workers.py")
-PROMPTS = [Encoded((3, 1, 4)), Encoded((1, 5, 9))]
+PROMPTS = [EncodedPrompt((3, 1, 4)), EncodedPrompt((1, 5, 9))]
 
 
 def fake_mode(name: str, *words: str, program: str = "paceline", baseline: str = PLAIN) -> Mode:
@@ -25,16 +24,16 @@ def run_of(
     modes: Sequence[Mode],
     *,
     plan: BenchPlan | None = None,
-    prompts: dict[str, list[Encoded]] | None = None,
-    watcher: Watcher | None = None,
+    prompts: dict[str, list[EncodedPrompt]] | None = None,
+    watcher: RunProgress | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Run:
     """A run that has not begun; small unless the plan says otherwise."""
     plan = plan or BenchPlan(rounds=3, tokens=33, num_prompts=2, minutes=5, timeout_s=30, load_timeout_s=30)
-    questions = Questions(prompts or {"made up": PROMPTS}, (), 4096, 1024)
-    return Run(plan, modes, questions, tokenizer or Tokenizer.__new__(Tokenizer), watcher or Watcher(), time.monotonic())
+    questions = EncodedWorkloads(prompts or {"made up": PROMPTS}, (), 4096, 1024)
+    return Run(plan, modes, questions, tokenizer or Tokenizer.__new__(Tokenizer), watcher or RunProgress(), time.monotonic())
 
 
-def measured(modes: Sequence[Mode], **options: object) -> Measured:
+def measured(modes: Sequence[Mode], **options: object) -> Measurements:
     """What a run brings."""
     return run_of(modes, **options).measure()  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
 from harness.exact_targets import opened_as
 from paceline import LLM, BackendUnavailableError, RequestError, SamplingParams
 from paceline.config import EngineConfig
@@ -22,6 +21,7 @@ from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput
+from paceline.proof.exactness.adversaries import Answers, ChaosDrafter, OracleDrafter, WrongDrafter
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter

@@ -1,1 +1,1 @@
-"""Honest numbers: what speculation brings here, beside plain decoding and beside other programs, on the same prompts in turns."""
+"""`paceline bench`: plain decoding, speculation and other programs, measured in turns on the same prompts."""

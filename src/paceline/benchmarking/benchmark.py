@@ -1,22 +1,24 @@
-"""The whole of a benchmark: what was asked for becomes modes and prompts, they are measured, and the samples are judged."""
+"""Run a whole benchmark: choose modes and prompts, measure, judge the samples, and write the result as JSON."""
 
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.benchmarking.modes import own_modes
-from paceline.benchmarking.peer_modes import peer_modes
+from paceline.benchmarking.intervals import CONFIDENCE, RESAMPLES
+from paceline.benchmarking.modes import own_modes, peer_modes
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, load_average, machine_facts, model_facts
-from paceline.benchmarking.questions import ask_in_tokens, chosen_workloads
-from paceline.benchmarking.results import Cell, Summary, cells_of, summaries
-from paceline.benchmarking.run import Measured, Run, Watcher, wanted_size
+from paceline.benchmarking.requests import encode_workloads, select_workloads
+from paceline.benchmarking.results import MAX_REPEAT_SHARE, Cell, Summary, make_cells, summaries
+from paceline.benchmarking.run import Measurements, Run, RunProgress, requested_size
+from paceline.benchmarking.samples import REPEAT_LENGTH
 from paceline.config import EngineConfig
 from paceline.hub import resolve
 from paceline.models.checkpoint import read_model_config
@@ -25,6 +27,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 _READ_BYTES = 256 << 20
 """Larger than any cache."""
 _REPEATS = 5
+SCHEMA = "paceline-bench/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +53,12 @@ class BenchResult:
     bandwidth: float
     load_before: tuple[float, float, float] | None
     load_after: tuple[float, float, float] | None
-    measured: Measured
+    measured: Measurements
     cells: list[Cell]
     summaries: list[Summary]
 
 
-def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
+def benchmark(plan: BenchPlan, watcher: RunProgress, command: str) -> BenchResult:
     """Measure what a plan asks for.
 
     Args:
@@ -65,18 +68,18 @@ def benchmark(plan: BenchPlan, watcher: Watcher, command: str) -> BenchResult:
         PacelineError: something that was asked for does not exist or cannot work; nothing was measured.
     """
     started_s, date, load_before = time.monotonic(), datetime.now(UTC), load_average()
-    workloads = chosen_workloads(plan)
+    workloads = select_workloads(plan)
     target = resolve(plan.model, gguf_file=plan.gguf_file, offline=plan.offline)
     config, tokenizer = read_model_config(target), Tokenizer.open(target)
-    size, _ = wanted_size(plan)
-    questions = ask_in_tokens(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
+    size, _ = requested_size(plan)
+    questions = encode_workloads(plan, workloads, config, tokenizer, (size.prompts, size.tokens))
     facts = model_facts(plan.model, target, plan.quantization)
     modes = own_modes(plan, target, context=questions.context, has_predictions=questions.has_predictions)
     others, draft = peer_modes(plan, target, facts.precision, context=questions.context)
     num_threads = EngineConfig(threads=plan.threads).num_threads
     bandwidth = read_bandwidth(num_threads)
     measured = Run(plan, [*modes, *others], questions, tokenizer, watcher, started_s).measure()
-    cells = cells_of(measured, plan.seed)
+    cells = make_cells(measured, plan.seed)
     return BenchResult(
         plan=plan,
         command=command,
@@ -115,6 +118,67 @@ def read_bandwidth(num_threads: int) -> float:
     return memory.nbytes / best
 
 
-def shown_modes(result: BenchResult) -> Sequence[str]:
-    """Names of the modes, in their order."""
+def mode_names(result: BenchResult) -> Sequence[str]:
+    """Return the names of the modes, in their order."""
     return [mode.name for mode in result.measured.modes]
+
+
+def as_dict(result: BenchResult) -> dict[str, Any]:
+    """Return the JSON object of `paceline bench --json`."""
+    measured = result.measured
+    return {
+        "schema": SCHEMA,
+        "command": result.command,
+        "date": result.date,
+        "seconds": round(result.seconds, 3),
+        "ended": measured.ended,
+        "model": result.model.as_dict(),
+        "draft_model": None if result.draft_model is None else result.draft_model.as_dict(),
+        "settings": _settings(result),
+        "machine": {
+            **result.machine,
+            "threads": result.num_threads,
+            "read_bandwidth_bytes_per_s": result.bandwidth,
+            "load_average_before": result.load_before,
+            "load_average_after": result.load_after,
+        },
+        "modes": [
+            {
+                "name": mode.name,
+                "program": mode.program,
+                "baseline": mode.baseline,
+                "order": mode.order,
+                "facts": measured.facts.get(mode.name),
+            }
+            for mode in measured.modes
+        ],
+        "cells": [cell.as_dict() for cell in result.cells],
+        "summaries": [asdict(summary) for summary in result.summaries],
+        "failures": [asdict(failure) for failure in measured.failures],
+        "notices": measured.notices,
+        "samples": [sample.as_dict() for sample in measured.samples],
+    }
+
+
+def write_json(result: BenchResult, path: Path) -> None:
+    """Write it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.write_text(json.dumps(as_dict(result), allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _settings(result: BenchResult) -> dict[str, Any]:
+    plan, size = result.plan, result.measured.size
+    return {
+        "rounds": size.rounds,
+        "tokens": size.tokens,
+        "prompts_per_workload": size.prompts,
+        "batch_size": plan.batch_size,
+        "temperatures": list(plan.temperatures),
+        "minutes": plan.minutes,
+        "seed": plan.seed,
+        "bootstrap": {"seed": plan.seed, "resamples": RESAMPLES, "confidence": CONFIDENCE},
+        "looping": {"piece_tokens": REPEAT_LENGTH, "above": MAX_REPEAT_SHARE},
+    }

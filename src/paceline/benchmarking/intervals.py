@@ -1,4 +1,4 @@
-"""Medians with their spread, and what a ratio of two modes is worth: numbers of a few rounds, without assumptions on their law."""
+"""Quartiles, paired ratios and their bootstrap intervals, for values of a few rounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Quartiles:
     """A median between the quartiles (linear interpolation between ordered values)."""
 
     low: float
@@ -18,15 +18,15 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread | None":
-        """That of some values; None without any."""
+    def of(cls, values: Sequence[float]) -> "Quartiles | None":
+        """Return the quartiles of some values; None without any."""
         if not values:
             return None
         low, median, high = (float(value) for value in np.quantile(np.asarray(values, np.float64), (0.25, 0.5, 0.75)))
         return cls(low, median, high)
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the JSON object."""
         return {"lower_quartile": self.low, "median": self.median, "upper_quartile": self.high}
 
 
@@ -45,12 +45,12 @@ class Ratio:
     pairs: tuple[float, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the JSON object."""
         return {"median": self.median, "low": self.low, "high": self.high, "pairs": list(self.pairs)}
 
 
 def paired_ratio(values: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> Ratio:
-    """How many times a baseline some values are, taken round by round.
+    """Return the median ratio of values to a baseline, paired by round.
 
     Args:
         values, baseline: one a round, of the same rounds in the same order; at least one.

@@ -1,15 +1,17 @@
-"""The modes that are compared: our own engine with and without each drafter, and other programs; each is a worker of its own."""
+"""Modes of a benchmark: our engine with and without each drafter, and other programs; each mode is a worker process."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.benchmarking.peers import PEERS, Peer, environment_python, make_environment
 from paceline.benchmarking.plan import BenchPlan
 from paceline.config import EngineConfig
 from paceline.drafters import DRAFT_MODEL, DRAFTERS, NAMES, OWN_HEADS, PreparedDrafter, prepare_one
 from paceline.errors import BackendUnavailableError, CheckpointError, ConfigError, IncompatibleDrafterError
+from paceline.models.checkpoint import is_gguf
 
 PLAIN = "plain"
 OURS = "paceline"
@@ -19,15 +21,15 @@ OWN_WORKER = (sys.executable, "-m", "paceline.benchmarking.own_worker")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One worker.
+    """One mode, measured by one worker process.
 
     Attributes:
         name: ours are plain and the drafters' names; a peer's begins with the peer's.
         program: "paceline" or the peer's name.
-        command: that starts the worker.
-        order: its first one.
-        baseline: the mode of the same program without guesses, whose tokens it must have; its own name where it is that mode.
-        needs_prediction: there is nothing to guess from without one.
+        command: command line of the worker.
+        order: first line sent to it.
+        baseline: plain mode of the same program, whose tokens must be equal; its own name if it is that mode.
+        needs_prediction: the mode runs only with prompts that have a prediction.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Mode:
 
 
 def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: bool) -> list[Mode]:
-    """Plain, and a mode for each drafter that was asked for, or else for each that is there.
+    """Return plain decoding, and a mode for each chosen drafter, or for each available one.
 
     Raises:
         IncompatibleDrafterError, CheckpointError: one that was asked for can never work with this model.
@@ -64,7 +66,7 @@ def own_modes(plan: BenchPlan, target: Path, *, context: int, has_predictions: b
 
 
 def own_order(plan: BenchPlan, target: Path, name: str, drafters: Sequence[str], context: int) -> dict[str, Any]:
-    """The first order of our own worker."""
+    """Return the first line for our own worker."""
     engine = EngineConfig(threads=plan.threads)
     return {
         "model": str(target),
@@ -108,7 +110,7 @@ def _available(plan: BenchPlan, target: Path, *, has_predictions: bool) -> dict[
         found[DRAFT_MODEL] = _prepared(plan.draft_model, plan, target)
     for name, prepared in found.items():
         if prepared is None or (name == "auto" and (prepared.name in modes or prepared.name == "ngram")):
-            continue  # what "auto" stands for has a mode already
+            continue  # the drafter of "auto" has a mode already
         modes[name] = (plan.draft_model if name == DRAFT_MODEL and plan.draft_model else name,)
     return modes
 
@@ -124,3 +126,78 @@ def draft_model_path(plan: BenchPlan, target: Path) -> Path | None:
     """Files of the draft model that peers get; None where there is none."""
     prepared = _prepared(plan.draft_model, plan, target) if plan.draft_model else _if_there(DRAFT_MODEL, plan, target)
     return None if prepared is None or prepared.name != DRAFT_MODEL else prepared.path
+
+
+def find_peer(name: str) -> Peer:
+    """Return a peer of the table.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    wanted = _plain_name(name)
+    found = next((peer for peer in PEERS.values() if _plain_name(peer.name) == wanted), None)
+    if found is None:
+        known = ", ".join(peer.name for peer in PEERS.values()) or "none"
+        raise ConfigError(f"peer is {name!r}: use one of {known}")
+    return found
+
+
+def install_peer(name: str, say: Callable[[str], None]) -> None:
+    """Make a peer's environment, unless it is there; pip downloads its packages.
+
+    Raises:
+        ConfigError: there is no such peer.
+        BackendUnavailableError: it cannot be installed here.
+    """
+    peer = find_peer(name)
+    say(f"installing {peer.name}: {', '.join(peer.packages)}")
+    python = make_environment(peer)
+    say(f"{peer.name} is installed: {python}")
+
+
+def peer_modes(plan: BenchPlan, target: Path, precision: str, *, context: int) -> tuple[list[Mode], Path | None]:
+    """Return the modes of the chosen peers, and the draft model that they use.
+
+    Raises:
+        ConfigError: there is no such peer, or it cannot read the model's format.
+        BackendUnavailableError: it is not installed.
+    """
+    draft = draft_model_path(plan, target)
+    modes: list[Mode] = []
+    for name in dict.fromkeys(plan.peers):
+        peer = find_peer(name)
+        python = environment_python(peer)
+        if python is None:
+            raise BackendUnavailableError(f"{peer.name} is not installed: paceline bench --install-peers {peer.name}")
+        _check_format(peer, target)
+        for kind in (PLAIN, *(mode for mode in peer.modes if mode != PLAIN)):
+            if kind == "draft_model" and draft is None:
+                continue
+            modes.append(_mode(peer, kind, python, _order(plan, target, draft, kind, precision, context)))
+    return modes, draft
+
+
+def _mode(peer: Peer, kind: str, python: Path, order: dict[str, Any]) -> Mode:
+    return Mode(f"{peer.name} {kind}", peer.name, (str(python), str(peer.worker)), order, f"{peer.name} {PLAIN}")
+
+
+def _order(plan: BenchPlan, target: Path, draft: Path | None, kind: str, precision: str, context: int) -> dict[str, Any]:
+    return {
+        "model": str(target),
+        "draft": None if draft is None or kind != "draft_model" else str(draft),
+        "mode": kind,
+        "threads": EngineConfig(threads=plan.threads).num_threads,
+        "num_speculative_tokens": plan.num_speculative_tokens,
+        "context": context,
+        "precision": precision,
+    }
+
+
+def _check_format(peer: Peer, target: Path) -> None:
+    form = "gguf" if is_gguf(target) else "safetensors"
+    if form not in peer.formats:
+        raise ConfigError(f"{peer.name} reads {' or '.join(sorted(peer.formats))} and {target} is {form}: give the model in such a form")
+
+
+def _plain_name(name: str) -> str:
+    return name.lower().replace(".", "_").replace("-", "_")

@@ -1,8 +1,8 @@
-"""Our own engine as a worker: `python -m paceline.benchmarking.own_worker`, orders and answers as lines of JSON.
+"""Our own engine as a worker: `python -m paceline.benchmarking.own_worker`, requests and replies as lines of JSON.
 
-The first order opens the model: {"model", "mode", "threads", "context", "num_speculative_tokens", "drafters": [...], "options": {...}},
+The first line opens the model: {"model", "mode", "threads", "context", "num_speculative_tokens", "drafters": [...], "options": {...}},
 options being arguments of `paceline.LLM`. Every further one is a request, {"prompt_ids", "max_tokens", "temperature", "seed",
-"prediction"}, or a batch of them, {"batch": [request, ...]}; end tokens are ignored. Nothing of a request is kept for the next one.
+"prediction"}, or a batch of them, {"batch": [request, ...]}; end tokens are ignored. Each request starts with empty caches.
 """
 
 import json
@@ -26,7 +26,7 @@ from paceline.sampling.params import SamplingParams
 
 
 class TimedCall:
-    """A function that remembers how long it has been running."""
+    """A function that sums the seconds spent in it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -40,10 +40,10 @@ class TimedCall:
 
 
 class OwnModel:
-    """A model in one mode, and a clock at its kernels.
+    """A model in one mode, with a clock around its kernels.
 
     Args:
-        order: the first one.
+        order: the first line.
 
     Raises:
         PacelineError: it cannot be loaded.
@@ -67,7 +67,7 @@ class OwnModel:
         self._loaded: LoadedEngine = load_engine(*parse_settings(order["model"], options))
 
     def facts(self) -> dict[str, Any]:
-        """What is worth reporting of the loaded model."""
+        """Return the facts of the model for the report."""
         loaded = self._loaded
         runtime, cache = loaded.engine.runtime, loaded.engine.cache
         is_native = isinstance(runtime, NativeNetwork)
@@ -105,7 +105,7 @@ class OwnModel:
         seconds = time.perf_counter() - start
         for request, item in zip(requests, items, strict=True):
             if request.num_output_tokens != item["max_tokens"]:
-                raise RequestError(f"the output has {request.num_output_tokens} tokens and {item['max_tokens']} were wanted")
+                raise RequestError(f"the output has {request.num_output_tokens} tokens, expected {item['max_tokens']}")
         answer = self._counts(requests, num_passes) | {"seconds": seconds}
         if self._inside is not None and isinstance(self._loaded.engine.runtime, NativeNetwork):
             answer["host_s"] = max(0.0, seconds - (self._inside.seconds - inside))
@@ -124,7 +124,7 @@ class OwnModel:
         return request
 
     def _run(self, requests: Sequence[EngineRequest], times: Sequence[list[float]], start: float) -> tuple[int, int]:
-        """Passes, and of them those in front of which every request had a token."""
+        """Run the requests; return the number of passes, and of passes that began when every request had a token."""
         num_passes = num_decoding = 0
         with closing(self._loaded.engine.run(requests)) as steps:
             for _ in steps:
@@ -152,7 +152,7 @@ class OwnModel:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory of this process that is resident, now and at most; 0 where the system does not tell."""
+    """Return resident memory of this process, now and at its peak; 0 where the system does not report it."""
     fields = {}
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
@@ -164,7 +164,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def serve(orders: TextIO, answers: TextIO) -> None:
-    """Open what the first order names and obey the others until they end."""
+    """Open the model of the first line and run the requests of the others."""
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -190,7 +190,7 @@ def serve(orders: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Serve stdin; whatever a library prints goes to stderr."""
+    """Serve stdin; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, answers)

@@ -1,4 +1,4 @@
-"""What a benchmark shall do, checked once."""
+"""Validated options of a benchmark."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from paceline.errors import ConfigError
 
 DEFAULT_ROUNDS, DEFAULT_TOKENS, DEFAULT_PROMPTS = 5, 96, 4
 DEFAULT_MINUTES = 5.0
-LEAST_TOKENS = 16
-"""Fewer say nothing of decoding."""
+MIN_TOKENS = 16
+"""Minimum: shorter outputs do not measure decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,16 @@ class BenchPlan:
     Attributes:
         model, gguf_file, quantization, threads, offline: as for `paceline.LLM`.
         draft_model: directory, file or id, for our own mode draft_model and for peers; None = the one in the model's directory.
-        drafters: one mode each; a+b is one mode in which both guess. None of them = all that are there.
+        drafters: one mode each; a+b is one mode with both. Empty = all available ones.
         workloads: of the table; none of them = all, or none where files are given.
         prompts, spec_bench: files of further prompts.
         temperatures: each makes a cell with each workload.
         peers: names of other programs.
-        rounds: that are counted, behind one that is not.
+        rounds: counted rounds, after one of warm-up.
         tokens: of each output.
         num_prompts: of each workload.
         batch_size: requests at once.
-        minutes: after which it ends with what it has.
+        minutes: time limit; what was measured by then is reported.
         seed: of random prompts, edits, sampled texts and the bootstrap.
         timeout_s, load_timeout_s: of one answer, and of opening a model.
     """
@@ -59,7 +59,7 @@ class BenchPlan:
 
     def __post_init__(self) -> None:
         quant_options("quantization", self.quantization)
-        for name, least, most in (("rounds", 1, 1000), ("tokens", LEAST_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
+        for name, least, most in (("rounds", 1, 1000), ("tokens", MIN_TOKENS, 100_000), ("num_prompts", 1, 10_000)):
             _check_count(name, getattr(self, name), least, most)
         _check_count("batch_size", self.batch_size, 1, MAX_NUM_SEQS)
         _check_count("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
@@ -72,12 +72,12 @@ class BenchPlan:
             raise ConfigError("there is no temperature: give one or several, such as 0,0.7,1")
         if self.batch_size > 1 and self.peers:
             raise ConfigError(
-                f"batch_size is {self.batch_size} and peers are named: peers are asked one request at a time; leave out one of them"
+                f"batch_size is {self.batch_size} and peers are named: peers run one request at a time; leave out one of them"
             )
 
     @property
     def workload_names(self) -> tuple[str, ...]:
-        """Those of the table that are asked for."""
+        """Names of the chosen workloads of the table."""
         if self.workloads or self.prompts or self.spec_bench:
             return self.workloads
         return NAMES

@@ -1,4 +1,4 @@
-"""Where numbers come from: machine, versions, commit, and the files of a model."""
+"""Provenance of measurements: machine, versions, commit, and the files of a model."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ class ModelFacts:
     Attributes:
         name: as the user gave it.
         precision: the type of most of its weights, or how they are quantised while loading.
-        is_grown: it says of itself that it was made larger without being trained ("paceline_grown").
+        is_grown: its config has "paceline_grown": it was enlarged without training.
         files: name, bytes, and the SHA-256 of the first MiB of each.
     """
 
@@ -48,7 +48,7 @@ class ModelFacts:
         return f"{self.name} (grown)" if self.is_grown else self.name
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "name": self.name,
             "path": str(self.path),
@@ -59,7 +59,7 @@ class ModelFacts:
 
 
 def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> ModelFacts:
-    """What a report says of a model.
+    """Return the facts of a model.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -70,7 +70,7 @@ def model_facts(name: str, path: Path, quantization: str | QuantOptions) -> Mode
 
 
 def stored_type(path: Path) -> str:
-    """The type that most bytes of a checkpoint have, in small letters, such as bf16 or q4_0."""
+    """Return the type that most bytes of a checkpoint have, in small letters, such as bf16 or q4_0."""
     if not is_gguf(path):
         return read_model_config(path).weight_type.value
     sizes: dict[str, int] = {}
@@ -91,7 +91,7 @@ def is_grown(path: Path) -> bool:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, memory, versions and the commit of a checkout."""
+    """Return processor, memory, versions and the commit of a checkout."""
     return {
         "cpu": cpu_name(),
         "flags": [flag for flag in _FLAGS if flag in processor_flags()],
@@ -106,7 +106,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def load_average() -> tuple[float, float, float] | None:
-    """Of the last 1, 5 and 15 minutes; None where the system has none."""
+    """Return the load averages of 1, 5 and 15 minutes; None where the system has none."""
     try:
         one, five, fifteen = os.getloadavg()
     except (OSError, AttributeError):
@@ -115,7 +115,7 @@ def load_average() -> tuple[float, float, float] | None:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Return the model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def cpu_name() -> str:
 
 
 def memory_bytes() -> int | None:
-    """Of the machine; None where the system does not tell."""
+    """Return the memory of the machine; None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -133,10 +133,10 @@ def memory_bytes() -> int | None:
 
 
 def commit(directory: Path = Path(__file__).parent) -> str | None:
-    """The commit of the checkout this package lies in, and whether it was changed since; None outside of one."""
+    """Return the commit of the checkout that contains this package, and whether it has changes; None outside of one."""
     found = _git(directory, "rev-parse", "--short=12", "HEAD")
     tracked = _git(directory, "ls-files", "--", str(Path(__file__).with_name("__init__.py")))
-    if not found or not tracked:  # the package may lie inside of a repository that is not its own
+    if not found or not tracked:  # the package may be installed inside another repository
         return None
     return f"{found}, with uncommitted changes" if _git(directory, "status", "--porcelain", "--", str(directory.parent)) else found
 
@@ -166,7 +166,7 @@ def _file_facts(file: Path) -> dict[str, Any]:
 
 
 def shown_command(arguments: Sequence[str]) -> str:
-    """What was typed, as a shell would read it again."""
+    """Return the command line, quoted for a shell."""
     import shlex
 
     return shlex.join(["paceline", *arguments])

@@ -1,17 +1,17 @@
-"""What samples say: one cell for each mode of each workload and temperature, with its speedup or the reason why there is none."""
+"""Results of a benchmark: a cell for each mode, workload and temperature, with its speedup or the reason why there is none."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.benchmarking.intervals import Ratio, Spread, geometric_mean, paired_ratio, percentile
+from paceline.benchmarking.intervals import Quartiles, Ratio, geometric_mean, paired_ratio, percentile
 from paceline.benchmarking.modes import PLAIN, Mode
-from paceline.benchmarking.run import Measured
+from paceline.benchmarking.run import Measurements
 from paceline.benchmarking.samples import Sample, repeat_share
 
-MOST_REPEATS = 0.3
-"""Share of repeated output above which a cell counts for nothing: whoever writes in circles is easily guessed."""
+MAX_REPEAT_SHARE = 0.3
+"""Share of repeated output above which a cell has no speedup: text that loops is easy to draft."""
 
 Key = tuple[str, float]  # workload, temperature
 
@@ -25,7 +25,7 @@ class Cell:
         request_tokens_per_s: of whole requests.
         first_token_s: quartiles over requests.
         gap_s, gap_p95_s: between moments at which tokens arrive.
-        acceptance_length, acceptance_rate, host_share, bytes_per_s: None where it is not known; `bytes_per_s` are weights and cached rows
+        acceptance_length, acceptance_rate, host_share, bytes_per_s: None where not reported; `bytes_per_s` are weights and cached rows
             read by the target's passes.
         repeat_share: of output pieces that repeat earlier output.
         differing: outputs that differ from those of the baseline, and outputs compared; None for a baseline.
@@ -37,10 +37,10 @@ class Cell:
     temperature: float
     mode: str
     num_rounds: int
-    tokens_per_s: Spread | None
-    request_tokens_per_s: Spread | None
-    first_token_s: Spread | None
-    gap_s: Spread | None
+    tokens_per_s: Quartiles | None
+    request_tokens_per_s: Quartiles | None
+    first_token_s: Quartiles | None
+    gap_s: Quartiles | None
     gap_p95_s: float | None
     acceptance_length: float | None
     acceptance_rate: float | None
@@ -57,15 +57,15 @@ class Cell:
 
     @property
     def is_looping(self) -> bool:
-        return self.repeat_share > MOST_REPEATS
+        return self.repeat_share > MAX_REPEAT_SHARE
 
     @property
     def speedup(self) -> Ratio | None:
-        """The ratio, unless it is refused."""
+        """The ratio; None where it was refused."""
         return None if self.refusal else self.ratio
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         spreads = ("tokens_per_s", "request_tokens_per_s", "first_token_s", "gap_s", "ratio", "request_ratio")
         fields = {name: None if getattr(self, name) is None else getattr(self, name).as_dict() for name in spreads}
         found = None if self.speedup is None else self.speedup.as_dict()
@@ -90,22 +90,22 @@ class Summary:
     num_cells: int
 
 
-def cells_of(measured: Measured, seed: int = 0) -> list[Cell]:
-    """The cells of all modes that answered, workload by workload, modes in their order."""
+def make_cells(measured: Measurements, seed: int = 0) -> list[Cell]:
+    """Return the cells of all modes with samples, workload by workload."""
     groups: dict[Key, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in measured.samples:
         groups[sample.workload, sample.temperature][sample.mode].append(sample)
     measured_groups = [own for own in groups.values() if any(sample.round for samples in own.values() for sample in samples)]
     return [
         _cell(mode, own, measured.facts.get(mode.name, {}), seed)
-        for own in measured_groups  # of others the time was over while they warmed up
+        for own in measured_groups  # without a counted round: the time was over during the warm-up
         for mode in measured.modes
         if mode.name in own
     ]
 
 
 def summaries(cells: Sequence[Cell], modes: Iterable[Mode]) -> list[Summary]:
-    """One for each mode but our plain one, at each temperature."""
+    """Return a summary for each mode but our plain one, at each temperature."""
     found = []
     for temperature in dict.fromkeys(cell.temperature for cell in cells):
         for mode in modes:
@@ -122,9 +122,9 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
     everything = samples[mode.name]
     counted = [sample for sample in everything if sample.round > 0]
     prompts = {sample.prompt for sample in everything}
-    rounds = whole_rounds(counted, prompts)
+    rounds = complete_rounds(counted, prompts)
     known = [sample for own in rounds.values() for sample in own]
-    plain = whole_rounds([one for one in samples.get(PLAIN, ()) if one.round > 0 and one.prompt in prompts], prompts)
+    plain = complete_rounds([one for one in samples.get(PLAIN, ()) if one.round > 0 and one.prompt in prompts], prompts)
     ratios = {name: _ratio(rounds, plain, name, seed) for name in _SPEEDS}
     repeats = repeat_share([output.token_ids for sample in known or everything for output in sample.outputs])
     differing = None if mode.is_plain else compare(everything, samples.get(mode.baseline, ()))
@@ -138,10 +138,10 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
         temperature=first.temperature,
         mode=mode.name,
         num_rounds=len(rounds),
-        tokens_per_s=Spread.of([_speed(own, "decoding") for own in rounds.values()]),
-        request_tokens_per_s=Spread.of([_speed(own, "request") for own in rounds.values()]),
-        first_token_s=Spread.of([sample.first_token_s for sample in known]),
-        gap_s=Spread.of(gaps),
+        tokens_per_s=Quartiles.of([_speed(own, "decoding") for own in rounds.values()]),
+        request_tokens_per_s=Quartiles.of([_speed(own, "request") for own in rounds.values()]),
+        first_token_s=Quartiles.of([sample.first_token_s for sample in known]),
+        gap_s=Quartiles.of(gaps),
         gap_p95_s=percentile(gaps, 95),
         acceptance_length=_acceptance_length(known),
         acceptance_rate=accepted / drafted if accepted is not None and drafted else None,
@@ -161,7 +161,7 @@ def _cell(mode: Mode, samples: Mapping[str, Sequence[Sample]], facts: Mapping[st
 def _refusal(
     mode: Mode, rounds: Mapping[int, object], ratio: Ratio | None, differing: tuple[int, int] | None, drafted: float | None, repeats: float
 ) -> str:
-    """Why the ratio is no speedup; empty where it is one, and for our plain mode, which everything is compared with."""
+    """Return why the ratio is no speedup; empty where it is one, and for our plain mode."""
     if mode.name == PLAIN:
         return ""
     if not rounds:
@@ -174,11 +174,11 @@ def _refusal(
         return f"{PLAIN} was not measured in the same rounds"
     if not mode.is_plain and drafted == 0:
         return "nothing was drafted"
-    return f"looping: {repeats:.0%} of the output repeats itself" if repeats > MOST_REPEATS else ""
+    return f"looping: {repeats:.0%} of the output repeats itself" if repeats > MAX_REPEAT_SHARE else ""
 
 
-def whole_rounds(samples: Iterable[Sample], prompts: set[int]) -> dict[int, list[Sample]]:
-    """Samples by round, of those rounds in which every prompt was answered."""
+def complete_rounds(samples: Iterable[Sample], prompts: set[int]) -> dict[int, list[Sample]]:
+    """Return the samples of complete rounds, in which every prompt has a sample."""
     rounds: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         rounds[sample.round].append(sample)
@@ -204,7 +204,7 @@ def _speed(samples: Sequence[Sample], kind: str) -> float:
 
 
 def _ratio(own: Mapping[int, Sequence[Sample]], plain: Mapping[int, Sequence[Sample]], kind: str, seed: int) -> Ratio | None:
-    """Paired by round; None where no round has both."""
+    """Return the ratio to plain decoding, paired by round; None where no round has both."""
     both = [number for number in own if number in plain]
     if not both:
         return None
@@ -212,7 +212,7 @@ def _ratio(own: Mapping[int, Sequence[Sample]], plain: Mapping[int, Sequence[Sam
 
 
 def _bytes_per_s(samples: Sequence[Sample], facts: Mapping[str, Any]) -> float | None:
-    """Weights, and the cached rows of each request half way through its output, a pass."""
+    """Bytes read a second: weights, and the cached rows of each request halfway through its output, for each pass."""
     weights, row = facts.get("weights_bytes"), facts.get("cache_bytes_per_token")
     if weights is None or row is None or not samples or any(sample.decoding_passes is None for sample in samples):
         return None
@@ -226,6 +226,6 @@ def _total(samples: Iterable[Sample], name: str) -> float | None:
 
 
 def _acceptance_length(samples: Sequence[Sample]) -> float | None:
-    """Tokens a step of all of them together."""
+    """Return the tokens per step of all samples together."""
     steps = [sample.num_tokens / length for sample in samples if (length := sample.acceptance_length) is not None]
     return sum(sample.num_tokens for sample in samples) / sum(steps) if steps and len(steps) == len(samples) else None

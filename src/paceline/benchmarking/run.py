@@ -1,31 +1,151 @@
-"""A benchmark from its plan to its result: workers are opened, asked in turns, and ended whatever happens."""
+"""Run a benchmark: open the worker processes, send each order to them in turns, and end them whatever happens."""
 
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from paceline.benchmarking.modes import Mode
 from paceline.benchmarking.plan import DEFAULT_PROMPTS, DEFAULT_ROUNDS, DEFAULT_TOKENS, BenchPlan
-from paceline.benchmarking.questions import Order, Questions, orders_of
+from paceline.benchmarking.requests import EncodedPrompt, EncodedWorkloads, WorkerRequest, make_copy_prompts, make_worker_requests
 from paceline.benchmarking.samples import Sample
-from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
 from paceline.benchmarking.workloads import REWRITING
-from paceline.benchmarking.workloads.made import Encoded, copies
+from paceline.errors import PacelineError, shortened
 from paceline.tokenizer.tokenizer import Tokenizer
 
+_LAST_WORDS = 4000  # last bytes of stderr that are searched for an error
+_EXIT_TIMEOUT_S = 5.0  # until a worker that was asked to exit is killed
 COMPLETE, OUT_OF_TIME, INTERRUPTED = "complete", "out of time", "interrupted"
 
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 SHORT_TOKENS = 32
 
 Item = TypeVar("Item")
 
 
+class WorkerError(PacelineError):
+    """A worker died, did not reply in time, or refused a request. `is_over`: the process has ended."""
+
+    def __init__(self, message: str, *, is_over: bool) -> None:
+        super().__init__(message)
+        self.is_over = is_over
+
+
+class WorkerProcess:
+    """A worker process, started at once in a session of its own, so that Ctrl-C reaches only the caller.
+
+    Args:
+        name: name in error messages.
+        command: program and arguments.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=os.name == "posix"
+            )
+        except OSError as error:
+            self._log.close()
+            raise WorkerError(f"{name}: {command[0]} cannot be started: {error.strerror}", is_over=True) from error
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send a request and return the reply.
+
+        Raises:
+            WorkerError: no reply in time, the process ended, the reply is not JSON, or the reply is an error. In the first
+                three cases the process is ended.
+        """
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            raise self._died() from None
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            self.kill()
+            raise WorkerError(f"{self.name} did not answer within {timeout_s:g} s and was ended", is_over=True) from None
+        if not line:
+            raise self._died()
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            self.kill()
+            raise WorkerError(f"{self.name} answered {shortened(line)}, which is no JSON object, and was ended", is_over=True)
+        if "error" in answer:
+            raise WorkerError(f"{self.name}: {answer['error']}", is_over=False)
+        return answer
+
+    def close(self) -> None:
+        """Wait for the process to exit, then kill it and its children."""
+        with suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_TIMEOUT_S)
+        self.kill()
+        self._log.close()
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        if os.name == "posix":
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process group has the number of the session leader
+        else:
+            self._process.kill()
+        self._process.wait()
+        self._reader.join(_EXIT_TIMEOUT_S)
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError, ValueError):
+                if stream is not None:
+                    stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with suppress(OSError, ValueError):
+            for line in self._process.stdout:
+                self._lines.put(line)
+        self._lines.put(b"")
+
+    def _died(self) -> WorkerError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_TIMEOUT_S)
+        self.kill()
+        code = self._process.returncode
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return WorkerError(f"{self.name} ended {how}{self._last_stderr_line()}", is_over=True)
+
+    def _last_stderr_line(self) -> str:
+        """Return the last line of stderr."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LAST_WORDS))
+        lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
+        return f": {lines[-1].strip()}" if lines else ""
+
+
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """What a worker could not do; without a workload it could not be opened, or is gone."""
+class WorkerFailure:
+    """A failure of a worker; without a workload it could not be opened, or has died."""
 
     mode: str
     message: str
@@ -35,50 +155,50 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Watcher:
-    """Who is told how far a run is: a line of text; the number of orders; one more is done."""
+class RunProgress:
+    """Progress callbacks: a line of text, the total number of turns, one more turn is done."""
 
     say: Callable[[str], None] = lambda text: None
     begin: Callable[[int], None] = lambda total: None
     advance: Callable[[], None] = lambda: None
 
 
-def in_turn(modes: Sequence[Item], turn: int) -> list[Item]:
-    """The modes one after another, beginning with another one each turn: A B C, B C A, C A B."""
+def rotate_modes(modes: Sequence[Item], turn: int) -> list[Item]:
+    """Rotate the order of the modes each turn: A B C, B C A, C A B."""
     first = turn % len(modes) if modes else 0
     return [*modes[first:], *modes[:first]]
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured: counted rounds, output tokens, prompts of each workload."""
+    """Size of a run: counted rounds, output tokens, prompts of each workload."""
 
     rounds: int = DEFAULT_ROUNDS
     tokens: int = DEFAULT_TOKENS
     prompts: int = DEFAULT_PROMPTS
 
     def seconds(self, turn_s: float, turn_tokens: int, num_cells: int, batch_size: int) -> float:
-        """What it takes, the first round with it.
+        """Return the seconds of a run, the warm-up round included.
 
         Args:
-            turn_s: seconds in which every mode answered one order of `turn_tokens` tokens.
+            turn_s: seconds of one request of `turn_tokens` tokens in every mode together.
         """
         return (1 + self.rounds) * num_cells * -(-self.prompts // batch_size) * turn_s * self.tokens / turn_tokens
 
 
-def fitted(wanted: Size, fixed: frozenset[str], limit_s: float, *, turn_s: float, num_cells: int, batch_size: int = 1) -> Size:
-    """The size made smaller until it fits: fewer prompts first, then rounds, then tokens.
+def fit_size(wanted: Size, fixed: frozenset[str], limit_s: float, *, turn_s: float, num_cells: int, batch_size: int = 1) -> Size:
+    """Reduce the size until it fits: fewer prompts first, then rounds, then tokens.
 
     Args:
-        fixed: names of fields that the user gave; they stay.
-        limit_s: time that is left. Where nothing more can be made smaller the result takes longer.
+        fixed: names of fields that the user gave; they are not reduced.
+        limit_s: time left. Where nothing more can be reduced, the result takes longer.
         turn_s: as for `Size.seconds`, with `wanted.tokens`.
     """
     size = wanted
     while size.seconds(turn_s, wanted.tokens, num_cells, batch_size) > limit_s:
         if size.prompts > 1 and "prompts" not in fixed:
             size = replace(size, prompts=size.prompts - 1)
-        elif size.rounds > LEAST_ROUNDS and "rounds" not in fixed:
+        elif size.rounds > MIN_ROUNDS and "rounds" not in fixed:
             size = replace(size, rounds=size.rounds - 1)
         elif size.tokens > SHORT_TOKENS and "tokens" not in fixed:
             size = replace(size, tokens=max(SHORT_TOKENS, size.tokens // 2))
@@ -88,12 +208,12 @@ def fitted(wanted: Size, fixed: frozenset[str], limit_s: float, *, turn_s: float
 
 
 @dataclass(slots=True)
-class Measured:
-    """What a run has brought so far.
+class Measurements:
+    """Measurements of a run so far.
 
     Attributes:
-        facts: what each opened worker says of itself, by mode.
-        size: how much was to be measured.
+        facts: first reply of each worker, by mode.
+        size: planned size.
         ended: "complete", "out of time" or "interrupted".
     """
 
@@ -101,13 +221,13 @@ class Measured:
     size: Size
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     ended: str = COMPLETE
 
 
-def wanted_size(plan: BenchPlan) -> tuple[Size, frozenset[str]]:
-    """What a plan asks for, and which of it the user gave."""
+def requested_size(plan: BenchPlan) -> tuple[Size, frozenset[str]]:
+    """Return the size of a plan, and the names of the fields that the user gave."""
     prompts = DEFAULT_PROMPTS if plan.batch_size == 1 else plan.batch_size
     size = Size(plan.rounds or DEFAULT_ROUNDS, plan.tokens or DEFAULT_TOKENS, plan.num_prompts or prompts)
     given = {"rounds": plan.rounds, "tokens": plan.tokens, "prompts": plan.num_prompts or (plan.batch_size > 1 or None)}
@@ -123,16 +243,22 @@ class Run:
     """
 
     def __init__(
-        self, plan: BenchPlan, modes: Sequence[Mode], questions: Questions, tokenizer: Tokenizer, watcher: Watcher, started_s: float
+        self,
+        plan: BenchPlan,
+        modes: Sequence[Mode],
+        questions: EncodedWorkloads,
+        tokenizer: Tokenizer,
+        watcher: RunProgress,
+        started_s: float,
     ) -> None:
         self._plan, self._questions, self._tokenizer, self._watcher = plan, questions, tokenizer, watcher
         self._deadline_s = started_s + 60 * plan.minutes
-        size, self._fixed = wanted_size(plan)
-        self.measured = Measured(modes, size, notices=list(questions.notices))
+        size, self._fixed = requested_size(plan)
+        self.measured = Measurements(modes, size, notices=list(questions.notices))
         self._workers: dict[str, WorkerProcess] = {}
 
-    def measure(self) -> Measured:
-        """Everything; Ctrl-C ends it early, with what there is."""
+    def measure(self) -> Measurements:
+        """Measure everything; Ctrl-C ends it early and keeps what was measured."""
         with ExitStack() as stack:
             try:
                 self._open(stack)
@@ -148,17 +274,19 @@ class Run:
             try:
                 worker = WorkerProcess(mode.name, mode.command)
                 stack.callback(worker.close)
-                self.measured.facts[mode.name] = worker.ask(dict(mode.order), self._plan.load_timeout_s)
+                self.measured.facts[mode.name] = worker.send(dict(mode.order), self._plan.load_timeout_s)
                 self._workers[mode.name] = worker
             except WorkerError as failure:
-                self.measured.failures.append(Failure(mode.name, str(failure)))
+                self.measured.failures.append(WorkerFailure(mode.name, str(failure)))
 
     def _measure(self) -> None:
         cells = [(workload, temperature) for workload in self._questions.prompts for temperature in self._plan.temperatures]
         self._fit(num_cells=len(cells))
         prompts = {name: self._prompts_of(name) for name in self._questions.prompts}
         orders = [
-            order for workload, temperature in cells for order in orders_of(workload, temperature, prompts[workload], self._plan.batch_size)
+            order
+            for workload, temperature in cells
+            for order in make_worker_requests(workload, temperature, prompts[workload], self._plan.batch_size)
         ]
         rounds = self.measured.size.rounds
         self._watcher.say(f"measuring: {1 + rounds} times {len(orders)} orders of {len(self._workers)} modes in turns")
@@ -169,26 +297,26 @@ class Run:
                     self.measured.ended = OUT_OF_TIME
                     where = f"in round {number} of {rounds} (round 0 warms up)"
                     self.measured.notices.append(
-                        f"stopped after {self._plan.minutes:g} minutes {where}: raise --minutes, or ask for fewer workloads"
+                        f"stopped after {self._plan.minutes:g} minutes {where}: raise --minutes, or name fewer workloads"
                     )
                     return
-                for mode in in_turn(self.measured.modes, number + place):
-                    self._take(mode, order, number)
+                for mode in rotate_modes(self.measured.modes, number + place):
+                    self._measure_request(mode, order, number)
                 self._watcher.advance()
 
     def _fit(self, *, num_cells: int) -> None:
-        """Let every mode answer once, which warms it up, and see what fits into the time; the prompt is one of the longer ones."""
+        """Run one of the longer prompts in every mode (warm-up), and reduce the size to what fits into the time."""
         size, plan = self.measured.size, self._plan
-        first = [orders_of(name, plan.temperatures[0], own, plan.batch_size)[0] for name, own in self._questions.prompts.items()]
+        first = [make_worker_requests(name, plan.temperatures[0], own, plan.batch_size)[0] for name, own in self._questions.prompts.items()]
         longer = sorted(first, key=lambda order: order.num_prompt_tokens)[3 * len(first) // 4]
         turn_s = 0.0
         for mode in self.measured.modes:
             if mode.name in self._workers and not mode.needs_prediction:
                 start = time.monotonic()
-                self._ask(mode, longer)
+                self._send(mode, longer)
                 turn_s += time.monotonic() - start
         left_s = max(0.0, self._deadline_s - time.monotonic())
-        fitting = fitted(size, self._fixed, left_s, turn_s=turn_s, num_cells=num_cells, batch_size=plan.batch_size)
+        fitting = fit_size(size, self._fixed, left_s, turn_s=turn_s, num_cells=num_cells, batch_size=plan.batch_size)
         if fitting != size:
             whole_s = size.seconds(turn_s, size.tokens, num_cells, plan.batch_size)
             self.measured.notices.append(
@@ -197,52 +325,52 @@ class Run:
             )
             self.measured.size = fitting
 
-    def _prompts_of(self, workload: str) -> list[Encoded]:
+    def _prompts_of(self, workload: str) -> list[EncodedPrompt]:
         prompts = self._questions.prompts[workload][: self.measured.size.prompts]
         plain = self.measured.modes[0]
         if workload not in self._questions.copied or plain.name not in self._workers:
             return prompts
         self._watcher.say(f"making the predictions of {workload}")
 
-        def answer(prompt: Encoded) -> Sequence[int]:
-            found = self._ask(plain, Order(workload, 0.0, 0, (prompt,)))
+        def answer(prompt: EncodedPrompt) -> Sequence[int]:
+            found = self._send(plain, WorkerRequest(workload, 0.0, 0, (prompt,)))
             return prompt.prompt_ids if found is None else found["token_ids"]
 
         in_prompt, vocab_size = workload == REWRITING, self._questions.vocab_size
-        made = copies(prompts, answer, self._tokenizer, in_prompt=in_prompt, vocab_size=vocab_size, seed=self._plan.seed)
+        made = make_copy_prompts(prompts, answer, self._tokenizer, in_prompt=in_prompt, vocab_size=vocab_size, seed=self._plan.seed)
         room = self._questions.context - self.measured.size.tokens
         return [prompt for prompt in made if len(prompt.prompt_ids) <= room] or prompts
 
-    def _take(self, mode: Mode, order: Order, number: int) -> None:
-        """One order of one mode, if it can be asked."""
+    def _measure_request(self, mode: Mode, order: WorkerRequest, number: int) -> None:
+        """Send one request to one mode and keep the sample."""
         if mode.name not in self._workers or (mode.needs_prediction and not order.has_predictions):
             return
-        answer = self._ask(mode, order, number)
+        answer = self._send(mode, order, number)
         if answer is None:
             return
         known = {"mode": mode.name, "workload": order.workload, "temperature": order.temperature, "prompt": order.index, "round": number}
         try:
             sample = Sample.of(answer, **known, num_prompt_tokens=order.num_prompt_tokens)
             if any(len(output.token_ids) != self.measured.size.tokens for output in sample.outputs):
-                raise ValueError(f"{sample.num_tokens} tokens where {self.measured.size.tokens * len(order.prompts)} were asked for")
+                raise ValueError(f"{sample.num_tokens} tokens where {self.measured.size.tokens * len(order.prompts)} were requested")
         except (KeyError, TypeError, ValueError) as error:
-            self._fail(mode, order, number, f"{mode.name} answered against the protocol ({type(error).__name__}: {error})")
+            self._fail(mode, order, number, f"{mode.name} broke the protocol ({type(error).__name__}: {error})")
             return
         self.measured.samples.append(sample)
 
-    def _ask(self, mode: Mode, order: Order, number: int | None = None) -> dict[str, Any] | None:
-        """The answer; None where there is none, which becomes a failure."""
+    def _send(self, mode: Mode, order: WorkerRequest, number: int | None = None) -> dict[str, Any] | None:
+        """Send a request; return the reply, or None after recording a failure."""
         worker = self._workers[mode.name]
         try:
-            return worker.ask(order.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
+            return worker.send(order.as_dict(self.measured.size.tokens, self._plan.seed), self._plan.timeout_s)
         except WorkerError as failure:
             if failure.is_over:
                 del self._workers[mode.name]
             self._fail(mode, order, number, str(failure))
             return None
 
-    def _fail(self, mode: Mode, order: Order, number: int | None, message: str) -> None:
-        failure = Failure(mode.name, message, order.workload, order.temperature, number)
+    def _fail(self, mode: Mode, order: WorkerRequest, number: int | None, message: str) -> None:
+        failure = WorkerFailure(mode.name, message, order.workload, order.temperature, number)
         known = {(one.mode, one.message, one.workload, one.temperature) for one in self.measured.failures}
         if (failure.mode, failure.message, failure.workload, failure.temperature) not in known:
             self.measured.failures.append(failure)

@@ -1,4 +1,4 @@
-"""What a worker answered to one order, and what follows from it."""
+"""Samples: the reply of a worker to one request, and values derived from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,12 +6,12 @@ from itertools import pairwise
 from typing import Any
 
 REPEAT_LENGTH = 8
-"""Tokens of a piece that counts as a repetition where it stood in the same output before."""
+"""Tokens of a piece; a piece that occurred before in the same output counts as repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens of one request, and when each arrived, in seconds since the order was given; several may share a time."""
+    """Tokens of one request, and when each arrived, in seconds since the request was sent; several may share a time."""
 
     token_ids: tuple[int, ...]
     times_s: tuple[float, ...]
@@ -19,14 +19,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One order of one mode.
+    """One request in one mode.
 
     Attributes:
         mode, workload, temperature, prompt: which; `prompt` counts within the workload, of a batch it is that of the first request.
-        round: 0 = warming up, not counted.
+        round: 0 = warm-up, not counted.
         outputs: one; of a batch, one a request.
-        seconds: from the order to the last token.
-        num_draft_tokens, num_accepted_tokens: guessed tokens; None where a program does not tell.
+        seconds: from the request to the last token.
+        drafted, accepted: draft tokens and accepted ones; None where a program does not report them.
         steps, passes, decoding_passes: of the target; decoding passes began when every request had a token.
         host_s: outside of the kernels.
         num_prompt_tokens: of all requests.
@@ -51,10 +51,10 @@ class Sample:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any], **known: Any) -> "Sample":
-        """From a worker's answer.
+        """Make a sample of a worker's reply.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not what the protocol says.
+            KeyError, TypeError, ValueError: the reply breaks the protocol.
         """
         given = answer.get("outputs", [answer])
         outputs = tuple(Output(tuple(map(int, one["token_ids"])), tuple(map(float, one["times_s"]))) for one in given)
@@ -70,51 +70,51 @@ class Sample:
 
     @property
     def first_token_s(self) -> float:
-        """Until the first token; of a batch, the mean."""
+        """Seconds until the first token; of a batch, the mean."""
         return sum(output.times_s[0] for output in self.outputs) / len(self.outputs)
 
     @property
     def decoding_start_s(self) -> float:
-        """When every request had its first token."""
+        """Seconds until every request had its first token."""
         return max(output.times_s[0] for output in self.outputs)
 
     @property
     def decoding_s(self) -> float:
-        """From there to the last token; where all tokens came at once, the whole time."""
+        """Seconds from then to the last token; the whole time if all tokens arrived at once."""
         last = max(output.times_s[-1] for output in self.outputs)
         return last - self.decoding_start_s if last > self.decoding_start_s else self.seconds
 
     @property
     def num_decoded(self) -> int:
-        """Tokens that came in that time."""
+        """Tokens that arrived in that time."""
         start = self.decoding_start_s
         return sum(time > start for output in self.outputs for time in output.times_s) or self.num_tokens
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between moments at which tokens of a request arrived; several that arrive at once have one gap in front of them."""
+        """Times between moments at which tokens of a request arrived; tokens that arrive together have one gap before them."""
         return [after - before for output in self.outputs for before, after in pairwise(output.times_s) if after > before]
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a step. Each step emits what it accepted and one token more, so what was accepted tells it where steps are not known."""
+        """Tokens per step; where steps are not reported, emitted - accepted is their number."""
         if self.steps:
             return self.num_tokens / self.steps
         return None if self.num_accepted_tokens is None else self.num_tokens / max(1, self.num_tokens - self.num_accepted_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         outputs = [{"token_ids": list(one.token_ids), "times_s": [round(time, 6) for time in one.times_s]} for one in self.outputs]
         return asdict(self) | {"outputs": outputs}
 
 
 def repeats(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Pieces of `REPEAT_LENGTH` tokens that stood in the same output before, and all pieces."""
+    """Return the number of repeated pieces of `REPEAT_LENGTH` tokens, and of all pieces."""
     pieces = [tuple(token_ids[start : start + REPEAT_LENGTH]) for start in range(len(token_ids) - REPEAT_LENGTH + 1)]
     return len(pieces) - len(set(pieces)), len(pieces)
 
 
 def repeat_share(outputs: Sequence[Sequence[int]]) -> float:
-    """Share of the pieces of some outputs that repeat earlier output of the same; 0 where all are shorter than a piece."""
+    """Return the share of repeated pieces in some outputs; 0 where all outputs are shorter than a piece."""
     counts = [repeats(one) for one in outputs]
     return sum(repeated for repeated, _ in counts) / max(1, sum(total for _, total in counts))

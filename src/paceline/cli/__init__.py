@@ -1,4 +1,4 @@
-"""The command line: one file a command. Nothing heavy is imported before a command has checked what it was given."""
+"""The command line: one file a command. Heavy modules are imported after a command has checked its options."""
 
 import io
 import sys
@@ -12,7 +12,6 @@ from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
-from paceline.cli.recommend import recommend
 from paceline.cli.run import run
 from paceline.cli.serve import serve
 
@@ -29,7 +28,6 @@ app.command()(serve)
 app.command()(batch)
 app.command()(doctor)
 app.command()(prove)
-app.command()(recommend)
 app.command()(bench)
 
 
@@ -45,11 +43,11 @@ def _paceline(
         bool, typer.Option("-V", "--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Options before the command."""
 
 
 def main() -> None:
-    """Run the command line and exit with its code: 0, 2 for what the caller can put right, 130 for Ctrl-C, 1 for the rest."""
+    """Run the command line and exit with its code: 0, 2 for errors the caller can fix, 130 for Ctrl-C, 1 for the rest."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character must not end the program
             stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.options import BATCHING, Settings, with_settings
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_WRONG_INPUT, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_WRONG_INPUT, print_notice
 from paceline.errors import BackendUnavailableError, printable
 from paceline.installation import install_extra
 from paceline.server.settings import ServerSettings
@@ -52,14 +52,16 @@ def batch(
             result = run_batch(settings.llm_arguments(), server, source=source, target=target, watcher=watcher)
     except KeyboardInterrupt:
         cause = "terminated" if progress.is_terminated else "interrupted"
-        say(f"{cause}: {progress.num_done} of {progress.num_requests} requests are answered in {target}; run the same command to continue")
+        print_notice(
+            f"{cause}: {progress.num_done} of {progress.num_requests} requests are answered in {target}; run the same command to continue"
+        )
         raise typer.Exit(EXIT_TERMINATED if progress.is_terminated else EXIT_INTERRUPTED) from None
     _report(result, target, quiet=settings.quiet)
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How many requests are answered, and whether SIGTERM ended the command."""
+    """Number of answered requests, and whether SIGTERM ended the command."""
 
     num_done: int = 0
     num_requests: int = 0
@@ -79,7 +81,7 @@ class _Progress:
 
 @contextmanager
 def _watcher(counts: _Progress, *, quiet: bool) -> "Iterator[Watcher]":
-    """Count what is answered; on a terminal also show a bar with the time left."""
+    """Count answered requests; on a terminal also show a bar with the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -87,7 +89,7 @@ def _watcher(counts: _Progress, *, quiet: bool) -> "Iterator[Watcher]":
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield Watcher((lambda text: None) if quiet else say, say, counts.begin, counts.advance)
+        yield Watcher((lambda text: None) if quiet else print_notice, print_notice, counts.begin, counts.advance)
         return
     columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -117,7 +119,7 @@ def _report(result: "BatchResult", target: Path, *, quiet: bool) -> None:
     counts = [(len(result.bad), "left out"), (result.num_refused, "refused"), (result.num_failed, "failed")]
     if not quiet:
         wrong = "".join(f", {count} {what}" for count, what in counts if count)
-        say(f"{result.num_answered} of {result.num_requests} requests are answered in {target}{wrong}")
+        print_notice(f"{result.num_answered} of {result.num_requests} requests are answered in {target}{wrong}")
     if result.num_failed:
         raise typer.Exit(EXIT_FAILURE)
     if result.bad or result.num_refused:

@@ -1,4 +1,4 @@
-"""`paceline bench`: what speculation brings on this machine, with this model, beside plain decoding and other programs."""
+"""`paceline bench`: measure plain decoding, speculation and other programs on this machine."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import MODEL
-from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, reported_errors, say
+from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from paceline.benchmarking.benchmark import BenchResult
     from paceline.benchmarking.plan import BenchPlan
-    from paceline.benchmarking.run import Watcher
+    from paceline.benchmarking.run import RunProgress
 
 WHAT, HOW, OTHERS, OUT = "What is measured", "How much", "Other programs", "Output"
 DRAFTER_HELP = (
     "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
-    "a+b guess together. Several times. Default: all that are there."
+    "a+b draft together. Several times. Default: all that are there."
 )
 WORKLOAD_HELP = (
     "chat, code, arithmetic, json, copying (with edits), rewriting, random (tokens); several times or with commas. Default: all."
@@ -48,7 +48,7 @@ SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions 
 Temperature = Annotated[str, _option("--temperature", help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")]
 BatchSize = Annotated[int, _option("--batch-size", help_text="Requests at once, of our own modes.", panel=WHAT)]
 Offline = Annotated[bool, _option("--offline", help_text=MODEL.options["offline"], panel=WHAT)]
-Rounds = Annotated[int | None, _option("--rounds", help_text="Rounds that count, behind one that is dropped. Default: 5.", panel=HOW)]
+Rounds = Annotated[int | None, _option("--rounds", help_text="Counted rounds, after one of warm-up. Default: 5.", panel=HOW)]
 Tokens = Annotated[int | None, _option("--tokens", help_text="Tokens of each output. Default: 96.", panel=HOW)]
 NumPrompts = Annotated[int | None, _option("--num-prompts", help_text="Prompts of each workload. Default: 4.", panel=HOW)]
 Minutes = Annotated[float, _option("--minutes", help_text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW)]
@@ -61,7 +61,7 @@ InstallPeers = Annotated[
 ]
 JsonFile = Annotated[Path | None, _option("--json", help_text="Write everything here, raw samples too.", panel=OUT)]
 HtmlFile = Annotated[Path | None, _option("--html", help_text="Write one page with charts here.", panel=OUT)]
-Plots = Annotated[Path | None, _option("--plots", help_text="Write PNG pictures into this folder; takes the extra bench.", panel=OUT)]
+Plots = Annotated[Path | None, _option("--plots", help_text="Write the charts into this folder as SVG files.", panel=OUT)]
 Quiet = Annotated[bool, _option("-q", "--quiet", help_text="Print nothing but the tables.", panel=OUT)]
 Debug = Annotated[bool, _option("--debug", help_text="Print tracebacks and what libraries warn about.", panel=OUT)]
 
@@ -144,23 +144,19 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def _install(names: Sequence[str]) -> None:
-    from paceline.benchmarking.peer_modes import install_peer
+    from paceline.benchmarking.modes import install_peer
 
     for name in names:
-        install_peer(name, say)
+        install_peer(name, print_notice)
 
 
 def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool) -> None:
-    from paceline.benchmarking.benchmark import benchmark
-    from paceline.benchmarking.report.as_json import write_json
-    from paceline.benchmarking.report.page import write_page
-    from paceline.benchmarking.report.plots import check_plots, write_plots
+    from paceline.benchmarking.benchmark import benchmark, write_json
+    from paceline.benchmarking.report.page import write_charts, write_page
     from paceline.cli.loading import quieten_libraries
 
     if not debug:
         quieten_libraries()
-    if plots is not None:
-        check_plots()
     for path in (json_file, html_file, plots):
         _check_writable(path, is_folder=path is plots)
     check_distinct(json_file, html_file)
@@ -172,7 +168,7 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
     if html_file is not None:
         _write(result, html_file, write_page, quiet=quiet)
     if plots is not None:
-        _write(result, plots, write_plots, quiet=quiet)
+        _write(result, plots, write_charts, quiet=quiet)
     if result.measured.ended == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.measured.failures or not result.cells:
@@ -180,14 +176,14 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
 
 
 def command() -> str:
-    """What was typed."""
+    """Return the command line."""
     from paceline.benchmarking.provenance import shown_command
 
     return shown_command(sys.argv[1:])
 
 
 def _check_writable(path: Path | None, *, is_folder: bool) -> None:
-    """Find out now, not behind minutes of measuring.
+    """Check before minutes of measuring.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -206,13 +202,13 @@ def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Pat
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; give another place") from error
     if not quiet:
-        say(f"written: {path}")
+        print_notice(f"written: {path}")
 
 
 def _print(result: "BenchResult") -> None:
     from rich.console import Console
 
-    from paceline.benchmarking.report.table import report
+    from paceline.benchmarking.report.text import report
 
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
@@ -221,16 +217,16 @@ def _print(result: "BenchResult") -> None:
 
 
 @contextmanager
-def _watcher(*, quiet: bool) -> "Iterator[Watcher]":
-    """What shows how far a run is: a bar with the time left, on a terminal alone."""
+def _watcher(*, quiet: bool) -> "Iterator[RunProgress]":
+    """Show progress: on a terminal a bar with the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from paceline.benchmarking.run import Watcher
+    from paceline.benchmarking.run import RunProgress
 
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield Watcher((lambda text: None) if quiet else say)
+        yield RunProgress((lambda text: None) if quiet else print_notice)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -240,4 +236,4 @@ def _watcher(*, quiet: bool) -> "Iterator[Watcher]":
             progress.update(task, total=total, description="measuring")
             progress.start_task(task)
 
-        yield Watcher(lambda text: progress.update(task, description=printable(text)), begin, lambda: progress.advance(task))
+        yield RunProgress(lambda text: progress.update(task, description=printable(text)), begin, lambda: progress.advance(task))

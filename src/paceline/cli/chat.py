@@ -1,18 +1,166 @@
-"""`paceline chat`: a conversation in the terminal."""
+"""`paceline chat`: a conversation in the terminal, its state, and the commands that change it."""
 
-from typing import TYPE_CHECKING
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.conversation import COMMANDS, Conversation, parse_command
-from paceline.cli.options import Settings, checked_text, with_settings
-from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, say, say_error
+from paceline.cli.options import SAMPLING, Settings, checked_text, with_settings
+from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, print_error, print_notice
 from paceline.cli.run import ShowDrafts, System
 from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError
+from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.cli.message_input import Entry, MessageInput
     from paceline.llm import LLM
+
+_COMMAND = re.compile(r"(/[A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
+_NOTHING = ('""', "''")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The state of a conversation.
+
+    Attributes:
+        turns: messages of the user and the model, in order.
+        taken_back: the last message, if it was not answered.
+        saved: files that were written and may be written again.
+    """
+
+    params: SamplingParams
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+    taken_back: str | None = None
+    saved: set[Path] = field(default_factory=set)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All messages, the system message first."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*first, *self.turns]
+
+    def message_to_retry(self) -> str:
+        """Return the last message after removing its turn.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.taken_back is not None:
+            return self.taken_back
+        if not self.turns:
+            raise RequestError("/retry: nothing was said yet")
+        del self.turns[-1]
+        return self.turns.pop()["content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`do` changes the conversation and returns what to print; None = the caller carries the command out."""
+
+    argument: str
+    meaning: str
+    do: Callable[[Conversation, str], str] | None = None
+
+
+def parse_command(text: str) -> tuple[str, str] | None:
+    """Parse a command and its argument; None = a message, which may start with a path.
+
+    Raises:
+        RequestError: it is nearly a command.
+    """
+    match = _COMMAND.fullmatch(text.strip())
+    if match is None:
+        return None
+    name, argument = match[1], (match[2] or "").strip()
+    if name in COMMANDS:
+        if argument and not COMMANDS[name].argument:
+            raise RequestError(f"{name} takes no argument; put a message that begins like this in triple quotes")
+        return name, argument
+    meant = next(iter(get_close_matches(name, COMMANDS, 1, 0.75)), None)
+    if meant is not None or not argument:
+        raise RequestError(f"{name} is not a command; " + (f"did you mean {meant}?" if meant else "/help lists them"))
+    return None
+
+
+def _help(conversation: Conversation, argument: str) -> str:
+    width = max(len(f"{name} {command.argument}") for name, command in COMMANDS.items()) + 2
+    lines = [f"{f'{name} {command.argument}':<{width}}{command.meaning}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, 'A line that ends in \\ goes on in the next one; """ begins and ends a block; pasted lines are one message.'])
+
+
+def _set(conversation: Conversation, argument: str) -> str:
+    name, _, text = argument.partition(" ")
+    name = name.replace("-", "_")
+    if not name:
+        return "\n".join(f"{name:<20}{_shown(getattr(conversation.params, name))}" for name in SAMPLING.options)
+    if name not in SAMPLING.options:
+        meant = next(iter(get_close_matches(name, SAMPLING.options, 1)), None)
+        raise RequestError(f"/set: there is no {name}; " + (f"did you mean {meant}?" if meant else "/set alone lists all"))
+    if text.strip():
+        value = _value(name, text.strip())
+        conversation.params = replace(conversation.params, **{name: value})
+    return f"{name} is {_shown(getattr(conversation.params, name))}"
+
+
+def _value(name: str, text: str) -> Any:
+    """Parse a setting's value: JSON, "none", or, for a stop text, the text itself."""
+    if text == "none":
+        return None
+    if name == "stop" and text[0] not in '["':
+        return checked_text("stop", text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text  # SamplingParams refuses it and lists allowed values
+
+
+def _shown(value: object) -> str:
+    return "none" if value in (None, ()) else json.dumps(value)
+
+
+def _system(conversation: Conversation, argument: str) -> str:
+    if argument:
+        is_quoted = len(argument) > 1 and argument[0] == argument[-1] == '"'
+        conversation.system = None if argument in _NOTHING else checked_text("system", argument[1:-1] if is_quoted else argument)
+    return "no system message" if conversation.system is None else f"system message: {conversation.system}"
+
+
+def _reset(conversation: Conversation, argument: str) -> str:
+    conversation.turns.clear()
+    conversation.taken_back = None
+    return "the conversation starts anew"
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        raise RequestError("/save needs the name of a file")
+    try:
+        path = Path(argument).expanduser().resolve()
+        if path.exists() and path not in conversation.saved:
+            raise RequestError(f"/save: {argument} exists; give another name")
+        path.write_text(json.dumps(conversation.messages, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:  # also: no such home, a null character
+        raise RequestError(f"/save: {argument} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    conversation.saved.add(path)
+    return f"saved {len(conversation.messages)} messages to {argument}"
+
+
+COMMANDS: Mapping[str, Command] = {
+    "/help": Command("", "list these commands", _help),
+    "/set": Command("[NAME [VALUE]]", "show the sampling parameters, or change one", _set),
+    "/system": Command("[TEXT]", 'show or change the system message; "" removes it', _system),
+    "/retry": Command("", "answer the last message again"),
+    "/save": Command("FILE", "write the conversation as JSON", _save),
+    "/reset": Command("", "forget the conversation; the system message stays", _reset),
+    "/exit": Command("", "end, as Ctrl-D does"),
+}
 
 
 @with_settings
@@ -39,12 +187,12 @@ def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Se
             )
         llm.tokenizer.check_chat_template()
         if source.is_interactive and not settings.quiet:
-            say("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
+            print_notice("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
         Chat(llm, conversation, source, adapter=adapter, show_drafts=show_drafts, quiet=settings.quiet).run()
 
 
 class Chat:
-    """Reads messages until the end of input, answers each, and remembers what was said."""
+    """Reads messages until the end of input, answers each, and keeps the conversation."""
 
     def __init__(
         self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None = None, show_drafts: bool, quiet: bool
@@ -57,7 +205,7 @@ class Chat:
         self._failure: PacelineError | None = None
 
     def run(self) -> None:
-        """Until /exit or the end of input.
+        """Read and answer until /exit or the end of input.
 
         Raises:
             typer.Exit: not interactive, and a message could not be answered.
@@ -65,20 +213,20 @@ class Chat:
         from paceline.cli.rendering import legend
 
         if self._show_drafts:
-            say(legend())
+            print_notice(legend())
         while True:
             try:
                 if not self._take_next():
                     break
             except KeyboardInterrupt:
-                if not self._source.is_interactive:  # nobody there to go on
+                if not self._source.is_interactive:  # no user who could go on
                     raise
-                say("Ctrl-D or /exit ends")
+                print_notice("Ctrl-D or /exit ends")
         if self._failure is not None and not self._source.is_interactive:
             raise typer.Exit(exit_code(self._failure))
 
     def _take_next(self) -> bool:
-        """Do or answer what comes next; False = the conversation ends."""
+        """Handle the next input; False = the conversation ends."""
         try:
             return self._take(self._source.next())
         except EOFError:
@@ -99,26 +247,26 @@ class Chat:
         if name == "/retry":
             self._retry()
         elif (do := COMMANDS[name].do) is not None:
-            say(do(self._conversation, argument))
+            print_notice(do(self._conversation, argument))
         return True
 
     def _fail(self, error: PacelineError) -> None:
         self._failure = self._failure or error
-        say_error(error)
+        print_error(error)
 
     def _retry(self) -> None:
         params, was_answered = self._conversation.params, self._conversation.taken_back is None
         text = self._conversation.message_to_retry()
         if was_answered and (params.is_greedy or params.seed is not None):
             way_out = "/set temperature 0.7" if params.is_greedy else "/set seed none"
-            say(f"the same answer will come again; {way_out} makes it another one")
+            print_notice(f"the same answer will come again; {way_out} makes it another one")
         self._answer(text)
 
     def _answer(self, text: str) -> None:
-        """One turn. A turn that cannot be served is taken back; an answer cut short by Ctrl-C stays as it is.
+        """Run one turn. A turn that fails is removed; an answer interrupted by Ctrl-C is kept.
 
         Raises:
-            typer.Exit: Ctrl-C, and nobody there to go on.
+            typer.Exit: Ctrl-C, and input is not interactive.
         """
         from paceline.cli.rendering import Answer, write_stream, writer_for
 
@@ -132,16 +280,16 @@ class Chat:
         except (RequestError, CapacityError) as error:
             self._fail(error)
             if self._source.is_interactive:
-                say("this message was taken back; /retry sends it again, /reset forgets the conversation")
+                print_notice("this message was taken back; /retry sends it again, /reset forgets the conversation")
             return
         except KeyboardInterrupt:  # before the stream began
             answer = None
         if answer is None or (answer.interrupted and not answer.text):
-            say("interrupted; /retry sends the message again")
+            print_notice("interrupted; /retry sends the message again")
         else:
             conversation.taken_back = None
             conversation.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
             if not self._quiet:
-                say(answer.closing_line(sampled=not conversation.params.is_greedy))
+                print_notice(answer.closing_line(sampled=not conversation.params.is_greedy))
         if (answer is None or answer.interrupted) and not self._source.is_interactive:
             raise typer.Exit(EXIT_INTERRUPTED)

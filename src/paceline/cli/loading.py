@@ -1,4 +1,4 @@
-"""From validated settings to a loaded model, the only place of the command line where heavy libraries are imported."""
+"""Load the model of validated settings. Only this module of the command line imports heavy libraries."""
 
 import os
 import sys
@@ -6,14 +6,14 @@ import warnings
 from typing import TYPE_CHECKING
 
 from paceline.cli.options import Settings
-from paceline.cli.reporting import say
+from paceline.cli.reporting import print_notice
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
 
 def load(settings: Settings) -> "LLM":
-    """The model, with what loading had to say printed to stderr.
+    """Load the model; print notices of loading to stderr.
 
     Raises:
         PacelineError: it cannot be loaded.
@@ -21,14 +21,14 @@ def load(settings: Settings) -> "LLM":
     if not settings.debug:
         quieten_libraries()
     if sys.stderr.isatty() and not settings.quiet:
-        say(f"loading {settings.engine.model}")
+        print_notice(f"loading {settings.engine.model}")
     from paceline.llm import LLM
 
     llm = LLM(**settings.llm_arguments())
     for notice in llm.notices:
-        say(notice)
+        print_notice(notice)
     if not settings.quiet:
-        say(llm.banner)
+        print_notice(llm.banner)
     return llm
 
 

@@ -1,4 +1,4 @@
-"""Messages as a person or a program gives them: a line, lines that go on, a block in triple quotes, or what was pasted."""
+"""Read messages: a line, continued lines, a block in triple quotes, or pasted text."""
 
 import io
 import sys
@@ -25,16 +25,16 @@ class Entry:
 
 
 class MessageInput(Protocol):
-    """Where messages come from.
+    """A source of messages.
 
     Attributes:
-        is_interactive: whether somebody is there who can go on after an error.
+        is_interactive: whether a user can go on after an error.
     """
 
     is_interactive: bool
 
     def next(self) -> Entry:
-        """The next one.
+        """Return the next message.
 
         Raises:
             EOFError: there is none left.
@@ -45,7 +45,7 @@ class MessageInput(Protocol):
 
 @contextmanager
 def message_input() -> Iterator[MessageInput]:
-    """An editor on a terminal, else the lines of standard input. While it is open the terminal shows no keys by itself."""
+    """Open an editor on a terminal, else the lines of standard input. While it is open the terminal does not echo keys."""
     if sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty()):
         from prompt_toolkit.utils import is_dumb_terminal
 
@@ -102,7 +102,7 @@ class Editor:
         try:
             text = self._session.prompt().rstrip("\n")
         finally:
-            _tell_terminal(_PASTES_ARE_MARKED)  # those that come during the answer too
+            _tell_terminal(_PASTES_ARE_MARKED)  # also keys typed during the answer
         return Entry(text, is_literal=True) if self._is_pasted(text) else entry_of(text)
 
     def _is_pasted(self, text: str) -> bool:
@@ -144,7 +144,7 @@ class Editor:
 
 
 def entry_of(text: str) -> Entry:
-    """What typed text means: the quotes around a block are not part of it."""
+    """Make an entry of typed text; quotes around a block are removed."""
     block = text.strip()
     if not block.startswith(QUOTES):
         return Entry(text)
@@ -164,7 +164,7 @@ def goes_on(text: str) -> bool:
 
 @contextmanager
 def _waiting_keys() -> Iterator[None]:
-    """What is typed while an answer is written waits, unseen, for the next prompt; without termios nothing changes.
+    """Keep keys that are typed during an answer, without echo, for the next prompt; needs termios.
 
     Keys are neither shown nor taken line by line, and Ctrl-C interrupts without dropping them.
     """
@@ -188,7 +188,7 @@ def _waiting_keys() -> Iterator[None]:
 
 
 def _tell_terminal(sequence: str) -> None:
-    """Send a control sequence to the terminal, past a redirected stdout; Windows' consoles may not know it."""
+    """Send a control sequence to the terminal, past a redirected stdout; Windows consoles may not support it."""
     if sys.platform == "win32":
         return
     stream = sys.stdout if sys.stdout.isatty() else sys.stderr

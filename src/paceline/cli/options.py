@@ -18,7 +18,7 @@ from paceline.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A group of options in --help: fields of one dataclass, each with what --help says about it."""
+    """A group of options in --help: fields of one dataclass, each with its help text."""
 
     title: str
     source: type[EngineConfig | SamplingParams | SpeculationConfig | ServerSettings | ClusterSettings]
@@ -33,10 +33,10 @@ MODEL = Panel(
         "gguf_file": "Name of the GGUF file to take from the directory or from the Hub's model. Default: the only one.",
         "gguf_weights": "exact: the file's own values. regroup: quantise them again so that they run faster; it changes tokens.",
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
-        "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded in front of quantised matrices.",
+        "dtype": "Type to compute in; auto = as stored. Only f32 leaves rows unrounded before quantised matrices.",
         "quantization": "Quantise the weights while loading; the result is cached on disk. It changes tokens: another target.",
         "threads": "CPU threads. Default: the processors this process may use; more are not used.",
-        "oversubscribe": "Use as many threads as --threads says, even where there are fewer processors.",
+        "oversubscribe": "Use as many threads as --threads gives, even on fewer processors.",
         "merge_adapter": "Directory of a LoRA adapter that is added to the weights before they are rounded or quantised: another target.",
         "device": "Where to run.",
         "backend": "What computes: native (our own CPU kernels) or torch; auto = the faster one for this machine.",
@@ -49,8 +49,8 @@ ADAPTERS = Panel(
     "Model",
     EngineConfig,
     {
-        "adapters": "A LoRA or X-LoRA adapter beside the model: a name and the directory that PEFT wrote. Requests to a server or of a "
-        "batch ask for it as their model, and there may be several; run and chat answer with it.",
+        "adapters": "A LoRA or X-LoRA adapter for the model: a name and the directory that PEFT wrote. Requests to a server or of a "
+        "batch name it as their model, and there may be several; run and chat answer with it.",
     },
 )
 MEMORY = Panel(
@@ -89,8 +89,8 @@ SPECULATION = Panel(
         "draft_model, medusa or mtp of the target's own directory; or the directory or id of a draft model, of Medusa or EAGLE heads, or "
         "of a Gemma 4 assistant. Several times: all. It changes the speed, never a token.",
         "num_speculative_tokens": 'Tokens to draft a step, at most: a number, or "auto" (16). As many are drafted as pay.',
-        "tree_width": "Guesses for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
-        "acceptance": "match: a seed has one text, whatever drafts. rejection: more guesses are kept at high temperatures; sampled texts "
+        "tree_width": "Draft tokens for one position, of draft models and heads; 1 = a chain, or what Medusa heads make of its rows.",
+        "acceptance": "match: a seed has one text, whatever drafts. rejection: more is accepted at high temperatures; sampled texts "
         "have the same distribution but depend on what was drafted.",
         "draft_quantization": "Quantise draft models and heads while loading; auto: draft models on the CPU, to 4 bits with a quantised "
         "target, to 8 with a 16-bit one. It changes the speed alone.",
@@ -104,7 +104,7 @@ BATCHES = Panel(
     EngineConfig,
     {
         "max_num_seqs": "Samples that run at a time; others wait.",
-        "max_num_batched_tokens": "Rows of one pass, known tokens and drafts of all.",
+        "max_num_batched_tokens": "Rows of one pass: prompt tokens and drafts of all requests.",
         "prefill_chunk_size": "Prompt rows of a pass, of all requests together; fewer shorten the gaps between other requests' tokens.",
     },
 )
@@ -139,7 +139,7 @@ REPLICAS = Panel(
     {
         "replicas": "Engines in processes of their own, which Ray runs and restarts; 0 = one in this process.",
         "ray_address": "Address of a Ray cluster that is running. Default: one of this machine's own, for as long as the command runs.",
-        "max_lead": "Requests by which the replica that knows the beginning of a prompt may be ahead of the least loaded one.",
+        "max_lead": "Requests by which the replica that has the beginning of a prompt cached may be ahead of the least loaded one.",
     },
 )
 REQUESTS = Panel(
@@ -183,11 +183,11 @@ REPEATABLE = ("stop", "drafter", "drafter_options", "allowed_hosts", "allow_orig
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the shared options say, validated.
+    """Values of the shared options, validated.
 
     Attributes:
         panels: those that the command has.
-        server: what is said of the server; it is checked when its keys are known.
+        server: options of the server, checked once its keys are read.
         cluster: how many engines run, and where.
     """
 
@@ -226,7 +226,7 @@ class Settings:
 
     @property
     def adapter(self) -> str | None:
-        """The name of the one adapter that is there; None = there is none.
+        """Name of the only adapter; None = there is none.
 
         Raises:
             ConfigError: there are several.
@@ -237,13 +237,13 @@ class Settings:
         return names[0] if names else None
 
     def llm_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `paceline.LLM`."""
+        """Return the keyword arguments of `paceline.LLM`."""
         sources = {EngineConfig: self.engine, SpeculationConfig: self.speculation}
         return {name: getattr(sources[panel.source], name) for panel in self.panels if panel.source in sources for name in panel.options}
 
 
 def with_settings(command: Callable[..., None], panels: Sequence[Panel] = PANELS) -> Callable[..., None]:
-    """A command with the options of `panels` added; it gets them, validated, as its keyword argument `settings`.
+    """Add the options of `panels` to a command, which gets them, validated, as its keyword argument `settings`.
 
     Errors of ours end the command as one line on stderr and an exit code; `--debug` adds the traceback.
     """
@@ -263,7 +263,7 @@ def with_settings(command: Callable[..., None], panels: Sequence[Panel] = PANELS
 
 
 def checked_text(name: str, text: str) -> str:
-    """The text, if it is Unicode: bytes that are not UTF-8 arrive from a shell as lone surrogates.
+    """Return the text if it is valid Unicode: bytes that are not UTF-8 arrive from a shell as lone surrogates.
 
     Raises:
         RequestError: it is not.
@@ -281,7 +281,7 @@ def _switch(*names: str, help_text: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
 
 
-_QUIET = _switch("-q", "--quiet", help_text="Print no statistics and nothing about loading but what to know.")
+_QUIET = _switch("-q", "--quiet", help_text="Print no statistics and nothing about loading but notices.")
 _DEBUG = _switch("--debug", help_text="Print tracebacks and what libraries warn about.")
 
 
@@ -315,7 +315,7 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:
-    """Drafters' options by name.
+    """Return drafters' options by name.
 
     Raises:
         ConfigError: one has no "=".
@@ -324,7 +324,7 @@ def named_values(texts: Iterable[str]) -> dict[str, str]:
 
 
 def named_directories(texts: Iterable[str]) -> dict[str, str]:
-    """Directories of adapters by name.
+    """Return directories of adapters by name.
 
     Raises:
         ConfigError: one has no "=", or a name comes twice.
@@ -341,7 +341,7 @@ def named_directories(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _name_and_value(text: str) -> tuple[str, str]:
-    """Name and value of a drafter's option.
+    """Split a drafter's option into name and value.
 
     Raises:
         ConfigError: it has no "=".
@@ -353,7 +353,7 @@ def _name_and_value(text: str) -> tuple[str, str]:
 
 
 def _count_or_word(text: str) -> int | str:
-    """Whole numbers become numbers; what else is allowed is for the dataclass to say."""
+    """Convert whole numbers; the dataclass checks the rest."""
     try:
         return int(text)
     except ValueError:

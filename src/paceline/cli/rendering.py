@@ -1,4 +1,4 @@
-"""Text as it streams to stdout, coloured by where its tokens came from if asked, and the line that closes it."""
+"""Write streamed text to stdout, coloured by the origin of its tokens on request, and a closing line with statistics."""
 
 import operator
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.tokenizer.tokenizer import IncrementalDetokenizer
 
-# Distinct without colours too: plain, bold, underlined.
+# Distinguishable without colours: plain, bold, underlined.
 STYLES = {TokenOrigin.ACCEPTED: "green", TokenOrigin.BONUS: "bold", TokenOrigin.PLAIN: "yellow underline"}
 MARKS = {TokenOrigin.ACCEPTED: ("[", "]"), TokenOrigin.BONUS: ("", ""), TokenOrigin.PLAIN: ("{", "}")}
 NAMES = {TokenOrigin.ACCEPTED: "accepted draft", TokenOrigin.BONUS: "bonus token", TokenOrigin.PLAIN: "plain token"}
@@ -38,7 +38,7 @@ class Writer:
         self._at_line_start = True
 
     def write(self, chunk: StreamChunk) -> None:
-        """Write what the chunk made final."""
+        """Write the text of the chunk."""
         self._print(chunk.text)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Writer:
 class DraftWriter(Writer):
     """Writes the same text and shows where each token came from: by style, or by brackets where there are no colours.
 
-    The text is the chunks' own, so a stop string is cut off as it should be; the tokens only say how long each piece of it is. A
+    The text is the chunks' own, so a stop string is cut off as it should be; the tokens only determine how long each piece of it is. A
     token that ends inside a character has no piece of its own: the token that completes the character has it.
     """
 
@@ -86,7 +86,7 @@ class DraftWriter(Writer):
         super().close()
 
     def _split(self, text: str) -> Iterator[tuple[str, TokenOrigin]]:
-        """Cut released text at the borders of tokens; what no token accounts for (a last incomplete character) is the last one's."""
+        """Split released text at token boundaries; a last incomplete character belongs to the last token."""
         while text:
             length, origin = self._pieces.popleft() if self._pieces else (len(text), self._last or TokenOrigin.PLAIN)
             if length > len(text):
@@ -113,12 +113,12 @@ class DraftWriter(Writer):
 
 
 def writer_for(llm: "LLM", *, show_drafts: bool) -> Writer:
-    """A writer for one stream of this model's tokens."""
+    """Return a writer for one stream of this model."""
     return DraftWriter(llm.tokenizer.detokenizer()) if show_drafts else Writer()
 
 
 def legend() -> Text:
-    """One line that explains how tokens are shown; it names the colours, because it may be read without them."""
+    """Return one line that explains how tokens are shown; it names the colours, because it may be read without them."""
     if _in_colour(Console(file=sys.stdout)):
         samples = [(f"{NAMES[origin]} ({style})", style) for origin, style in STYLES.items()]
     else:
@@ -128,7 +128,7 @@ def legend() -> Text:
 
 @dataclass(slots=True)
 class Answer:
-    """What a stream brought, the whole of it or up to Ctrl-C.
+    """Output of a stream, complete or up to Ctrl-C.
 
     Attributes:
         text: everything that was written.
@@ -147,7 +147,7 @@ class Answer:
         return self.output is None
 
     def closing_line(self, *, sampled: bool) -> str:
-        """What it took, in one line; `sampled` adds the seed."""
+        """Return statistics in one line; `sampled` adds the seed."""
         if self.output is not None:
             return closing_line(self.output, sampled=sampled)
         parts = [_count(self.num_tokens, "token")]
@@ -185,7 +185,7 @@ def write_stream(stream: Iterable[StreamChunk], writer: Writer) -> Answer:
 
 
 def closing_line(output: RequestOutput, *, sampled: bool) -> str:
-    """What a finished request took, in one line; `sampled` adds the seed."""
+    """Return statistics of a finished request in one line; `sampled` adds the seed."""
     stats = output.speculation
     parts = [_count(output.usage.completion_tokens, "token")]
     if output.tokens_per_s > 0:

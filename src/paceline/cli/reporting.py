@@ -1,4 +1,4 @@
-"""What goes to stderr: notices, and errors as one line and an exit code."""
+"""Print notices and errors to stderr; errors are one line and an exit code."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM
 CALLER_CAN_FIX = (RequestError, ConfigError, IncompatibleDrafterError)
 
 
-def say(text: str | Text) -> None:
+def print_notice(text: str | Text) -> None:
     """Print to stderr, dim unless the text has styles of its own; a terminal gets lines that are folded between words.
 
     Names in a text come from files: their control characters must not reach the terminal.
@@ -30,14 +30,14 @@ def say(text: str | Text) -> None:
     console.print(shown, soft_wrap=not console.is_terminal)
 
 
-def say_error(error: PacelineError | str) -> None:
+def print_error(error: PacelineError | str) -> None:
     """Print one line `error: …` to stderr."""
     line = Text.assemble(("error: ", "bold red"), printable(" ".join(str(error).split())))
     Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 def exit_code(error: PacelineError) -> int:
-    """2 for what the caller can put right, else 1."""
+    """Return 2 for errors the caller can fix, else 1."""
     return EXIT_WRONG_INPUT if isinstance(error, CALLER_CAN_FIX) else EXIT_FAILURE
 
 
@@ -46,7 +46,7 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
     """Turn what a command raises into a line on stderr and an exit code.
 
     Raises:
-        typer.Exit: 2 for what the caller can put right, 130 for Ctrl-C, 1 for everything else; nothing is said about a closed pipe.
+        typer.Exit: 2 for errors the caller can fix, 130 for Ctrl-C, 1 for everything else; a closed pipe prints nothing.
     """
     try:
         yield
@@ -54,10 +54,10 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
     except PacelineError as error:
         if debug:
             traceback.print_exc()
-        say_error(error)
+        print_error(error)
         raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
-        say("interrupted")
+        print_notice("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         _drop_stdout()
@@ -67,18 +67,18 @@ def reported_errors(*, debug: bool) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        say_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")
+        print_error(f"{type(error).__name__}: {error} (unexpected; --debug prints where)")
         raise typer.Exit(EXIT_FAILURE) from None
 
 
 def _drop_stdout() -> None:
-    """Without a reader, the interpreter's last flush would complain."""
+    """Redirect stdout to devnull, so that the interpreter's last flush does not fail."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_distinct(*paths: Path | None) -> None:
-    """That no report would be written over another.
+    """Check that no report would overwrite another.
 
     Raises:
         ConfigError: two are the same file.

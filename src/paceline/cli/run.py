@@ -10,7 +10,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.options import OUTPUT, Settings, checked_text, with_settings
-from paceline.cli.reporting import EXIT_INTERRUPTED, say
+from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice
 from paceline.errors import CheckpointError, ConfigError, RequestError
 from paceline.small_files import open_regular
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_PREDICTION_BYTES = 64_000_000
 SHOW_DRAFTS_HELP = (
     "Show where each token came from: accepted drafts green, bonus tokens bold, plain tokens yellow and underlined. "
-    "Without a terminal or with NO_COLOR, accepted runs stand in square brackets and plain ones in curly ones. A legend goes to stderr."
+    "Without a terminal or with NO_COLOR, accepted runs are in square brackets and plain ones in curly brackets. A legend goes to stderr."
 )
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP, rich_help_panel=OUTPUT)]
 System = Annotated[str | None, typer.Option("--system", help="A system message; implies --chat.", rich_help_panel="Prompt")]
@@ -30,7 +30,7 @@ Explain = Annotated[
     bool,
     typer.Option(
         "--explain",
-        help="Say afterwards how much was drafted and why: what was expected of the steps, what they brought, what passes cost.",
+        help="Explain the draft lengths at the end: expected and measured tokens of the steps, and the costs of passes.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -50,7 +50,7 @@ def run(
         Path | None,
         typer.Option(
             "--prediction-file",
-            help="A text the output will resemble, such as the file that is to be edited; it is guessed from first. It changes the speed, "
+            help="A text the output will resemble, such as the file that is to be edited; it is drafted from first. It changes the speed, "
             "never a token.",
             rich_help_panel="Prompt",
         ),
@@ -92,7 +92,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _with_prediction(settings: Settings) -> Settings:
-    """The same with the drafter "prediction" in front of those asked for."""
+    """Return the settings with the drafter "prediction" before the chosen ones."""
     given = settings.speculation.drafter
     names = (given,) if isinstance(given, str) else given
     if "prediction" in names:
@@ -140,22 +140,22 @@ def _print_stream(
     from paceline.cli.rendering import legend, write_stream, writer_for
 
     if show_drafts:
-        say(legend())
+        print_notice(legend())
     params = settings.sampling
     stream = llm.stream(text, params, **hints) if messages is None else llm.stream_chat(messages, params, **hints)
     answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
     if not settings.quiet:
-        say(answer.closing_line(sampled=not params.is_greedy))
+        print_notice(answer.closing_line(sampled=not params.is_greedy))
     if explain and answer.output is not None:
         for line in llm.explain(answer.output):
-            say(line)
+            print_notice(line)
     if answer.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _read_stdin() -> str:
     if sys.stdin.isatty():
-        say("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
+        print_notice("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

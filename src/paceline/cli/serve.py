@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import SERVING, Settings, with_settings
-from paceline.cli.reporting import say
+from paceline.cli.reporting import print_notice
 from paceline.config import api_keys_of_environment
 from paceline.errors import BackendUnavailableError
 from paceline.installation import install_extra
@@ -42,6 +42,6 @@ def serve(
         raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error
     if settings.cluster.replicas:
         arguments = settings.llm_arguments()
-        run_replicas(arguments, server, settings.cluster, say=say, quiet=settings.quiet, debug=settings.debug)
+        run_replicas(arguments, server, settings.cluster, say=print_notice, quiet=settings.quiet, debug=settings.debug)
         return
-    run(settings.llm_arguments(), server, say=say, quiet=settings.quiet)
+    run(settings.llm_arguments(), server, say=print_notice, quiet=settings.quiet)

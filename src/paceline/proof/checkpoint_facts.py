@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, read from headers and tokenizer files: no weight is read, no heavy library imported."""
+"""Read the facts of a checkpoint from headers and tokenizer files; no weights are read, no heavy library is imported."""
 
 import math
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """A tokenizer as far as pairing goes.
+    """What pairing needs of a tokenizer.
 
     Attributes:
-        pieces: by id.
+        pieces: vocabulary pieces by id.
         special_token_ids: ids of control tokens.
-        sample_ids: `vocabulary.SAMPLE_TEXT`, cut.
+        sample_ids: token ids of `vocabulary.SAMPLE_TEXT`.
     """
 
     pieces: list[str]
@@ -54,7 +54,7 @@ class CheckpointFacts:
     tokenizer: TokenizerFacts | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         config = self.config
         return {
             "path": str(self.path),
@@ -76,8 +76,8 @@ class CheckpointFacts:
 
 
 @memory_errors("the checkpoint's metadata")
-def read_checkpoint(path: Path, max_model_len: int | None = None) -> CheckpointFacts:
-    """Read what a checkpoint says of itself, and check its headers against its config.
+def read_checkpoint_facts(path: Path, max_model_len: int | None = None) -> CheckpointFacts:
+    """Read the facts of a checkpoint, and check its headers against its config.
 
     Args:
         max_model_len: what it is to be run with; some models compute differently for long texts.
@@ -100,7 +100,7 @@ def read_checkpoint(path: Path, max_model_len: int | None = None) -> CheckpointF
 
 
 def _main_type(path: Path) -> str:
-    """The type that most bytes of a GGUF file have."""
+    """Return the type that most bytes of a GGUF file have."""
     sizes: dict[str, int] = {}
     for tensor in open_gguf(path).tensors.values():
         sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
@@ -108,7 +108,7 @@ def _main_type(path: Path) -> str:
 
 
 def read_tokenizer(path: Path) -> TokenizerFacts | None:
-    """The tokenizer in a checkpoint, None where it cannot be read without being converted.
+    """Return the tokenizer of a checkpoint, None where it cannot be read without being converted.
 
     Raises:
         CheckpointError: it is damaged.

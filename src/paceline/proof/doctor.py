@@ -1,4 +1,4 @@
-"""Will this model run here, with this drafter, and how? Told before anything is loaded."""
+"""Check a target and its drafters from their files, without loading weights: pairing, memory, numerics, drafters to try."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -16,19 +16,19 @@ from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.quantize import matrix_bits
 from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
-from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint
-from paceline.proof.head_pairing import HeadFacts, judge_head
+from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
-from paceline.proof.pairing import PairVerdict, judge_pair
+from paceline.proof.pairing import HeadFacts, PairCheck, check_draft_model, check_head
 from paceline.proof.probe import ProbeResult, probe, search_layout
+from paceline.proof.suggested_drafters import SuggestedDrafter, model_names, pass_costs, suggest_drafters
 from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter
 
 _GIGABYTE = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorQuestion:
-    """What is asked.
+class DoctorOptions:
+    """Options of `diagnose`.
 
     Attributes:
         model, gguf_file: the target, as `paceline run` takes it.
@@ -80,7 +80,7 @@ class AdapterDiagnosis:
 
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterDiagnosis":
-        """What there is to say of an adapter that was read."""
+        """Return the facts of an adapter."""
         arrays = [array for one in adapter.products.values() for array in (one.down, one.up)]
         arrays += [*adapter.biases.values(), *adapter.saved.values()]
         mixture = adapter.mixture
@@ -91,7 +91,7 @@ class AdapterDiagnosis:
         return cls(adapter.name, *counts, largest, sum(array.nbytes for array in arrays), num_mixed)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return asdict(self)
 
 
@@ -102,11 +102,11 @@ class DrafterDiagnosis:
     name: str
     facts: CheckpointFacts | None = None
     head: HeadFacts | None = None
-    pair: PairVerdict | None = None
+    pair: PairCheck | None = None
     adapter: AdapterDiagnosis | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "name": self.name,
             "model": None if self.facts is None else self.facts.as_dict(),
@@ -129,6 +129,7 @@ class Diagnosis:
     numerics: str | None = None
     numerics_reason: str = ""
     probe: ProbeResult | None = None
+    suggested: list[SuggestedDrafter] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -138,7 +139,7 @@ class Diagnosis:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "works": self.works,
             "model": self.model,
@@ -150,23 +151,25 @@ class Diagnosis:
             "numerics": self.numerics,
             "numerics_reason": self.numerics_reason,
             "probe": None if self.probe is None else self.probe.as_dict(),
+            "suggested_drafters": [drafter.as_dict() for drafter in self.suggested],
             "problems": self.problems,
             "notes": self.notes,
         }
 
 
-def diagnose(question: DoctorQuestion) -> Diagnosis:
-    """Look at the files and say what will happen; what cannot work becomes a problem in the result, never an exception.
+def diagnose(question: DoctorOptions) -> Diagnosis:
+    """Check the files; what cannot work becomes a problem in the result, never an exception.
 
     Nothing is downloaded.
     """
     found = Diagnosis(question.model)
     try:
         path = resolve(question.model, gguf_file=question.gguf_file, offline=True)
-        found.target = read_checkpoint(path, question.max_model_len)
+        found.target = read_checkpoint_facts(path, question.max_model_len)
         if question.merge_adapter is not None:
             found.target, found.merged = with_merged(found.target, question.merge_adapter, question.quantization)
     except PacelineError as error:
+        found.suggested = _suggest_by_name(question.model)
         found.problems.append(str(error))
         return found
     if question.max_model_len is not None and question.max_model_len > found.target.config.max_positions:
@@ -178,23 +181,14 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
     except PacelineError as error:
         found.problems.append(str(error))
         return found
-    for name in question.drafters:
-        found.drafters.append(examine_drafter(name, found.target, question, options, found.problems))
-    for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
-        found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
-    if found.works:
-        try:
-            options.check_read(drafter.name for drafter in found.drafters)
-            check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
-        except PacelineError as error:
-            found.problems.append(str(error))
+    _examine_drafters(found, found.target, question, options)
     for name, directory in question.adapters.items():
         try:
             found.adapters.append(examine_adapter(name, Path(directory), found.target))
         except PacelineError as error:
             found.problems.append(str(error))
     try:
-        _weigh(found, found.target, question)
+        _estimate(found, found.target, question)
     except PacelineError as error:  # nothing that is installed can run it
         found.problems.append(str(error))
     if question.probe_arguments is not None and found.works:
@@ -203,7 +197,21 @@ def diagnose(question: DoctorQuestion) -> Diagnosis:
             found.notes += _layout_notes(found.drafters, question.drafters, question.probe_arguments)
         except PacelineError as error:
             found.problems.append(str(error))
+    found.suggested = _suggest(found.target, found.probe, question)
     return found
+
+
+def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions) -> None:
+    for name in question.drafters:
+        found.drafters.append(examine_drafter(name, target, question, options, found.problems))
+    for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
+        found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
+    if found.works:
+        try:
+            options.check_read(drafter.name for drafter in found.drafters)
+            check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
+        except PacelineError as error:
+            found.problems.append(str(error))
 
 
 def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
@@ -226,8 +234,23 @@ def _option_text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
 
 
+def _suggest_by_name(model: str) -> list[SuggestedDrafter]:
+    """Return the drafters published for a model whose files are not on this machine; nothing where none is."""
+    suggested = suggest_drafters(model_names(model, None))
+    return suggested if any(one.location != "built_in" for one in suggested) else []
+
+
+def _suggest(target: CheckpointFacts, measured: ProbeResult | None, question: DoctorOptions) -> list[SuggestedDrafter]:
+    return suggest_drafters(
+        model_names(question.model, target.path),
+        None if measured is None else pass_costs(target, question.quantization, measured.pass_s),
+        head_quantization=draft_quant_options(question.draft_quantization, None),
+        model_quantization=_draft_quant(target, question),
+    )
+
+
 def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> AdapterDiagnosis:
-    """What there is to say of an adapter that fits a target.
+    """Return the facts of an adapter that fits a target.
 
     Raises:
         PacelineError: it does not, or cannot be read.
@@ -236,10 +259,10 @@ def examine_adapter(name: str, directory: Path, target: CheckpointFacts) -> Adap
 
 
 def with_merged(model: CheckpointFacts, directory: str, quantization: QuantOptions | None) -> tuple[CheckpointFacts, AdapterDiagnosis]:
-    """A model with the adapter of a directory merged, and what there is to say of that.
+    """Return a model with the adapter of a directory merged, and the facts of the adapter.
 
     Args:
-        quantization: how the model is quantised behind it; None = not at all.
+        quantization: how the merged model is quantised; None = not at all.
 
     Raises:
         PacelineError: it does not fit the model, or cannot be read.
@@ -256,9 +279,9 @@ def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Call
 
 
 def examine_drafter(
-    name: str, target: CheckpointFacts, question: DoctorQuestion, options: HeadOptions, problems: list[str]
+    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str]
 ) -> DrafterDiagnosis:
-    """What there is to say of one drafter for a target.
+    """Return the facts of one drafter and whether it fits a target.
 
     Args:
         name: as `paceline run` takes it.
@@ -269,24 +292,24 @@ def examine_drafter(
         if prepared is None or prepared.path is None:
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
-            head, pair = judge_head(
+            head, pair = check_head(
                 prepared.head, target, options, copy_quant_options(_draft_quant(target, question), question.quantization)
             )
             return DrafterDiagnosis(prepared.name, head=head, pair=pair)
-        facts, adapter = read_checkpoint(prepared.path, question.max_model_len), None
+        facts, adapter = read_checkpoint_facts(prepared.path, question.max_model_len), None
         if question.draft_adapter is not None:
             facts, adapter = with_merged(facts, question.draft_adapter, _draft_quant(target, question))
     except PacelineError as error:
         problems.append(str(error))
         return DrafterDiagnosis(name)
-    pair = judge_pair(target, facts)
+    pair = check_draft_model(target, facts)
     if not pair.works:
-        problems.append(f"the draft model {prepared.path} cannot guess for {target.path}: {pair.summary}")
+        problems.append(f"the draft model {prepared.path} cannot draft for {target.path}: {pair.summary}")
     return DrafterDiagnosis(prepared.name, facts, pair=pair, adapter=adapter)
 
 
-def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) -> None:
-    """Memory and numerics, from the facts."""
+def _estimate(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions) -> None:
+    """Estimate memory and numerics."""
     device = _device(question)
     found.notes += target.weights.notices if question.quantization is None else ()
     kv_cache_dtype = None if question.kv_cache_dtype == "auto" else KVCacheDtype(question.kv_cache_dtype)
@@ -301,7 +324,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
     drafts = [own for one in found.drafters if (own := draft_memory(one, target, question, device, found.notes)) is not None]
     context = min(question.max_model_len or target.config.max_positions, target.config.max_positions)
     available = available_memory_bytes() if question.memory_bytes is None else question.memory_bytes
-    found.memory = memory = MemoryEstimate(main, _together(drafts), context, available, sum(adapter.nbytes for adapter in found.adapters))
+    found.memory = memory = MemoryEstimate(main, _sum_memory(drafts), context, available, sum(adapter.nbytes for adapter in found.adapters))
     if not memory.fits:
         found.problems.append(
             f"weights take {memory.weights_bytes / _GIGABYTE:.3g} GB and 1000 tokens of cache "
@@ -319,7 +342,7 @@ def _weigh(found: Diagnosis, target: CheckpointFacts, question: DoctorQuestion) 
 
 
 def _cache_note() -> str | None:
-    """Where quantised weights are kept."""
+    """Return a note on where quantised weights are cached."""
     directory, limit = cache_directory(), weights_cache_bytes()
     if directory is None or limit == 0:
         return None
@@ -331,9 +354,9 @@ def _cache_note() -> str | None:
 
 
 def draft_memory(
-    drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorQuestion, device: str, notes: list[str]
+    drafter: DrafterDiagnosis, target: CheckpointFacts, question: DoctorOptions, device: str, notes: list[str]
 ) -> ModelMemory | None:
-    """The memory of a drafter's own network; None where it has none."""
+    """Return the memory of a drafter's network; None where it has none."""
     if drafter.head is not None:
         return drafter.head.memory(draft_quant_options(question.draft_quantization, None))
     if drafter.facts is None:
@@ -342,16 +365,16 @@ def draft_memory(
     return estimate_memory(drafter.facts, quantization, device, notes, is_draft=True, max_model_len=question.max_model_len)
 
 
-def _device(question: DoctorQuestion) -> str:
+def _device(question: DoctorOptions) -> str:
     return "cuda" if question.device == "cuda" else "cpu"
 
 
-def _draft_quant(target: CheckpointFacts, question: DoctorQuestion) -> QuantOptions | None:
+def _draft_quant(target: CheckpointFacts, question: DoctorOptions) -> QuantOptions | None:
     bits = matrix_bits(target.weights, question.quantization)
     return draft_quant_options(question.draft_quantization, bits, device=_device(question))
 
 
-def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
+def _sum_memory(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
     if not drafts:
         return None
     weights = sum(draft.weights_bytes for draft in drafts)
@@ -360,7 +383,7 @@ def _together(drafts: Sequence[ModelMemory]) -> ModelMemory | None:
 
 
 def expected_numerics(memory: ModelMemory) -> tuple[str, str]:
-    """What `numerics` will be, and why; the test at load decides."""
+    """Return the expected `numerics` and the reason; the test at load decides."""
     if memory.backend == "torch":
         return "fast", "torch picks kernels by a pass's shape"
     return "exact", "the native kernels compute every row on its own; tested again at load"

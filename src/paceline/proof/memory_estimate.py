@@ -1,4 +1,4 @@
-"""How much memory a model will take, computed from the shapes of its tensors."""
+"""Estimate the memory of a model from the shapes of its tensors."""
 
 from bisect import bisect_right
 from collections.abc import Collection
@@ -15,9 +15,9 @@ from paceline.runtimes.backend import choose_backend
 from paceline.runtimes.load import natural_kv_type
 
 _ROWS_BESIDE_WINDOW = 640
-"""What a sliding layer holds beyond its window while a long text runs: rows behind it, and those of a pass."""
+"""Rows that a sliding-window layer keeps in addition to its window: rows not yet freed, and those of a pass."""
 _WANTED_ROWS = 64  # of the largest pass that is timed at load
-_LEAST_CONTEXT = 256  # tokens; with less memory than for these a model is of no use
+_LEAST_CONTEXT = 256  # tokens; a model with room for fewer is reported as not fitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ModelMemory:
     pass_bytes: int = 0
 
     def cache_bytes(self, num_tokens: int) -> int:
-        """Keys, values and states of one text."""
+        """Return the bytes of keys, values and states of one text."""
         not_kept = sum(max(0, num_tokens - rows) * row_bytes for rows, row_bytes in self.windows)
         return self.cache_bytes_per_1k * num_tokens // 1000 - not_kept + self.state_bytes
 
@@ -54,7 +54,7 @@ class MemoryEstimate:
         draft: None without a draft model.
         context: tokens of the longest text, all of whose keys and values `full_context_bytes` includes.
         available_bytes: memory that can be had.
-        adapters_bytes: of adapters beside the target.
+        adapters_bytes: bytes of the LoRA adapters.
     """
 
     target: ModelMemory
@@ -81,12 +81,12 @@ class MemoryEstimate:
 
     @property
     def full_context_bytes(self) -> int:
-        """Everything, with one text of full length."""
+        """Bytes of weights, of a pass, and of the cache of one text of full length."""
         return self.weights_bytes + self.pass_bytes + self.cache_bytes(self.context)
 
     @property
     def context_that_fits(self) -> int:
-        """Tokens of one text for which there is memory beside the weights; 0 when not even the weights fit."""
+        """Tokens of one text for which memory is left after the weights; 0 when not even the weights fit."""
         left = self.available_bytes - self.weights_bytes - self.pass_bytes
         return bisect_right(range(1, self.context + 1), left, key=self.cache_bytes)
 
@@ -96,7 +96,7 @@ class MemoryEstimate:
         return self.context_that_fits >= min(self.context, _LEAST_CONTEXT)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "target_weights_bytes": self.target.weights_bytes,
             "target_cache_bytes_per_1k_tokens": self.target.cache_bytes_per_1k,
@@ -126,14 +126,14 @@ def estimate_memory(
     is_draft: bool = False,
     max_model_len: int | None = None,
 ) -> ModelMemory:
-    """What one model takes.
+    """Estimate the memory of one model.
 
     Args:
         quantization: how its matrices are quantised while it is loaded; None = not at all.
         device: "cpu" or "cuda".
         notices: gets a line where a runtime has to take over from another.
         kv_cache_dtype: of its keys and values; None = its own.
-        is_draft: it keeps all rows, also those behind windows.
+        is_draft: it keeps all rows, also those that have left the window.
         max_model_len: tokens of the longest text; None = what the model was made for.
     """
     config = checkpoint.config
@@ -161,7 +161,7 @@ def estimate_memory(
 
 
 def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) -> int:
-    """A tensor that stays as it is stored; blocks of a file as the kernels lay them out, where nothing is quantised further."""
+    """Return the bytes of a tensor that is not quantised here; GGUF blocks have the kernels' packed layout."""
     facts = checkpoint.weights.info(name)
     blocks = checkpoint.weights.blocks(name) if in_panels and facts.bits is not None else None
     if blocks is None:
@@ -172,7 +172,7 @@ def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) ->
 
 
 def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:
-    """Tables of which the rows of a pass are read in the mapped file: no product has them, and they stay as they are stored."""
+    """Return embedding tables that stay in the mapped file: their rows are looked up, never multiplied."""
     tables, weights = ["layer_embedding.weight"], checkpoint.weights
     is_made = isinstance(weights, MergedWeights) and weights.changes("embedding.weight")
     if not checkpoint.config.tied_embeddings and weights.info("embedding.weight").bits is None and not is_made:

@@ -1,18 +1,41 @@
-"""Can this draft model guess for this target, how, and why (not)? From facts alone."""
+"""Check whether a draft model or a drafting head fits a target, from tokenizers and tensor shapes; no weights are read."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paceline.config import QuantOptions
+from paceline.drafters import HeadOptions
+from paceline.drafters.draft_vocab import read_corpus
+from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
+from paceline.drafters.eagle.config import open_switches, read_eagle_config
+from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
+from paceline.drafters.medusa.checkpoint import load_medusa
+from paceline.drafters.mtp import load_mtp, restrict_vocab
+from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
+from paceline.models.config import WeightType
+from paceline.models.kv_cache_dtype import KVCacheDtype
+from paceline.models.quantize import schemes_for
+from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
+from paceline.proof.memory_estimate import ModelMemory
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
+
+_CACHE_TYPE = KVCacheDtype.F32
 
 
 @dataclass(frozen=True, slots=True)
-class PairVerdict:
+class PairCheck:
     """Whether a pair works.
 
     Attributes:
-        works: it can guess at all.
+        works: whether the drafter can be used.
         summary: one sentence, the numbers included.
         vocabulary: the comparison; None where a tokenizer could not be read.
         notes: what makes it slower than it could be.
@@ -24,7 +47,7 @@ class PairVerdict:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         found = self.vocabulary
         return {
             "works": self.works,
@@ -39,17 +62,17 @@ class PairVerdict:
         }
 
 
-def judge_pair(target: CheckpointFacts, draft: CheckpointFacts) -> PairVerdict:
-    """The verdict on a draft model for a target; weights are not read."""
+def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCheck:
+    """Check a draft model against a target."""
     notes = _notes(target, draft)
     if target.tokenizer is None or draft.tokenizer is None:
         missing = target.path if target.tokenizer is None else draft.path
         summary = f"{missing} has no tokenizer.json: how the vocabularies relate shows when the models are loaded"
-        return PairVerdict(True, summary, None, notes)
+        return PairCheck(True, summary, None, notes)
     found = compare_pieces(target.tokenizer.pieces, draft.tokenizer.pieces, sample_ids=target.tokenizer.sample_ids)
     if found.is_unusable:
-        return PairVerdict(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter ngram", found, notes)
-    return PairVerdict(True, f"{found.describe_match()}; {found.describe_conversion()}", found, notes)
+        return PairCheck(False, f"{found.why_unusable()}: use a draft model of the target's family, or the drafter ngram", found, notes)
+    return PairCheck(True, f"{found.describe_match()}; {found.describe_conversion()}", found, notes)
 
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
@@ -57,7 +80,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
-            "steps behind the shorter context are plain"
+            "steps after the shorter context are plain"
         )
     if draft.num_parameters >= target.num_parameters:
         notes.append(
@@ -68,7 +91,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     if ends and draft_ends and not ends & draft_ends:
         notes.append(
             f"the target ends with {', '.join(sorted(ends))}, the draft model with {', '.join(sorted(draft_ends))}: "
-            "the draft model writes on where the target ends"
+            "the draft model goes on after the target's end"
         )
     return tuple(notes)
 
@@ -78,3 +101,141 @@ def _end_pieces(checkpoint: CheckpointFacts) -> set[str]:
         return set()
     pieces = checkpoint.tokenizer.pieces
     return {pieces[token_id] for token_id in checkpoint.config.eos_token_ids if token_id < len(pieces)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """A head whose files hold all that it needs for its target.
+
+    Attributes:
+        weights: its own tensors, without those it shares with the target.
+        cache_bytes_per_1k: keys and values of 1000 tokens, in addition to the target's.
+        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix.
+        open_switches: drafter options that its files leave open, with the values to try besides the defaults.
+    """
+
+    path: Path
+    kind: HeadKind
+    weights: Mapping[str, AnyTensor]
+    cache_bytes_per_1k: int
+    copied_bytes: int = 0
+    open_switches: Sequence[tuple[str, Sequence[object]]] = ()
+
+    def memory(self, quantization: QuantOptions | None) -> ModelMemory:
+        """Return the memory it takes once loaded."""
+        schemes = {} if quantization is None else schemes_for(Weights(self.weights), quantization)
+        num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
+        return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind.value,
+            "parameters": sum(prod(tensor.shape) for tensor in self.weights.values()),
+            "stored_bytes": sum(tensor.nbytes for tensor in self.weights.values()),
+        }
+
+
+def check_head(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None = None
+) -> tuple[HeadFacts, PairCheck]:
+    """Check a head against a target and return its facts.
+
+    Args:
+        copy_quant: quantisation of the rows that it copies from the target's vocabulary matrix.
+
+    Raises:
+        CheckpointError, IncompatibleDrafterError: it does not fit this target.
+        ConfigError: an option has a value it does not take.
+    """
+    if files.kind is HeadKind.MEDUSA:
+        return _check_medusa(files, target, options)
+    if files.kind is HeadKind.GEMMA4_ASSISTANT:
+        return _check_assistant(files, target)
+    return _check_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _check_eagle(files, target, options)
+
+
+def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
+    assistant = load_assistant(files, target.config)
+    layers = assistant.config.layers
+    read = sorted({layer.attention.kv_layer for layer in layers.layers if layer.attention.kv_layer is not None})
+    summary = f"assistant of {layers.num_layers} layers that reads the keys and values of the target's layers {', '.join(map(str, read))}; "
+    facts = HeadFacts(files.path, files.kind, assistant.weights, 0)
+    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
+
+
+def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
+    sizes = target.config
+    stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
+    heads = load_medusa(files, sizes, stand_in)
+    own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
+    matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"
+    if len(own) < len(heads.weights):
+        matrix = "the target's vocabulary matrix"
+    tree = "" if options.tree is None else f", tree {options.tree}"
+    summary = f"{heads.num_heads} Medusa heads with {matrix}{tree}; {_sizes_fit(sizes.hidden_size)}"
+    return HeadFacts(files.path, files.kind, own, 0), PairCheck(True, summary, None, heads.notices)
+
+
+def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions) -> tuple[HeadFacts, PairCheck]:
+    sizes = target.config
+    config = read_eagle_config(files, sizes, options)
+    opened = open_eagle(files, config, sizes)
+    if target.tokenizer is not None:
+        check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
+    summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
+    unset = [switch for switch in open_switches(files, config, sizes) if getattr(options, switch[0]) is None]
+    facts = replace(_pair_facts(files, config, opened.weights), open_switches=unset)
+    return facts, PairCheck(True, summary, None, _layout_note([name for name, _ in unset]))
+
+
+def _check_mtp(
+    files: HeadFiles, target: CheckpointFacts, options: HeadOptions, copy_quant: QuantOptions | None
+) -> tuple[HeadFacts, PairCheck]:
+    num_ids = options.num_draft_ids(target.config.vocab_size)
+    module = load_mtp(files, target.config, target.weights)
+    shared = () if module.config.own_lm_head else ("lm_head.weight",)
+    weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
+    place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
+    corpus = options.draft_vocab_corpus
+    if corpus is not None:
+        read_corpus(corpus)
+    chosen = "" if corpus is None else f"the {num_ids} most frequent ids of {corpus}"
+    limit = "" if num_ids is None else f" that drafts {chosen or f'ids below {num_ids}'}"
+    summary = f"mtp module of {place}{limit}; {_sizes_fit(target.config.hidden_size)}"
+    facts = _pair_facts(files, module.config, weights)
+    if num_ids is not None:
+        own = restrict_vocab(module, np.arange(num_ids) if chosen else range(num_ids), copy_quant)  # of the size in use
+        if own.has_lm_head_copy:
+            weights = Weights({name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
+            copied = own.weights.info("lm_head.weight").nbytes
+            facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
+    if options.normed_recurrence is None:  # reference code differs in the next feature
+        facts = replace(facts, open_switches=[("normed_recurrence", [False])])
+    return facts, PairCheck(True, summary, None, module.notices)
+
+
+def _pair_facts(files: HeadFiles, config: RecurrentHeadConfig, weights: Weights) -> HeadFacts:
+    return HeadFacts(files.path, files.kind, weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
+
+
+def _reading(config: RecurrentHeadConfig) -> str:
+    if not config.boundaries:
+        return "that reads the final hidden states"
+    return f"that reads layer boundaries {', '.join(map(str, config.boundaries))}"
+
+
+def _sizes_fit(hidden_size: int) -> str:
+    return (
+        f"its sizes fit the target's (hidden size {hidden_size}); whether it was trained for these very weights shows in what is accepted"
+    )
+
+
+def _layout_note(unset: list[str]) -> tuple[str, ...]:
+    if not unset:
+        return ()
+    return (
+        f"the head's files do not settle {', '.join(unset)}: the documented defaults are used; --probe tries other values, and "
+        "--drafter-options sets them",
+    )

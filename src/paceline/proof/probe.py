@@ -1,4 +1,4 @@
-"""What speculation will bring here, from measured pass times: the one part of the doctor that loads the models."""
+"""Load a target with its drafter, time passes, try a few drafts, and predict the speedup."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ ACCEPTANCES = (0.5, 0.7, 0.9)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
 _NUM_DRAFT_TOKENS = 4
-_LEAST_STEPS = 16  # fewer say nothing
 _LAYOUT_TEXTS, _LAYOUT_TOKENS = 8, 48
 _MIN_LAYOUT_GAIN = 0.05  # share of all tokens; less is chance in as many tokens
-_LEAST_KEPT = 0.15  # heads made for a model get a first guess right in half of the steps and more
-_HEADS = ("medusa", "eagle", "eagle3", "peagle", "mtp")  # drafters that were made for one model
+_LEAST_STEPS = 16  # for a notice about acceptance
+_LEAST_KEPT = 0.15  # heads trained for a model have their first token accepted in half of the steps and more
+_HEADS = ("medusa", "eagle", "eagle3", "peagle", "mtp")  # drafters trained for one model
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a drafter guessed for texts of the target's own.
+    """How often drafts were accepted for a few of the target's own outputs.
 
     Attributes:
-        num_steps: steps with guesses.
-        num_kept: of these, the ones in which at least one was kept.
-        num_accepted: draft tokens that were kept.
-        draft_s: seconds a guess took, all depths together.
+        num_steps: steps with a draft.
+        num_kept: steps in which at least one draft token was accepted.
+        num_accepted: draft tokens that were accepted.
+        draft_s: mean seconds of a draft token.
     """
 
     num_steps: int
@@ -61,8 +61,8 @@ class ProbeResult:
         draft_s: seconds to draft one token.
         peak_bytes: most memory this process ever held.
         predictions: one for each of `ACCEPTANCES`.
-        trial: guesses for a few short texts of the target's own; None without a drafter.
-        notices: what loading had to say, and whether a head seems to be another model's.
+        trial: None without a drafter.
+        notices: of loading, and whether a head seems to be trained for another model.
     """
 
     load_s: float
@@ -75,7 +75,7 @@ class ProbeResult:
     notices: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {
             "load_s": self.load_s,
             "numerics": self.numerics,
@@ -92,36 +92,45 @@ class ProbeResult:
         }
 
 
-def expected_speedup(acceptance_rate: float, num_draft_tokens: int, plain_s: float, verify_s: float, draft_s: float) -> float:
-    """Tokens per second of steps with a chain of drafts over those of plain steps.
+def expected_speedup(
+    acceptance_rate: float, num_draft_tokens: int, plain_s: float, verify_s: float, draft_s: float, proposal_s: float = 0.0
+) -> float:
+    """Return tokens per second of steps that verify a chain of drafts over those of plain steps.
 
     Args:
         acceptance_rate: probability that a draft token is accepted, given those before it were.
         plain_s: seconds of a plain pass.
         verify_s: seconds of the pass with root and drafts.
         draft_s: seconds to draft one token.
+        proposal_s: seconds that a proposal takes whatever its length.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, section 3.3, equation 1, with measured pass times instead of equal ones.
     """
     emitted = sum(acceptance_rate**depth for depth in range(num_draft_tokens + 1))
-    return emitted * plain_s / (verify_s + num_draft_tokens * draft_s)
+    return emitted * plain_s / (verify_s + proposal_s + num_draft_tokens * draft_s)
 
 
 def predict(pass_s: Mapping[int, float], draft_s: float) -> tuple[Prediction, ...]:
-    """The best of the timed draft lengths for each of `ACCEPTANCES`.
+    """Return the best of the timed draft lengths for each of `ACCEPTANCES`."""
+    return tuple(best_draft_length(rate, pass_s, draft_s) for rate in ACCEPTANCES)
+
+
+def best_draft_length(acceptance_rate: float, pass_s: Mapping[int, float], draft_s: float, proposal_s: float = 0.0) -> Prediction:
+    """Return the timed draft length with the largest expected speedup; 0 draft tokens where none is faster than a plain step.
 
     Args:
         pass_s: seconds by rows; 1 row and those of each draft length (drafts + 1).
+        acceptance_rate, draft_s, proposal_s: as in `expected_speedup`.
     """
     rows_in_order = sorted(pass_s)
-    # more rows never cost less: where they seem to, something else was running
+    # more rows never cost less: where they seem to, another program was running
     pass_s = dict(zip(rows_in_order, accumulate((pass_s[rows] for rows in rows_in_order), max), strict=True))
-    predictions = []
-    for rate in ACCEPTANCES:
-        speedups = {rows - 1: expected_speedup(rate, rows - 1, pass_s[1], seconds, draft_s) for rows, seconds in pass_s.items() if rows > 1}
-        best = max(speedups, key=speedups.__getitem__)
-        predictions.append(Prediction(rate, best, speedups[best]) if speedups[best] > 1 else Prediction(rate, 0, 1.0))
-    return tuple(predictions)
+    best = Prediction(acceptance_rate, 0, 1.0)
+    for rows in rows_in_order[1:]:
+        speedup = expected_speedup(acceptance_rate, rows - 1, pass_s[1], pass_s[rows], draft_s, proposal_s)
+        if speedup > best.speedup:
+            best = Prediction(acceptance_rate, rows - 1, speedup)
+    return best
 
 
 def probe(**arguments: Any) -> ProbeResult:
@@ -154,7 +163,7 @@ def probe(**arguments: Any) -> ProbeResult:
 def _try_drafts(
     llm: "LLM", drafter: "Drafter", num_texts: int = _NUM_TEXTS, num_tokens: int = _TEXT_TOKENS, temperature: float = 0.0
 ) -> Trial:
-    """Let it guess the target's continuations of pieces of the sample text, even where drafting does not pay."""
+    """Draft for continuations of pieces of the sample text, even where drafting is unprofitable."""
     from paceline.sampling.params import SamplingParams
     from paceline.speculation.draft_length.policy import FixedDraftLength
 
@@ -189,7 +198,7 @@ def _match_notice(drafter: "Drafter | None", trial: Trial | None) -> tuple[str, 
     if trial.num_kept >= _LEAST_KEPT * trial.num_steps:
         return ()
     return (
-        f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps the target kept no guess of the {drafter.name} drafter: it was "
+        f"in {trial.num_steps - trial.num_kept} of {trial.num_steps} steps no token of the {drafter.name} drafter was accepted: it was "
         "made for another model, or for other weights of this one, and will seldom help",
     )
 

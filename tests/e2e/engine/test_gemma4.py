@@ -15,7 +15,7 @@ from harness.native_network import BUILT
 from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.kv_cache.sliding_window import SlidingWindowCache
-from paceline.proof.checkpoint_facts import read_checkpoint
+from paceline.proof.checkpoint_facts import read_checkpoint_facts
 from paceline.proof.memory_estimate import estimate_memory
 from paceline.runtimes.native.network import NativeNetwork
 
@@ -77,7 +77,7 @@ def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatc
 
 
 def test_doctor_counts_what_each_kind_of_layer_keeps(directory: Path) -> None:
-    memory = estimate_memory(read_checkpoint(directory), None, "cpu", [])
+    memory = estimate_memory(read_checkpoint_facts(directory), None, "cpu", [])
     assert memory.cache_bytes_per_1k == 1000 * (GLOBAL_ROW + LOCAL_ROW)
     assert memory.cache_bytes(30_000) - memory.cache_bytes(29_000) == 1000 * GLOBAL_ROW
 

@@ -5,13 +5,13 @@ import statistics
 
 import pytest
 
-from paceline.benchmarking.intervals import Ratio, Spread, geometric_mean, paired_ratio, percentile
+from paceline.benchmarking.intervals import Quartiles, Ratio, geometric_mean, paired_ratio, percentile
 
 
 def test_a_spread_is_the_median_between_the_quartiles() -> None:
-    assert Spread.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Spread(2.0, 3.0, 4.0)
-    assert Spread.of([1.0, 2.0]) == Spread(1.25, 1.5, 1.75)
-    assert Spread.of([]) is None
+    assert Quartiles.of([4.0, 1.0, 3.0, 2.0, 5.0]) == Quartiles(2.0, 3.0, 4.0)
+    assert Quartiles.of([1.0, 2.0]) == Quartiles(1.25, 1.5, 1.75)
+    assert Quartiles.of([]) is None
 
 
 def test_ratios_are_taken_within_rounds() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.benchmarking import peer_modes as peer_modes_module
-from paceline.benchmarking.modes import own_modes
-from paceline.benchmarking.peer_modes import find_peer, peer_modes
+from paceline.benchmarking import modes as peer_modes_module
+from paceline.benchmarking.modes import find_peer, own_modes, peer_modes
 from paceline.benchmarking.peers import PEERS, Peer
 from paceline.benchmarking.plan import BenchPlan
 from paceline.errors import BackendUnavailableError, ConfigError, IncompatibleDrafterError
@@ -74,7 +73,7 @@ def test_a_drafter_that_cannot_work_is_an_error(bare: Path) -> None:
         ({"temperatures": (-1.0,)}, "temperature is -1.0"),
         ({"temperatures": ()}, "there is no temperature"),
         ({"quantization": "int3"}, "quantization is 'int3'"),
-        ({"batch_size": 2, "peers": ("x",)}, "peers are asked one request at a time"),
+        ({"batch_size": 2, "peers": ("x",)}, "peers run one request at a time"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], said: str) -> None:

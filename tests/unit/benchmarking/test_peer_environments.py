@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.benchmarking.peers import PEERS, Peer
-from paceline.benchmarking.peers.environment import RECORD, environment_python, installed_versions, make_environment
+from paceline.benchmarking.peers import PEERS, RECORD, Peer, environment_python, installed_versions, make_environment
 from paceline.errors import BackendUnavailableError
 
 PEER = Peer("fake", ("torch==2.13.0+cpu", "fake==1.0"), frozenset({"gguf"}), ("plain",), Path("fake.py"), ("alone==2.0",), "a compiler")

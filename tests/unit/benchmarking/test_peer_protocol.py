@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.benchmarking.peers import worker_loop
-from paceline.benchmarking.peers.worker_loop import Arrived, Generated, Opened, Order, PeerError, answer_orders, converted
+from paceline.benchmarking.peers.worker_loop import Arrived, Generated, Opened, PeerError, WorkerRequest, answer_orders, converted
 
 FIRST = {"model": "M", "draft": None, "mode": "plain", "threads": 3, "num_speculative_tokens": None, "context": 64, "precision": "bf16"}
 REQUEST = {"prompt_ids": [1, 2], "max_tokens": 3, "temperature": 0, "seed": 0}
@@ -38,14 +38,14 @@ def environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
-def said(generate: Callable[[Order, Arrived], Generated], *orders: dict[str, Any]) -> list[dict[str, Any]]:
+def said(generate: Callable[[WorkerRequest, Arrived], Generated], *orders: dict[str, Any]) -> list[dict[str, Any]]:
     answers = io.StringIO()
     lines = "".join(json.dumps(order) + "\n" for order in (FIRST, *orders))
     answer_orders(lambda _: Opened("fake", "1", "as told", generate), io.StringIO(lines), answers)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
-def in_two_parts(request: Order, arrived: Arrived) -> Generated:
+def in_two_parts(request: WorkerRequest, arrived: Arrived) -> Generated:
     arrived(1)
     time.sleep(0.01)
     arrived(request["max_tokens"] - 1)
@@ -73,16 +73,16 @@ def test_times_that_a_library_says_itself_are_taken() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_arrived"), [(2, 3), (4, 3), (3, 2)])
 def test_another_number_of_tokens_than_was_asked_for_is_an_error(num_tokens: int, num_arrived: int) -> None:
-    def generate(_: Order, arrived: Arrived) -> Generated:
+    def generate(_: WorkerRequest, arrived: Arrived) -> Generated:
         arrived(num_arrived)
         return Generated([1] * num_tokens)
 
     _, answer = said(generate, REQUEST)
-    assert f"{num_tokens} tokens, {num_arrived} of them in time, and 3 were wanted" in answer["error"]
+    assert f"{num_tokens} tokens, {num_arrived} of them in time, expected 3" in answer["error"]
 
 
 def test_an_error_is_one_line_and_not_the_end() -> None:
-    def fails_once(request: Order, arrived: Arrived) -> Generated:
+    def fails_once(request: WorkerRequest, arrived: Arrived) -> Generated:
         if request["seed"] == 1:
             raise PeerError("no such thing\nat some place")
         return in_two_parts(request, arrived)
@@ -93,7 +93,7 @@ def test_an_error_is_one_line_and_not_the_end() -> None:
 
 
 def test_a_model_that_cannot_be_opened_is_one_error_and_the_end() -> None:
-    def fails(_: Order) -> Opened:
+    def fails(_: WorkerRequest) -> Opened:
         raise PeerError("mtp is not to be had")
 
     answers = io.StringIO()
@@ -108,7 +108,7 @@ def test_wait_ends_a_worker() -> None:
 def test_every_pool_of_threads_is_told_how_many_before_the_model_is_opened() -> None:
     seen: dict[str, str] = {}
 
-    def look(_: Order) -> Opened:
+    def look(_: WorkerRequest) -> Opened:
         seen.update(os.environ)
         return Opened("fake", "1", "", in_two_parts)
 

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.questions import ask_in_tokens, chosen_workloads, orders_of
-from paceline.benchmarking.workloads import NAMES, Prompt, of_file, of_spec_bench, own_workloads
-from paceline.benchmarking.workloads.made import RANDOM_TOKENS, Encoded, copies, edited, encode, random_prompts
+from paceline.benchmarking.requests import (
+    RANDOM_TOKENS,
+    EncodedPrompt,
+    encode,
+    encode_workloads,
+    make_copy_prompts,
+    make_worker_requests,
+    random_prompts,
+    replace_tokens,
+    select_workloads,
+)
+from paceline.benchmarking.workloads import NAMES, Prompt, builtin_workloads, file_workload, spec_bench_workloads
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -30,18 +39,18 @@ def written(path: Path, *lines: object) -> Path:
 # --- files ---
 
 
-@pytest.mark.parametrize("workload", [one for one in own_workloads(NAMES) if one.name != "random"], ids=lambda one: one.name)
+@pytest.mark.parametrize("workload", [one for one in builtin_workloads(NAMES) if one.name != "random"], ids=lambda one: one.name)
 def test_each_workload_has_eight_prompts_of_its_own(workload: Any) -> None:
     assert len({str(prompt) for prompt in workload.prompts}) == 8
 
 
 def test_an_unknown_workload_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"workload is 'poems': use one of chat, code, .*--prompts"):
-        own_workloads(("chat", "poems"))
+        builtin_workloads(("chat", "poems"))
 
 
 def test_lines_of_text_are_prompts(tmp_path: Path) -> None:
-    found = of_file(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
+    found = file_workload(written(tmp_path / "mine.txt", "One", "", '{"prompt": "not JSON here"}'))
     assert found.name == "mine"
     assert [prompt.text for prompt in found.prompts] == ["One", '{"prompt": "not JSON here"}']
 
@@ -54,7 +63,7 @@ def test_json_lines_are_texts_conversations_or_ids(tmp_path: Path) -> None:
         {"messages": messages, "prediction": [4, 5]},
         {"prompt_ids": [1, 2, 3]},
     )
-    assert of_file(path).prompts == (
+    assert file_workload(path).prompts == (
         Prompt(text="One", prediction="Two"),
         Prompt(messages=tuple(messages), prediction=(4, 5)),
         Prompt(token_ids=(1, 2, 3)),
@@ -76,21 +85,21 @@ def test_json_lines_are_texts_conversations_or_ids(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        of_file(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
+        file_workload(written(tmp_path / "mine.jsonl", {"prompt": "fine"}, line))
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
-        of_file(tmp_path / "none.jsonl")
+        file_workload(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"cannot be read: .* is a directory"):
-        of_file(tmp_path)
+        file_workload(tmp_path)
     with pytest.raises(ConfigError, match="holds no prompt"):
-        of_file(written(tmp_path / "empty.txt", ""))
+        file_workload(written(tmp_path / "empty.txt", ""))
 
 
 def test_spec_bench_has_a_workload_for_each_category_and_takes_the_first_turn(tmp_path: Path) -> None:
     other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
-    found = of_spec_bench(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
+    found = spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
     assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]
     assert found[0].prompts[0].messages == ({"role": "user", "content": "Write a letter."},)
 
@@ -107,14 +116,14 @@ def test_spec_bench_has_a_workload_for_each_category_and_takes_the_first_turn(tm
 )
 def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        of_spec_bench(written(tmp_path / "question.jsonl", QUESTION, line))
+        spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, line))
 
 
 def test_the_published_questions_are_read(shared_dir: Path) -> None:
     path = shared_dir / "data" / "prompts" / "spec_bench_question.jsonl"
     if not path.is_file():
         pytest.skip("no prompts in ../shared")
-    found = {one.name: len(one.prompts) for one in of_spec_bench(path)}
+    found = {one.name: len(one.prompts) for one in spec_bench_workloads(path)}
     assert sum(found.values()) == 480
     assert found["translation"] == 80
 
@@ -122,9 +131,9 @@ def test_the_published_questions_are_read(shared_dir: Path) -> None:
 def test_two_workloads_of_one_name_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.txt", "Hello")
     with pytest.raises(ConfigError, match="two workloads are called 'chat'"):
-        chosen_workloads(BenchPlan(workloads=("chat",), prompts=path))
-    assert [one.name for one in chosen_workloads(BenchPlan(prompts=path))] == ["chat"]
-    assert [one.name for one in chosen_workloads(BenchPlan())] == list(NAMES)
+        select_workloads(BenchPlan(workloads=("chat",), prompts=path))
+    assert [one.name for one in select_workloads(BenchPlan(prompts=path))] == ["chat"]
+    assert [one.name for one in select_workloads(BenchPlan())] == list(NAMES)
 
 
 # --- made ---
@@ -160,20 +169,20 @@ def test_random_prompts_are_uniform_and_a_seed_repeats_them() -> None:
 @pytest.mark.parametrize(("length", "changed"), [(100, 5), (96, 5), (20, 1), (3, 1)])
 def test_five_per_cent_of_a_prediction_are_other_tokens(length: int, changed: int) -> None:
     text = list(range(length))
-    found = edited(text, 4096, seed=1)
+    found = replace_tokens(text, 4096, seed=1)
     assert sum(one != other for one, other in zip(text, found, strict=True)) == changed
-    assert found == edited(text, 4096, seed=1)
+    assert found == replace_tokens(text, 4096, seed=1)
     assert all(0 <= token_id < 4096 for token_id in found)
 
 
 @pytest.mark.parametrize("in_prompt", [False, True])
 def test_copies_are_predicted_and_held_by_the_prompt_where_that_is_asked(tokenizer: Tokenizer, in_prompt: bool) -> None:
-    prompts = [Encoded((5, 6, 7)), Encoded((8, 9))]
+    prompts = [EncodedPrompt((5, 6, 7)), EncodedPrompt((8, 9))]
     answers = {
         prompts[0]: tokenizer.encode("A letter is put into a box."),
         prompts[1]: tokenizer.encode("Then it travels by train to town."),
     }
-    found = copies(prompts, answers.__getitem__, tokenizer, in_prompt=in_prompt, vocab_size=4096, seed=2)
+    found = make_copy_prompts(prompts, answers.__getitem__, tokenizer, in_prompt=in_prompt, vocab_size=4096, seed=2)
     for one, prompt in zip(found, prompts, strict=True):
         differing = [a != b for a, b in zip(one.prediction_ids, answers[prompt], strict=True)]
         assert sum(differing) == 1
@@ -186,18 +195,18 @@ def test_copies_are_predicted_and_held_by_the_prompt_where_that_is_asked(tokeniz
 def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, tokenizer: Tokenizer, mini_dir: Path) -> None:
     config = read_model_config(mini_dir)
     path = written(tmp_path / "mine.jsonl", {"prompt_ids": [1] * 2000}, {"prompt_ids": [1] * 9})
-    found = ask_in_tokens(BenchPlan(), chosen_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
+    found = encode_workloads(BenchPlan(), select_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
     assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
     assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)
     with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --tokens"):
-        ask_in_tokens(BenchPlan(), [of_file(path)], config, tokenizer, (1, 96))
+        encode_workloads(BenchPlan(), [file_workload(path)], config, tokenizer, (1, 96))
 
 
 def test_a_last_batch_begins_again_with_the_first_prompts() -> None:
-    prompts = [Encoded((number,)) for number in range(3)]
-    found = orders_of("chat", 0.5, prompts, batch_size=2)
+    prompts = [EncodedPrompt((number,)) for number in range(3)]
+    found = make_worker_requests("chat", 0.5, prompts, batch_size=2)
     assert [[prompt.prompt_ids[0] for prompt in order.prompts] for order in found] == [[0, 1], [2, 0]]
     assert [one["seed"] for one in found[1].as_dict(9, seed=7)["batch"]] == [9, 10]
-    assert orders_of("chat", 0.5, prompts, batch_size=1)[2].as_dict(9, seed=7) == {
+    assert make_worker_requests("chat", 0.5, prompts, batch_size=1)[2].as_dict(9, seed=7) == {
         "prompt_ids": [2], "max_tokens": 9, "temperature": 0.5, "seed": 9,
     }  # fmt: skip

@@ -7,21 +7,19 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from harness.bench_runs import fake_mode, measured
-from paceline.benchmarking.benchmark import BenchResult
+from paceline.benchmarking.benchmark import BenchResult, as_dict, write_json
 from paceline.benchmarking.plan import BenchPlan
 from paceline.benchmarking.provenance import ModelFacts, machine_facts
-from paceline.benchmarking.report.as_json import as_dict, write_json
-from paceline.benchmarking.report.page import page
-from paceline.benchmarking.report.plots import write_plots
-from paceline.benchmarking.report.svg import Bar, bars, lines
-from paceline.benchmarking.report.table import report
-from paceline.benchmarking.results import cells_of, summaries
-from paceline.benchmarking.run import Failure
+from paceline.benchmarking.report.page import Bar, bars, lines, page, write_charts
+from paceline.benchmarking.report.text import report
+from paceline.benchmarking.results import make_cells, summaries
+from paceline.benchmarking.run import WorkerFailure
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -37,7 +35,7 @@ def result() -> BenchResult:
         fake_mode("dead", "dies=3"),
     ]
     found = measured(modes)
-    cells = cells_of(found)
+    cells = make_cells(found)
     return BenchResult(
         plan=BenchPlan(rounds=3, tokens=33, num_prompts=2), command="paceline bench", date="2026-01-01T00:00:00Z", seconds=12.3,
         model=ModelFacts("made-up", Path("made-up"), "bf16", False, ({"name": "a", "bytes": 1, "sha256_of_first_mib": "00"},)),
@@ -189,7 +187,7 @@ def test_the_page_is_whole_and_needs_nothing_else(result: BenchResult) -> None:
 
 def test_names_are_text_on_the_page(result: BenchResult) -> None:
     cells = [replace(cell, workload=HOSTILE, refusal=HOSTILE if cell.refusal else "") for cell in result.cells]
-    failures = replace(result.measured, failures=[Failure(HOSTILE, HOSTILE, HOSTILE, 0.0, 1)], notices=[HOSTILE])
+    failures = replace(result.measured, failures=[WorkerFailure(HOSTILE, HOSTILE, HOSTILE, 0.0, 1)], notices=[HOSTILE])
     hostile = replace(
         result, cells=cells, measured=failures, command=HOSTILE, model=replace(result.model, name=HOSTILE, precision=HOSTILE)
     )  # fmt: skip
@@ -221,11 +219,7 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     assert bars("title", []) == bars("title", [])
 
 
-# --- pictures ---
-
-
-def test_pictures_are_png(result: BenchResult, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    written = write_plots(replace(result, model=replace(result.model, name="$\\frac$")), tmp_path / "plots")
-    assert [path.name for path in written] == ["speedup-t0.png", "tokens_per_s-t0.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+def test_charts_are_written_as_svg_files(result: BenchResult, tmp_path: Path) -> None:
+    written = write_charts(replace(result, model=replace(result.model, name="<b>&")), tmp_path / "plots")
+    assert [path.name for path in written] == ["speedup-t0.svg", "tokens_per_s-t0.svg"]
+    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in written)

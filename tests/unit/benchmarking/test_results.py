@@ -7,8 +7,8 @@ import pytest
 
 from harness.bench_runs import fake_mode, measured
 from paceline.benchmarking.modes import Mode
-from paceline.benchmarking.results import Cell, cells_of, summaries
-from paceline.benchmarking.run import Measured, Size
+from paceline.benchmarking.results import Cell, make_cells, summaries
+from paceline.benchmarking.run import Measurements, Size
 from paceline.benchmarking.samples import Output, Sample
 
 PLAIN, GUESSING = fake_mode("plain"), fake_mode("B")
@@ -29,8 +29,8 @@ def sample(mode: str, number: int, *, step_s: float = 0.1, ids: Sequence[int] = 
 
 
 def cells(samples: list[Sample], modes: Sequence[Mode] = (PLAIN, GUESSING), **facts: dict[str, object]) -> dict[str, Cell]:
-    found = Measured(modes, Size(2, 17, 1), samples=samples, facts=facts)  # type: ignore[arg-type]
-    return {cell.mode: cell for cell in cells_of(found)}
+    found = Measurements(modes, Size(2, 17, 1), samples=samples, facts=facts)  # type: ignore[arg-type]
+    return {cell.mode: cell for cell in make_cells(found)}
 
 
 def test_speeds_are_paired_by_round() -> None:
@@ -119,15 +119,15 @@ def test_a_summary_is_the_geometric_mean_of_what_counts() -> None:
     fast = [sample("plain", 1), sample("B", 1, step_s=0.05)]
     slow = [replace(one, workload="code") for one in (sample("plain", 1), sample("B", 1, step_s=0.2))]
     looping = [replace(sample(mode, 1, ids=[1, 2] * 20), workload="json") for mode in ("plain", "B")]
-    found = Measured([PLAIN, GUESSING], Size(1, 17, 1), samples=[*fast, *slow, *looping])
-    (summary,) = summaries(cells_of(found), found.modes)
+    found = Measurements([PLAIN, GUESSING], Size(1, 17, 1), samples=[*fast, *slow, *looping])
+    (summary,) = summaries(make_cells(found), found.modes)
     assert (summary.mode, summary.num_counted, summary.num_cells) == ("B", 2, 3)
     assert (summary.speedup, summary.lowest, summary.highest) == pytest.approx((1.0, 0.5, 2.0))
 
 
 def test_real_workers_are_judged_alike() -> None:
     modes = [fake_mode("plain"), fake_mode("fast", "drafts=3"), fake_mode("liar", "drafts=3", "text=other"), fake_mode("idle")]
-    by_mode = {cell.mode: cell for cell in cells_of(measured(modes))}
+    by_mode = {cell.mode: cell for cell in make_cells(measured(modes))}
     fast = by_mode["fast"]
     assert fast.speedup is not None
     assert fast.speedup.median == pytest.approx(4.0)

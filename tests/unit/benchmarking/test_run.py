@@ -7,8 +7,8 @@ import pytest
 from harness.bench_runs import PROMPTS, fake_mode, measured, run_of
 from harness.bench_workers import tokens_of
 from paceline.benchmarking.plan import BenchPlan
-from paceline.benchmarking.results import cells_of
-from paceline.benchmarking.run import INTERRUPTED, OUT_OF_TIME, Watcher
+from paceline.benchmarking.results import make_cells
+from paceline.benchmarking.run import INTERRUPTED, OUT_OF_TIME, RunProgress
 
 
 def test_modes_take_turns_on_each_prompt_and_another_one_begins_each_time(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_worker_that_dies_is_one_row_and_the_others_go_on() -> None:
     assert "exit code 3" in failure.message
     counts = {name: sum(one.mode == name for one in found.samples) for name in "BC"}
     assert counts == {"B": 2, "C": 8}
-    by_mode = {cell.mode: cell for cell in cells_of(found)}
+    by_mode = {cell.mode: cell for cell in make_cells(found)}
     assert by_mode["B"].refusal == "no whole round was measured"
     assert by_mode["C"].speedup is not None
 
@@ -56,21 +56,21 @@ def test_a_worker_that_cannot_open_the_model_is_one_row() -> None:
 
 def test_without_plain_decoding_nothing_is_a_speedup() -> None:
     found = measured([fake_mode("plain", "refuses"), fake_mode("B", "drafts=3")])
-    assert [cell.refusal for cell in cells_of(found)] == ["plain has no outputs to compare with"]
+    assert [cell.refusal for cell in make_cells(found)] == ["plain has no outputs to compare with"]
 
 
 def test_an_output_of_another_length_is_against_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of([fake_mode("plain")])
-    ask = run._ask
+    ask = run._send
 
     def short(*arguments: object) -> object:
         answer = ask(*arguments)  # type: ignore[arg-type]
         return answer and {**answer, "token_ids": [1], "times_s": [1.0]}
 
-    monkeypatch.setattr(run, "_ask", short)
+    monkeypatch.setattr(run, "_send", short)
     found = run.measure()
     assert found.samples == []
-    assert {one.message for one in found.failures} == {"plain answered against the protocol (ValueError: 1 tokens where 33 were asked for)"}
+    assert {one.message for one in found.failures} == {"plain broke the protocol (ValueError: 1 tokens where 33 were requested)"}
 
 
 def test_ctrl_c_keeps_what_was_measured() -> None:
@@ -81,10 +81,10 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
         if len(told) == 4:
             raise KeyboardInterrupt
 
-    found = measured([fake_mode("plain"), fake_mode("B", "drafts=3")], watcher=Watcher(advance=advance))
+    found = measured([fake_mode("plain"), fake_mode("B", "drafts=3")], watcher=RunProgress(advance=advance))
     assert found.ended == INTERRUPTED
     assert len(found.samples) == 8
-    assert [cell.num_rounds for cell in cells_of(found)] == [1, 1]
+    assert [cell.num_rounds for cell in make_cells(found)] == [1, 1]
 
 
 def test_time_that_is_over_ends_the_run_with_what_there_is() -> None:
@@ -105,4 +105,4 @@ def test_a_batch_is_one_order() -> None:
     found = measured([fake_mode("plain"), fake_mode("B", "drafts=2")], plan=plan)
     assert {len(one.outputs) for one in found.samples} == {3}  # of two prompts the first one is asked twice
     assert {one.prompt for one in found.samples} == {0}
-    assert [cell.speedup is not None for cell in cells_of(found)] == [False, True]
+    assert [cell.speedup is not None for cell in make_cells(found)] == [False, True]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.bench_runs import fake_mode
-from paceline.benchmarking.worker_process import WorkerError, WorkerProcess
+from paceline.benchmarking.run import WorkerError, WorkerProcess
 
 REQUEST = {"prompt_ids": [1], "max_tokens": 4, "temperature": 0.0, "seed": 0}
 
@@ -17,7 +17,7 @@ REQUEST = {"prompt_ids": [1], "max_tokens": 4, "temperature": 0.0, "seed": 0}
 @contextmanager
 def worker(*words: str) -> Iterator[WorkerProcess]:
     with closing(WorkerProcess("fake", fake_mode("fake", *words).command)) as process:
-        assert process.ask({"model": "none"}, 30)["ready"]
+        assert process.send({"model": "none"}, 30)["ready"]
         yield process
 
 
@@ -32,7 +32,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_worker_answers_and_ends() -> None:
     with worker() as process:
-        assert len(process.ask(REQUEST, 30)["token_ids"]) == 4
+        assert len(process.send(REQUEST, 30)["token_ids"]) == 4
         assert is_running(process.pid)
     assert not is_running(process.pid)
 
@@ -40,17 +40,17 @@ def test_a_worker_answers_and_ends() -> None:
 def test_of_one_that_died_the_error_has_its_last_words() -> None:
     with worker("dies=1") as process:
         with pytest.raises(WorkerError, match="fake ended with exit code 3: out of luck") as raised:
-            process.ask(REQUEST, 30)
+            process.send(REQUEST, 30)
         assert raised.value.is_over
         with pytest.raises(WorkerError, match="ended"):
-            process.ask(REQUEST, 30)
+            process.send(REQUEST, 30)
 
 
 def test_one_that_hangs_is_ended_in_time() -> None:
     with worker("hangs=1") as process:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"did not answer within 0.2 s") as raised:
-            process.ask(REQUEST, 0.2)
+            process.send(REQUEST, 0.2)
         assert raised.value.is_over
         assert time.monotonic() - start < 5
         assert not is_running(process.pid)
@@ -59,14 +59,14 @@ def test_one_that_hangs_is_ended_in_time() -> None:
 def test_one_that_talks_nonsense_is_ended() -> None:
     with worker("nonsense") as process:
         with pytest.raises(WorkerError, match="no JSON") as raised:
-            process.ask(REQUEST, 30)
+            process.send(REQUEST, 30)
         assert raised.value.is_over
 
 
 def test_an_error_is_an_answer() -> None:
     with closing(WorkerProcess("fake", fake_mode("fake", "refuses").command)) as process:
         with pytest.raises(WorkerError, match="fake: this model is too new") as raised:
-            process.ask({}, 30)
+            process.send({}, 30)
         assert not raised.value.is_over
 
 

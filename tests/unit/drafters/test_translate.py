@@ -267,7 +267,9 @@ def test_a_disjoint_pair_drafts_and_gives_everything_back(mini_dir: Path, mini: 
     assert isinstance(drafter, TextDrafter)
     assert isinstance(drafter.model, DraftModelDrafter)
     assert "disjoint vocabularies: drafts are decoded and encoded again" in drafter.traits.description
-    request = make_request([token_id for token_id, _ in mini.tokenize(b"Once upon a time, there was a little girl named")], len(mini.pieces))
+    request = make_request(
+        [token_id for token_id, _ in mini.tokenize(b"Once upon a time, there was a little girl named")], len(mini.pieces)
+    )
     for word in (b" Lily", b".", b" She"):
         found = guess_any(drafter, request)
         assert found

@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
-from paceline.models.gguf.header import MAX_CORPUS_BYTES, MAX_ITEMS
+from paceline.models.gguf.header import MAX_ITEMS, MAX_TEXT_BYTES
 
 gguf = pytest.importorskip("gguf")
 
@@ -311,8 +311,8 @@ def test_what_a_value_takes_is_bounded_however_large_its_file_is(tmp_path: Path)
     numbers = open_gguf(header_of(path, array, struct.pack("<IQ", byte, MAX_ITEMS + 1), size=large)).metadata
     with pytest.raises(CheckpointError, match=f"an array of {MAX_ITEMS + 1} numbers, at most {MAX_ITEMS} are possible"):
         numbers["test.value"]
-    text = open_gguf(header_of(path, string, struct.pack("<Q", MAX_CORPUS_BYTES + 1), size=large)).metadata
-    with pytest.raises(CheckpointError, match=f"has {MAX_CORPUS_BYTES + 1} bytes, at most {MAX_CORPUS_BYTES} are possible"):
+    text = open_gguf(header_of(path, string, struct.pack("<Q", MAX_TEXT_BYTES + 1), size=large)).metadata
+    with pytest.raises(CheckpointError, match=f"has {MAX_TEXT_BYTES + 1} bytes, at most {MAX_TEXT_BYTES} are possible"):
         text["test.value"]
     for texts in (struct.pack("<IQ", string, MAX_ITEMS + 1), struct.pack("<IQQ", string, 2, 1 << 30)):
         with pytest.raises(CheckpointError, match=r"entries, \d+ in all metadata|all of them may have"):

@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from paceline.proof.exactness.covering import all_pairs, covering_rows, pairs_of
+from paceline.proof.exactness.cases import all_pairs, covering_rows, pairs_of
 
 FACTORS = {"one": ["a", "b", "c"], "two": ["x", "y"], "three": ["1", "2", "3", "4", "5"], "four": ["p", "q", "r"]}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.engine.input_processor import InputProcessor
-from paceline.proof.exactness.near_ties import Place, decide, kept_sets
+from paceline.proof.exactness.compare import OutputPosition, decide, kept_sets
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.truncation import truncate
 from paceline.tokenizer.tokenizer import Tokenizer
@@ -20,8 +20,8 @@ def input_processor(mini_dir: Path) -> InputProcessor:
     return InputProcessor(Tokenizer.open(mini_dir), V, 512, (0,))
 
 
-def place(params: SamplingParams) -> Place:
-    return Place(params, (5, 6, 7, 8), 2)
+def place(params: SamplingParams) -> OutputPosition:
+    return OutputPosition(params, (5, 6, 7, 8), 2)
 
 
 def test_greedy_margins_are_distances_to_the_best_score(input_processor: InputProcessor) -> None:

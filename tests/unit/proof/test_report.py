@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from paceline.proof.exactness.cases import SAMPLINGS, Case, CaseRequest, Setting, sampling
-from paceline.proof.exactness.findings import Finding, Kind, Status
-from paceline.proof.exactness.page import page
+from paceline.proof.exactness.compare import Finding, Kind, Status
 from paceline.proof.exactness.prove import Proof
-from paceline.proof.exactness.provenance import _without_token
-from paceline.proof.exactness.tally import Tally
-from paceline.proof.exactness.witness import Witnessed, compare_rows
+from paceline.proof.exactness.report import _without_token, page
+from paceline.proof.exactness.run_case import Tally
+from paceline.proof.exactness.transformers_check import TransformersComparison, compare_rows
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e<img src=x onerror=y>"
 
@@ -40,7 +39,7 @@ def proof_of(hostile: str) -> Proof:
     provenance = {"model": hostile, "command": ["paceline", "prove", "--model", hostile, "--seed", "1"], "files": {hostile: 3}}
     return Proof(
         seed=1, num_tokens=10, numerics="exact", findings=[finding], cases={4: case}, tally=tally, provenance=provenance,
-        witnessed=Witnessed("not asked", hostile),
+        transformers=TransformersComparison("not_compared", hostile),
     )  # fmt: skip
 
 
@@ -73,7 +72,7 @@ def test_a_report_is_json_whatever_was_found() -> None:
 
 
 def test_a_report_holds_no_access_token() -> None:
-    assert "secret" not in " ".join(_without_token(["paceline", "prove", "--token", "secret", "--token=secret", "--tokens", "9"]))
+    assert "secret" not in " ".join(_without_token(["paceline", "prove", "--hf-token", "secret", "--hf-token=secret", "--tokens", "9"]))
     assert _without_token(["paceline", "prove", "--tokens", "9"]) == ["paceline", "prove", "--tokens", "9"]
 
 
@@ -99,4 +98,4 @@ def test_transformers_agrees_where_it_says_the_same_or_decides_at_a_near_tie() -
 def test_transformers_differs_where_another_token_is_clearly_the_best() -> None:
     found = compare_rows([(rows(1.0, 0.0, -1.0), np.array([[0.0, 1.0, -1.0]], np.float32))], 1e-3)
     assert (found.status, found.differing) == ("differs", 1)
-    assert found.largest_difference == 1.0
+    assert found.max_abs_difference == 1.0

@@ -1,9 +1,23 @@
-"""Other programs that can be measured beside ours: one worker each, and one line of the table here."""
+"""Other programs that paceline is compared with: a table, and an environment of its own for each."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.config import cache_directory
+from paceline.errors import BackendUnavailableError
+
 _HERE = Path(__file__).resolve().parent
+RECORD = "installed.json"
+"""Written last, into an environment: its requirements and the versions that were installed."""
+
+Run = Callable[[Sequence[str]], str]
+_CPU_BUILD = "+cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +31,7 @@ class Peer:
         modes: words of plain, ngram, draft_model, mtp.
         worker: the script that its own Python runs; it imports nothing of paceline.
         alone: further requirements, installed without what they depend on.
-        needs: what an installation takes beside pip.
+        needs: what an installation needs in addition to pip.
     """
 
     name: str
@@ -70,3 +84,102 @@ PEERS: dict[str, Peer] = {
     )
 }  # fmt: skip
 """By name."""
+
+
+def environment_python(peer: Peer) -> Path | None:
+    """Return the Python of a peer's environment; None where it is missing, incomplete, or made for other requirements."""
+    directory = _directory(peer)
+    if directory is None or _read_record(directory).get("packages") != _requirements(peer):
+        return None
+    python = _python(directory)
+    return python if python.is_file() else None
+
+
+def installed_versions(peer: Peer) -> dict[str, str]:
+    """Versions of the packages in a peer's environment, by name; empty where it is not installed."""
+    directory = _directory(peer)
+    versions = _read_record(directory).get("versions") if directory is not None else None
+    return {str(name): str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}
+
+
+def make_environment(peer: Peer, run: Run | None = None) -> Path:
+    """Install a peer, unless it is; returns its Python. What is there of an earlier attempt is thrown away.
+
+    Args:
+        run: runs a command and returns what it printed.
+
+    Raises:
+        BackendUnavailableError: it cannot be installed here.
+    """
+    run = run or _run
+    python = environment_python(peer)
+    if python is not None:
+        return python
+    directory = _directory(peer)
+    if directory is None:
+        raise BackendUnavailableError(f"{peer.name} needs a cache directory to be installed in: set PACELINE_CACHE to one")
+    try:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        run([sys.executable, "-m", "venv", str(directory)])
+        _install(peer, str(_python(directory)), run)
+        listed = json.loads(run([str(_python(directory)), "-m", "pip", "list", "--format", "json"]))
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        needs = f"; it needs {peer.needs}" if peer.needs else ""
+        raise BackendUnavailableError(
+            f"{peer.name} cannot be installed here: {_reason(error)}{needs}; leave out --peer {peer.name}"
+        ) from error
+    record = {"packages": _requirements(peer), "versions": {item["name"]: item["version"] for item in listed}}
+    partial = directory / f"{RECORD}.part"
+    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    partial.replace(directory / RECORD)
+    return _python(directory)
+
+
+def _install(peer: Peer, python: str, run: Run) -> None:
+    """Install torch first: its CPU build needs its full version, and not every package index has it."""
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    packages = list(peer.packages)
+    builds = [package for package in packages if package.endswith(_CPU_BUILD)]
+    if builds:
+        try:
+            run([*pip, *builds])
+        except subprocess.CalledProcessError:
+            packages = [package.removesuffix(_CPU_BUILD) for package in packages]
+            run([*pip, *(package.removesuffix(_CPU_BUILD) for package in builds)])
+    run([*pip, *packages])
+    if peer.alone:
+        run([*pip, "--no-deps", *peer.alone])
+
+
+def _requirements(peer: Peer) -> list[str]:
+    return [*peer.packages, *peer.alone]
+
+
+def _directory(peer: Peer) -> Path | None:
+    cache = cache_directory()
+    return None if cache is None else cache.absolute() / "peers" / peer.name
+
+
+def _python(directory: Path) -> Path:
+    return directory / "Scripts" / "python.exe" if os.name == "nt" else directory / "bin" / "python"
+
+
+def _read_record(directory: Path) -> dict[str, object]:
+    try:
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _run(command: Sequence[str]) -> str:
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True).stdout
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = [line.strip() for line in (error.stderr or "").splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")]
+        return (errors or lines or [f"{error.cmd[0]} ended with exit code {error.returncode}"])[-1]
+    return str(error)

@@ -1,9 +1,9 @@
-"""A Llama-shaped directory as a GGUF file, with its tokenizer. Runs in llama.cpp's environment, which has the gguf package.
+"""Export a Llama-like checkpoint with its tokenizer as a GGUF file. Runs in llama.cpp's environment, which has the gguf package.
 
 python export_gguf.py DIRECTORY OUT.gguf Q4_K_M
 
 Matrices are written as BF16, F16 or F32; every other type is made of a BF16 file by llama.cpp's own `llama_model_quantize`, as its users'
-files are. One tensor is held at a time.
+files are. One tensor is in memory at a time.
 """
 
 import importlib
@@ -22,7 +22,7 @@ ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3"
 """llama.cpp's architecture of a model_type."""
 
 _NEIGHBOURS = "LLAMA"  # its rotary pairs are neighbours there: rows of Q and K are put in that order
-_SPLITS = (  # what tells the pattern a tokenizer splits text with, and llama.cpp's name of it
+_SPLITS = (  # a part of the tokenizer's split pattern, and llama.cpp's name of the pattern
     (r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", "llama-bpe"),
     (r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", "qwen2"),
 )
@@ -31,7 +31,7 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in a safetensors file."""
+    """Location of a tensor in a safetensors file."""
 
     name: str
     dtype: str
@@ -68,7 +68,7 @@ def export_gguf(source: Path, target: Path, kind: str) -> None:
 
 
 def stored_tensors(source: Path) -> list[Stored]:
-    """The tensors of a directory's safetensors files, in the order of the files."""
+    """Return the tensors of a directory's safetensors files, in the order of the files."""
     found = []
     for file in sorted(source.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -82,7 +82,7 @@ def stored_tensors(source: Path) -> list[Stored]:
 
 
 def rope_factors(config: Config) -> list[float] | None:
-    """By what each rotary pair's frequency is divided; None where nothing is.
+    """Return the divisor of each rotary pair's frequency; None where frequencies are not scaled.
 
     Source: `rope_type` "llama3" of transformers.
     """
@@ -133,7 +133,7 @@ def _add_sizes(writer: Any, gguf: Any, config: Config) -> None:
 
 
 def _add_tokenizer(writer: Any, gguf: Any, source: Path, config: Config) -> None:
-    """A byte-level BPE with its special tokens and chat template; a directory without a tokenizer gives a file without one."""
+    """Add a byte-level BPE tokenizer with special tokens and chat template, if the directory has one."""
     path = source / "tokenizer.json"
     if not path.is_file():
         writer.add_tokenizer_model("no_vocab")
@@ -201,7 +201,7 @@ def _write_tensors(writer: Any, gguf: Any, names: Any, source: Path, config: Con
 
 
 def _values(numpy: Any, tensor: Stored, config: Config, kind: str) -> Any:
-    """The tensor as an array whose bytes are of type `kind`."""
+    """Return the tensor as an array whose bytes have type `kind`."""
     if tensor.dtype not in _BYTES:
         raise ValueError(f"{tensor.name} is stored as {tensor.dtype}; written as GGUF are {', '.join(_BYTES)}: name a GGUF file instead")
     item = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}

@@ -1,9 +1,10 @@
 """Runs llama.cpp, through the C API that llama-cpp-python binds. Started by the environment's own Python.
 
-The loop is that of llama.cpp's `examples/speculative-simple`: one pass over the last token and the guesses, the target's token drawn at
-each row, guesses kept while they are that. Asked for, as llama.cpp has it by default: up to 16 tokens from a draft model, which stops where
-the probability of its best token among ten falls below 0.75; prompt lookup by the package's own `LlamaPromptLookupDecoding`
-(n-grams of 2, 10 tokens). Directories are written as GGUF once (export_gguf.py): bf16 as BF16, int8 as Q8_0, int4 as Q4_0.
+The loop is that of llama.cpp's `examples/speculative-simple`: one pass over the last token and the draft, the target's token drawn at
+each row, draft tokens are accepted while they are equal. Asked for, as llama.cpp has it by default: up to 16 tokens from a draft model,
+which stops where the probability of its best token among ten falls below 0.75; prompt lookup by the package's own
+`LlamaPromptLookupDecoding` (n-grams of 2, 10 tokens). Directories are written as GGUF once (export_gguf.py): bf16 as BF16, int8 as Q8_0,
+int4 as Q4_0.
 """
 
 import importlib
@@ -77,18 +78,18 @@ class Context:
         return self.numpy.ctypeslib.as_array(self.api.llama_get_logits_ith(self.context, row), (self.vocab_size,))
 
     def forget(self, kept: int) -> None:
-        """Drop the rows behind the first `kept`."""
+        """Drop the rows after the first `kept`."""
         if kept < len(self.token_ids):
             memory = self.api.llama_get_memory(self.context)
             if kept == 0:
                 self.api.llama_memory_clear(memory, True)
             elif not self.api.llama_memory_seq_rm(memory, 0, kept, -1):
-                raise loop.PeerError("llama.cpp cannot drop guesses from this model's memory")
+                raise loop.PeerError("llama.cpp cannot drop draft rows from this model's memory")
             del self.token_ids[kept:]
 
 
 class DraftModel:
-    """Guesses with a small model, a token at a time."""
+    """Drafts with a small model, a token at a time."""
 
     def __init__(self, context: Context, num_speculative_tokens: int) -> None:
         self._context, self._most = context, num_speculative_tokens
@@ -98,21 +99,21 @@ class DraftModel:
         same = next((index for index, pair in enumerate(zip(held, token_ids, strict=False)) if pair[0] != pair[1]), len(held))
         self._context.forget(min(same, len(token_ids) - 1))
         self._context.read(token_ids[len(self._context.token_ids) :], outputs=1)
-        guesses: list[int] = []
+        drafts: list[int] = []
         numpy = self._context.numpy
         while True:
             logits = self._context.logits(-1)
             best = numpy.partition(logits, -_CANDIDATES)[-_CANDIDATES:]
             if 1 / numpy.exp(best - best.max()).sum() < MIN_PATH_PROBABILITY:
-                return guesses
-            guesses.append(int(logits.argmax()))
-            if len(guesses) == self._most:
-                return guesses
-            self._context.read(guesses[-1:], outputs=1)
+                return drafts
+            drafts.append(int(logits.argmax()))
+            if len(drafts) == self._most:
+                return drafts
+            self._context.read(drafts[-1:], outputs=1)
 
 
 def open_model(order: Any) -> Any:
-    """The target and what guesses for it."""
+    """Open the target and its drafter."""
     api = importlib.import_module("llama_cpp")
     api.llama_backend_init()
     kind = KINDS.get(order["precision"])
@@ -141,7 +142,7 @@ def open_model(order: Any) -> Any:
 
 
 def gguf_of(path: Path, kind: str | None) -> Path:
-    """The model as a GGUF file: itself, or made from a directory."""
+    """Return the model as a GGUF file: itself, or exported from a directory."""
     if path.is_file():
         return path
     if kind is None:
@@ -162,20 +163,20 @@ def _sampler(api: Any, temperature: float, seed: int) -> Any:
 
 
 def _generate(target: Context, propose: Propose | None, request: Any, arrived: Any) -> Any:
-    """Exactly `max_tokens` tokens; end tokens are tokens like others."""
+    """Generate exactly `max_tokens` tokens; end tokens do not end the output."""
     api, wanted = target.api, request["max_tokens"]
     prompt = list(request["prompt_ids"])
     target.forget(0)
     sampler = _sampler(api, request["temperature"], request["seed"])
     output: list[int] = []
     drafted = accepted = 0
-    guesses: list[int] = []
+    drafts: list[int] = []
     target.read(prompt, outputs=1)
     while True:
         new = []
-        for row in range(len(guesses) + 1):
-            new.append(api.llama_sampler_sample(sampler, target.context, row if guesses else -1))
-            if row == len(guesses) or new[-1] != guesses[row]:
+        for row in range(len(drafts) + 1):
+            new.append(api.llama_sampler_sample(sampler, target.context, row if drafts else -1))
+            if row == len(drafts) or new[-1] != drafts[row]:
                 break
         accepted += len(new) - 1
         output += new
@@ -183,9 +184,9 @@ def _generate(target: Context, propose: Propose | None, request: Any, arrived: A
         if len(output) >= wanted:
             break
         target.forget(len(prompt) + len(output) - 1)
-        guesses = propose(prompt + output)[: wanted - len(output) - 1] if propose is not None and len(output) + 1 < wanted else []
-        drafted += len(guesses)
-        target.read([output[-1], *guesses], outputs=len(guesses) + 1)
+        drafts = propose(prompt + output)[: wanted - len(output) - 1] if propose is not None and len(output) + 1 < wanted else []
+        drafted += len(drafts)
+        target.read([output[-1], *drafts], outputs=len(drafts) + 1)
     api.llama_sampler_free(sampler)
     return loop.Generated(output, *((drafted, accepted) if propose else (None, None)))
 

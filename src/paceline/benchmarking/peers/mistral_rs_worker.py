@@ -3,7 +3,7 @@
 Its Python API takes text: a prompt is given as the text of its ids, in a chat template that adds nothing, and only where that text is
 tokenised to the same ids. It answers with text; ids are those of the best tokens it reports, which greedily are the ones it chose. Its
 stream leaves out tokens without text, so it is asked for whole answers: the time of the first token is its own count, to a millisecond,
-and the others are spread evenly behind it. Asked for: no prefix cache; int8 and int4 by its in-situ quantisation to Q8_0 and Q4_0. The
+and the others are spread evenly after it. Asked for: no prefix cache; int8 and int4 by its in-situ quantisation to Q8_0 and Q4_0. The
 wheel has no draft models and no prompt lookup, and its MTP needs PagedAttention, which the CPU has not.
 """
 
@@ -22,7 +22,7 @@ TEMPLATE = "{{ messages[0]['content'] }}"
 
 
 def open_model(order: Any) -> Any:
-    """The model behind its `Runner`."""
+    """Open the model with mistral.rs' `Runner`."""
     if order["precision"] not in QUANTISED:
         raise loop.PeerError(f"{order['precision']} is none of the precisions asked of mistral.rs: {', '.join(QUANTISED)}")
     if order["mode"] != "plain":
@@ -44,7 +44,7 @@ def open_model(order: Any) -> Any:
 
 
 def readable(path: Path) -> Path:
-    """The directory, or one beside whose config has `rope_theta` where mistral.rs looks for it."""
+    """Return the directory, or a copy whose config has `rope_theta` where mistral.rs reads it."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     theta = (config.get("rope_parameters") or {}).get("rope_theta")
     if theta is None or "rope_theta" in config:

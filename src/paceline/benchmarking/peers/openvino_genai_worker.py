@@ -25,7 +25,7 @@ _MODEL = "openvino_model.xml"
 
 
 def open_model(order: Any) -> Any:
-    """The pipeline, and the arguments of `generate` that make it guess."""
+    """Open the pipeline, with the arguments of `generate` that enable drafting."""
     if order["precision"] not in EXPORTS:
         raise loop.PeerError(f"{order['precision']} is none of the precisions converted to: {', '.join(EXPORTS)}")
     genai = importlib.import_module("openvino_genai")
@@ -57,7 +57,7 @@ def open_model(order: Any) -> Any:
 
 
 def ir_of(path: Path, precision: str) -> Path:
-    """The model in OpenVINO's format: itself, or converted from a directory."""
+    """Return the model in OpenVINO's format: itself, or converted from a directory."""
     if (path / _MODEL).is_file():
         return path
     if not path.is_dir():
@@ -78,7 +78,7 @@ def ir_of(path: Path, precision: str) -> Path:
 
 def _streamer(genai: Any) -> Any:
     class Streamer(genai.StreamerBase):  # type: ignore[misc]
-        """Told of tokens as they come."""
+        """Callback for arriving tokens."""
 
         def __init__(self, arrived: Any) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def _streamer(genai: Any) -> Any:
             return genai.StreamingStatus.RUNNING
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing: no tokens are buffered."""
 
     return Streamer
 
@@ -106,7 +106,7 @@ def _generate(genai: Any, pipeline: Any, streamer: Any, options: Any, request: A
     token_ids = openvino.Tensor(numpy.array([request["prompt_ids"]], dtype="int64"))
     result = pipeline.generate(token_ids, config, streamer(arrived))
     extended = getattr(result, "extended_perf_metrics", None)
-    if extended is None or not hasattr(extended, "get_num_draft_tokens"):  # prompt lookup does not say
+    if extended is None or not hasattr(extended, "get_num_draft_tokens"):  # prompt lookup does not report it
         return loop.Generated(list(result.tokens[0]))
     return loop.Generated(list(result.tokens[0]), extended.get_num_draft_tokens(), extended.get_num_accepted_tokens())
 

@@ -1,6 +1,6 @@
 """Runs transformers on the CPU. Started by the environment's own Python.
 
-Asked for, as its guide to assisted generation has it: a draft model with a constant number of tokens, 5 where nobody says, which stops
+Settings of its guide to assisted generation: a draft model with a constant number of tokens, 5 by default, which stops
 where the probability of a token falls below 0.4 (`assistant_confidence_threshold`); `prompt_lookup_num_tokens=10` with n-grams of up to 2.
 bf16 and f32 as they are; int8 by torch's dynamic quantisation of linear layers, the one it has kernels for on any CPU. It does not say
 how many tokens were drafted.
@@ -17,7 +17,7 @@ DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "float32"}
 
 
 def open_model(order: Any) -> Any:
-    """The model, and the arguments of `generate` that make it guess."""
+    """Open the model, with the arguments of `generate` that enable drafting."""
     if order["precision"] not in DTYPES:
         raise loop.PeerError(f"{order['precision']} has no path on the CPU in transformers: use one of {', '.join(DTYPES)}")
     torch = importlib.import_module("torch")
@@ -55,7 +55,7 @@ def _load(transformers: Any, torch: Any, directory: str, precision: str) -> Any:
 
 
 class Streamer:
-    """Told by `generate` of the prompt first, then of tokens as they come."""
+    """Callback of `generate`: the prompt first, then arriving tokens."""
 
     def __init__(self, arrived: Any) -> None:
         self._arrived = arrived
@@ -67,7 +67,7 @@ class Streamer:
         self._has_begun = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no tokens are buffered."""
 
 
 def _generate(torch: Any, model: Any, options: Any, request: Any, arrived: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What every peer's worker does around its library: orders and answers as lines of JSON, times, memory.
+"""Main loop of every peer's worker: requests and replies as lines of JSON, times, memory.
 
-Runs in the peer's own environment beside the worker's script, so it imports nothing but the standard library.
+Runs in the peer's own environment next to the worker's script, so it imports nothing but the standard library.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-Order = Mapping[str, Any]
+WorkerRequest = Mapping[str, Any]
 Arrived = Callable[[int], None]
 """Called with the number of tokens that have just arrived."""
 
@@ -27,8 +27,8 @@ class Generated:
     """The answer to one request.
 
     Attributes:
-        num_draft_tokens, num_accepted_tokens: guessed tokens, and those of them that were kept; None where the library does not say.
-        times_s: when each token came, for a library that does not say so as they come.
+        drafted, accepted: draft tokens and accepted ones; None where the library does not report them.
+        times_s: arrival times, for a library without callbacks.
     """
 
     token_ids: list[int]
@@ -42,29 +42,29 @@ class Opened:
     """A model that a peer has opened.
 
     Attributes:
-        generate: runs a request ("prompt_ids", "max_tokens", "temperature", "seed") and says what arrives; keeps nothing of it.
-        note: what was asked of the library, for the report.
+        generate: runs a request ("prompt_ids", "max_tokens", "temperature", "seed") and reports arriving tokens; keeps no state.
+        note: settings of the library, for the report.
     """
 
     name: str
     version: str
     note: str
-    generate: Callable[[Order, Arrived], Generated]
+    generate: Callable[[WorkerRequest, Arrived], Generated]
 
 
 class PeerError(Exception):
-    """What was asked for is not to be had from this peer; the text says why."""
+    """This peer does not support the request; the text has the reason."""
 
 
-def serve(open_model: Callable[[Order], Opened]) -> None:
+def serve(open_model: Callable[[WorkerRequest], Opened]) -> None:
     """Open what the first line of stdin names and answer the others; whatever the library prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     answer_orders(open_model, sys.stdin, answers)
 
 
-def answer_orders(open_model: Callable[[Order], Opened], orders: TextIO, answers: TextIO) -> None:
-    """`serve` on any two streams."""
+def answer_orders(open_model: Callable[[WorkerRequest], Opened], orders: TextIO, answers: TextIO) -> None:
+    """Run `serve` on two given streams."""
 
     def say(answer: Mapping[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -95,7 +95,7 @@ def answer_orders(open_model: Callable[[Order], Opened], orders: TextIO, answers
             failed(error)
 
 
-def _answer(opened: Opened, order: Order) -> dict[str, Any]:
+def _answer(opened: Opened, order: WorkerRequest) -> dict[str, Any]:
     times: list[float] = []
     start = time.perf_counter()
     generated = opened.generate(order, lambda count: times.extend([time.perf_counter() - start] * count))
@@ -103,7 +103,7 @@ def _answer(opened: Opened, order: Order) -> dict[str, Any]:
     times = generated.times_s or times
     wanted = order["max_tokens"]
     if len(generated.token_ids) != wanted or len(times) != wanted:
-        raise PeerError(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, and {wanted} were wanted")
+        raise PeerError(f"{opened.name} gave {len(generated.token_ids)} tokens, {len(times)} of them in time, expected {wanted}")
     resident, peak = memory_bytes()
     return {
         "token_ids": generated.token_ids,
@@ -118,7 +118,7 @@ def _answer(opened: Opened, order: Order) -> dict[str, Any]:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory of this process that is resident, now and at most; 0 where the system does not tell."""
+    """Return resident memory of this process, now and at its peak; 0 where the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -129,7 +129,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def converted(source: Path, kind: str, convert: Callable[[Path], None]) -> Path:
-    """A model in the peer's own format: made once from `source` and kept in the peer's environment.
+    """Return a model in the peer's format, converted once from `source` and kept in the peer's environment.
 
     Args:
         kind: what it becomes; the file or folder is made anew where `source` has changed.

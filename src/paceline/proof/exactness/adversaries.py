@@ -1,6 +1,11 @@
-"""Drafters that know what plain decoding says and try to change it: one is always wrong, one is right some of the time."""
+"""Drafters for exactness tests: they are given the tokens of plain decoding and propose right, wrong and malformed drafts.
 
-from collections.abc import Sequence
+`paceline prove` and the project's own tests share them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -8,93 +13,129 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-_RIGHT = 0.65  # share of right guesses of the one that errs
-_OUTSIDE = 0.1  # of its wrong guesses, those that are no token at all
+Answers: TypeAlias = Mapping[tuple[tuple[int, ...], int], Sequence[int]]
+"""Output tokens of plain decoding, by prompt and seed."""
+
+_RIGHT_SHARE = 0.65
+_OUT_OF_RANGE_SHARE = 0.1  # of the wrong tokens
+_EXTEND_SHARE = 0.6  # of new nodes that extend the previous node
+_EXCEPTION_SHARE = 0.02
 
 
-class Answers:
-    """What plain decoding says to each request of a case."""
-
-    def __init__(self) -> None:
-        self._token_ids: dict[Request, Sequence[int]] = {}
-
-    def know(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Note the answer to a request."""
-        self._token_ids[request] = token_ids
-
-    def rest(self, request: Request) -> Sequence[int]:
-        """What is still to come; empty where nothing is known."""
-        return self._token_ids.get(request, ())[request.num_output_tokens :]
-
-    def forget(self) -> None:
-        """Know nothing any more."""
-        self._token_ids.clear()
-
-
-class WrongDrafter(Drafter):
-    """Proposes tokens the target will not say: each one of the answer moved by some ids, as siblings where there is room."""
-
-    name = "always wrong"
-
-    def __init__(self, answers: Answers, vocab_size: int) -> None:
+class _AnswerDrafter(Drafter):
+    def __init__(self, answers: Answers, vocab_size: int, seed: int = 0) -> None:
         self._answers, self._vocab_size = answers, vocab_size
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
-        return [self._tree(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-
-    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        rest = self._answers.rest(request)[: budget.max_tokens]
-        if not rest or self._vocab_size < 2:
-            return None
-        tokens = [(token + 1) % self._vocab_size for token in rest]
-        parents = list(range(len(tokens)))
-        for distance in range(2, min(self._vocab_size, 1 + budget.row_budget - len(tokens))):
-            tokens.append((rest[0] + distance) % self._vocab_size)
-            parents.append(0)
-        return DraftTree.grow(request.token_ids[-1], tokens, parents, self.name)
-
-
-class ErringDrafter(Drafter):
-    """Replays plain decoding with errors; where there is room for branches, as a tree in which any path may be the right one."""
-
-    name = "sometimes right"
-
-    def __init__(self, answers: Answers, vocab_size: int) -> None:
-        self._answers, self._vocab_size = answers, vocab_size
-        self._random = np.random.default_rng(0)
-
-    def begin(self, seed: int) -> None:
-        """Make the choices of a case."""
         self._random = np.random.default_rng(seed)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         return [self._tree(request, budget) for request, budget in zip(requests, budgets, strict=True)]
 
+    @abstractmethod
+    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None: ...
+
+    def _upcoming(self, request: Request) -> Sequence[int]:
+        """Return the tokens that plain decoding emits next; empty where they are not known."""
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        return self._answers.get((prompt, request.seed), ())[request.num_output_tokens :]
+
+
+class OracleDrafter(_AnswerDrafter):
+    """Drafts chains of the tokens of plain decoding; each is right with probability `accuracy`."""
+
+    name = "oracle"
+
+    def __init__(self, answers: Answers, *, accuracy: float = 1.0, vocab_size: int = 0, seed: int = 0) -> None:
+        super().__init__(answers, vocab_size, seed)
+        self._accuracy = accuracy
+
     def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
-        rest = self._answers.rest(request)
-        depth = budget.max_tokens
-        if depth < 1 or not rest:
+        drafts = list(self._upcoming(request)[: budget.max_tokens])
+        for index in range(len(drafts)):
+            if self._accuracy < 1.0 and self._random.random() >= self._accuracy:
+                drafts[index] = (drafts[index] + 1) % self._vocab_size
+        return DraftTree.chain(request.token_ids[-1], drafts, self.name) if drafts else None
+
+
+class WrongDrafter(_AnswerDrafter):
+    """Drafts only tokens that the target will reject: a chain of shifted ids, and siblings of its first token if rows are left."""
+
+    name = "always_wrong"
+
+    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
+        upcoming = self._upcoming(request)[: budget.max_tokens]
+        if not upcoming or self._vocab_size < 2:
+            return None
+        tokens = [(token + 1) % self._vocab_size for token in upcoming]
+        parents = list(range(len(tokens)))
+        for distance in range(2, min(self._vocab_size, 1 + budget.row_budget - len(tokens))):
+            tokens.append((upcoming[0] + distance) % self._vocab_size)
+            parents.append(0)
+        return DraftTree.grow(request.token_ids[-1], tokens, parents, self.name)
+
+
+class RandomDrafter(_AnswerDrafter):
+    """Drafts random trees of right and wrong tokens: duplicate siblings, ids out of range, several paths that may be accepted.
+
+    Chains where the budget has no rows for branches.
+    """
+
+    name = "random_tree"
+
+    def reseed(self, seed: int) -> None:
+        """Restart the random numbers, so that a case can be repeated."""
+        self._random = np.random.default_rng(seed)
+
+    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
+        upcoming = self._upcoming(request)
+        if budget.max_tokens < 1 or not upcoming:
             return None
         if budget.row_budget <= budget.max_depth + 1:
-            tokens = [self._guess(rest, at) for at in range(min(depth, len(rest)))]
+            tokens = [self._token(upcoming, index) for index in range(min(budget.max_tokens, len(upcoming)))]
             return DraftTree.chain(request.token_ids[-1], tokens, self.name)
-        return self._branching(request.token_ids[-1], rest, budget)
+        return self._grow(request.token_ids[-1], upcoming, budget.row_budget - 1, budget.max_depth)
 
-    def _branching(self, root: int, rest: Sequence[int], budget: DraftBudget) -> DraftTree:
-        """Nodes under random parents; more often than not the last one goes on."""
+    def _grow(self, root: int, upcoming: Sequence[int], num_drafts: int, max_depth: int) -> DraftTree:
         tokens, parents, depths = list[int](), list[int](), [0]
-        for node in range(1, budget.row_budget):
-            parent = node - 1 if self._random.random() < 0.6 else int(self._random.integers(0, node))
-            if depths[parent] >= budget.max_depth:
+        for node in range(1, num_drafts + 1):
+            parent = node - 1 if self._random.random() < _EXTEND_SHARE else int(self._random.integers(0, node))
+            if depths[parent] >= max_depth:
                 parent = 0
             parents.append(parent)
             depths.append(depths[parent] + 1)
-            tokens.append(self._guess(rest, depths[node] - 1))
+            tokens.append(self._token(upcoming, depths[node] - 1))
         return DraftTree.grow(root, tokens, parents, self.name)
 
-    def _guess(self, rest: Sequence[int], at: int) -> int:
-        if at < len(rest) and self._random.random() < _RIGHT:
-            return rest[at]
-        if self._random.random() < _OUTSIDE:
+    def _token(self, upcoming: Sequence[int], index: int) -> int:
+        if index < len(upcoming) and self._random.random() < _RIGHT_SHARE:
+            return upcoming[index]
+        if self._random.random() < _OUT_OF_RANGE_SHARE:
             return self._vocab_size + int(self._random.integers(0, 8))
         return int(self._random.integers(0, self._vocab_size))
+
+
+class ChaosDrafter(RandomDrafter):
+    """Breaks the drafter interface too: trees above the budget, wrong roots, end tokens, negative ids, exceptions."""
+
+    name = "chaos"
+
+    def __init__(self, answers: Answers, vocab_size: int, *, seed: int = 0, eos: int = 0, raises: bool = True) -> None:
+        super().__init__(answers, vocab_size, seed)
+        self._eos, self._raises = eos, raises
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        if self._raises and self._random.random() < _EXCEPTION_SHARE:
+            raise RuntimeError("chaos")
+        return super().propose(requests, budgets)
+
+    def _tree(self, request: Request, budget: DraftBudget) -> DraftTree | None:
+        num_drafts = int(self._random.integers(0, budget.row_budget + 4))
+        if num_drafts == 0:
+            return None if self._random.random() < 0.5 else DraftTree.root_only(request.token_ids[-1])
+        root = request.token_ids[-1] if self._random.random() < 0.9 else 0
+        return self._grow(root, self._upcoming(request), num_drafts, max_depth=num_drafts)
+
+    def _token(self, upcoming: Sequence[int], index: int) -> int:
+        if self._random.random() < _RIGHT_SHARE:
+            return upcoming[index] if index < len(upcoming) else self._eos
+        wrong = [self._eos, -1, self._vocab_size, self._vocab_size + 7, int(self._random.integers(0, self._vocab_size))]
+        return wrong[int(self._random.integers(len(wrong)))]

@@ -1,29 +1,38 @@
-"""What is compared: cases, each one run of the engine in one setting, chosen from a seed alone."""
+"""Cases of an exactness proof, chosen from a seed alone: a setting of the engine, requests, prompts and samplings.
+
+A covering array of strength 2 chooses them row by row: each row has as many pairs of levels as possible that no earlier row had. After all
+pairs have occurred a new round begins. A run that is stopped early has therefore tried every level of every factor.
+
+Source: Cohen, Dalal, Fredman, Patton 1997, "The AETG system", section 4, with one candidate a row and rounds without end.
+"""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from paceline.engine.input_processor import InputProcessor
 from paceline.errors import CheckpointError, ConfigError, RequestError
-from paceline.proof.exactness.covering import Factors, covering_rows
-from paceline.proof.exactness.prompts import PromptSource
+from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_small
+from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 Item = TypeVar("Item")
 
 DRAFT_LENGTHS = ("1", "2", "4", "7", "12", "auto")
-"""Tokens drafted a step; auto = as users have it: as many as pay, by measured times."""
+"""Tokens drafted a step; auto = chosen by the draft-length policy."""
 SHAPES = ("chain", "tree")
 BATCHES = ("1", "4", "8")
 EVENTS = ("cold", "prefix hit", "near hit", "next turn", "preempted", "chunked", "full passes")
-"""near hit: others ran before whose prompts differ in one token; next turn: the prompt is an earlier one with its answer."""
+"""near hit: prompts that differ in one token ran before; next turn: the prompt is an earlier prompt with its output."""
 TOGETHER = "together"
-"""Name of all drafters at once."""
+"""Drafter name: all drafters of the engine."""
 
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "T=0": {"logprobs": 2},
@@ -49,15 +58,138 @@ SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
 """Ways of sampling, with restrictions, penalties, log-probabilities and ends; by name, what differs from the defaults."""
 
 WITH_STOP = frozenset(name for name in SAMPLINGS if "stop" in name)
-"""Those that end at a token of the text itself."""
+"""Samplings that end at a stop token."""
 
 _NOT_DATA = ("processors", "grammar")
 
 _FILE_BYTES = 64 << 20
 _DIGITS = 6
-_LEAST_KNOWN = 12  # different requests of a round, before batches repeat some
+_LEAST_KNOWN = 12  # distinct requests of a round; later batches reuse them
 LEAST_TOKENS, MOST_TOKENS = 12, 32
 """Output tokens of a request."""
+Factors: TypeAlias = Mapping[str, Sequence[str]]
+"""The levels of each factor."""
+
+Level: TypeAlias = tuple[str, str]  # factor, level
+Pair: TypeAlias = frozenset[Level]
+MOST_OF_A_ROUND = 8
+"""Prompts of a file that one round of cases combines with everything else; the next round takes others."""
+_LENGTHS = {
+    "a few tokens": (1, 6),
+    "below a block": (BLOCK_SIZE - 8, BLOCK_SIZE - 1),
+    "a block's border": (BLOCK_SIZE, BLOCK_SIZE + 1),
+    "some blocks": (2 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2),
+    "many blocks": (4 * BLOCK_SIZE, 6 * BLOCK_SIZE),
+}
+_NO_TEXT = "no text"
+
+
+class PromptSource(Protocol):
+    """Prompts by kind and round."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Names of the kinds of prompts; each round has one of each."""
+        ...
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        """Return the token ids of a round's prompt of one kind."""
+        ...
+
+
+class SamplePrompts:
+    """Cuts of the sample text, other ones in each round, and ids that make no text.
+
+    Args:
+        input_processor: encodes.
+        seed: of the cuts.
+        longest: tokens a prompt may have.
+    """
+
+    def __init__(self, input_processor: InputProcessor, seed: int, *, longest: int) -> None:
+        self._vocab_size, self._seed, self._longest = input_processor.vocab_size, seed, longest
+        ids = [
+            token for token in input_processor.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=False) if token < input_processor.vocab_size
+        ]
+        self._text = ids * (1 + 2 * _LENGTHS["many blocks"][1] // max(1, len(ids)))
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return [*(kind for kind, (least, _) in _LENGTHS.items() if least <= self._longest), _NO_TEXT]
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        random = np.random.default_rng([self._seed, round_number, self.kinds.index(kind)])
+        if kind == _NO_TEXT:
+            length = min(int(random.integers(4, 2 * BLOCK_SIZE)), self._longest)
+            return tuple(random.integers(0, self._vocab_size, length).tolist())
+        least, most = _LENGTHS[kind]
+        length = int(random.integers(least, min(most, self._longest) + 1))
+        start = int(random.integers(0, len(self._text) - length))
+        return tuple(self._text[start : start + length])
+
+
+class GivenPrompts:
+    """A user's prompts, some of them in each round.
+
+    Args:
+        prompts: ids of each; at least one.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._prompts = [tuple(prompt) for prompt in prompts]
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return [f"prompt {index + 1}" for index in range(min(len(self._prompts), MOST_OF_A_ROUND))]
+
+    def prompt(self, kind: str, round_number: int) -> tuple[int, ...]:
+        index = self.kinds.index(kind) + round_number * MOST_OF_A_ROUND
+        return self._prompts[index % len(self._prompts)]
+
+
+def read_prompts(path: Path, input_processor: InputProcessor, *, longest: int) -> GivenPrompts:
+    """Read a file with a prompt a line: a text, or a JSON object with "prompt" or "prompt_token_ids".
+
+    Args:
+        longest: tokens a prompt may have.
+
+    Raises:
+        ConfigError: there is no such file, or no prompt in it.
+        RequestError: a line is no prompt that the model takes.
+    """
+    try:
+        content = read_small(path, _FILE_BYTES)
+    except CheckpointError as error:
+        raise ConfigError(f"--prompts {path} cannot be read ({error}): give a text file with a prompt a line") from error
+    if content is None:
+        raise ConfigError(f"--prompts {path}: there is no such file; give a text file with a prompt a line")
+    try:
+        lines = content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts {path} is not UTF-8 text at byte {error.start}: convert it first") from None
+    prompts = [_ids_of(line, f"{path} line {number}", input_processor) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts {path} holds no prompt: give a text file with a prompt a line")
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) > longest:
+            raise RequestError(
+                f"prompt {number} of {path} has {len(prompt)} tokens, there is room for {longest}: raise --max-model-len or shorten it",
+                parameter="prompt",
+            )
+    return GivenPrompts(prompts)
+
+
+def _ids_of(line: str, where: str, input_processor: InputProcessor) -> list[int]:
+    given: object = line
+    if line.lstrip().startswith("{"):
+        try:
+            given = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"{where} begins as a JSON object and is none ({error}): mend it", parameter="prompt") from None
+    try:
+        return input_processor.prompt_ids(given)  # type: ignore[arg-type]  # checked there
+    except RequestError as error:
+        raise RequestError(f"{where}: {error}", parameter="prompt") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +197,7 @@ class Setting:
     """How a case runs. None of it may change a token.
 
     Attributes:
-        drafter: who guesses for its first request.
+        drafter: name of the drafter of its first request.
         num_speculative_tokens: one of `DRAFT_LENGTHS`.
         shape: "chain", or "tree": rows for branches too.
         batch: requests at a time.
@@ -86,7 +218,7 @@ class CaseRequest:
     Attributes:
         prompt: name of its kind.
         sampling: name in `SAMPLINGS`.
-        drafter: who guesses for it; `TOGETHER` = all.
+        drafter: name of its drafter; `TOGETHER` = all.
         num_speculative_tokens: its own limit; None = that of the case.
         stop_index: it ends at the token that plain decoding has there; None = by length.
     """
@@ -100,13 +232,13 @@ class CaseRequest:
     stop_index: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         own = {name: getattr(self, name) for name in ("prompt", "sampling", "drafter", "num_speculative_tokens", "stop_index")}
         return {**own, "prompt_token_ids": list(self.prompt_token_ids), "params": params_as_dict(self.params)}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "CaseRequest":
-        """The request that `as_dict` wrote."""
+        """Make a request of the object that `as_dict` returned."""
         params, ids = SamplingParams(**given["params"]), tuple(given["prompt_token_ids"])
         return cls(**{**given, "prompt_token_ids": ids, "params": params})
 
@@ -117,7 +249,7 @@ class Case:
 
     Attributes:
         number: of this seed.
-        round: of the covering array; references are kept for one round.
+        round: of the covering array; reference outputs are kept for one round.
         seed: of everything random within the case: adversaries, preemptions, limits.
         requests: as many as the setting's batch.
     """
@@ -129,16 +261,16 @@ class Case:
     requests: tuple[CaseRequest, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         own = {name: getattr(self, name) for name in ("number", "round", "seed")}
         return {**own, "setting": asdict(self.setting), "requests": [one.as_dict() for one in self.requests]}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "Case":
-        """The case that `as_dict` wrote.
+        """Make a case of the object that `as_dict` returned.
 
         Raises:
-            RequestError: it is no such case.
+            RequestError: the object is not a valid case.
         """
         try:
             requests = tuple(CaseRequest.from_dict(one) for one in given["requests"])
@@ -153,12 +285,12 @@ class Case:
 
 
 def sampling(name: str, *, seed: int, max_tokens: int) -> SamplingParams:
-    """The parameters of a request. End tokens are ignored, so that short answers leave enough tokens to compare."""
+    """Return the parameters of a request. End tokens are ignored, so that outputs have enough tokens to compare."""
     return SamplingParams(**SAMPLINGS[name], seed=seed, max_tokens=max_tokens, ignore_eos=True)
 
 
 def params_as_dict(params: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults, for JSON."""
+    """Return the parameters that differ from the defaults, for JSON."""
     plain = SamplingParams()
     given = {one.name: getattr(params, one.name) for one in fields(params) if one.name not in _NOT_DATA}
     return {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -169,7 +301,7 @@ class CaseMaker:
 
     Args:
         prompts: where prompts come from.
-        drafters: names of those to compare; several are also asked together.
+        drafters: names of those to compare; several also run together.
         seed: of all choices.
         batches: requests at a time, the levels of it.
     """
@@ -181,7 +313,7 @@ class CaseMaker:
         self._seed = seed
 
     def factors(self) -> Factors:
-        """What is combined."""
+        """Return the factors of the covering array."""
         return {
             "drafter": self._drafters,
             "num_speculative_tokens": DRAFT_LENGTHS,
@@ -193,7 +325,7 @@ class CaseMaker:
         }
 
     def cases(self) -> Iterator[Case]:
-        """All of them, without end."""
+        """Yield cases without end."""
         random = np.random.default_rng(self._seed)
         known: list[CaseRequest] = []
         this_round = 0
@@ -218,9 +350,9 @@ class CaseMaker:
         return CaseRequest(prompt, ids, name, params, row["drafter"], None, stop_index)
 
     def _companion(self, known: list[CaseRequest], round_number: int, random: np.random.Generator) -> CaseRequest:
-        """Another request that runs beside the first: one that an earlier case of the round has, so that its reference is known.
+        """Return another request of the batch, from an earlier case of the round, so that its reference output is reused.
 
-        The first few of a round are new ones.
+        The first few of a round are new.
         """
         drafter = self._drafters[int(random.integers(len(self._drafters)))]
         if len(known) < _LEAST_KNOWN:
@@ -239,9 +371,9 @@ class CasesToRun(NamedTuple):
     """What `--case` names.
 
     Attributes:
-        only: number of a case of the seed; None = not said so.
-        cases: read from a file.
-        seed: of the file they stood in.
+        only: number of a case of the seed; None = not given.
+        cases: cases read from a file.
+        seed: seed of that file.
     """
 
     only: int | None = None
@@ -250,11 +382,11 @@ class CasesToRun(NamedTuple):
 
 
 def read_cases(name: str | None) -> CasesToRun:
-    """The cases that a number or a file stands for: one case, or a report whose differing cases are meant.
+    """Return the cases named by a number or a file: one case, or the differing cases of a report.
 
     Raises:
         ConfigError: there is no such file, or no case in it.
-        RequestError: it is no such case.
+        RequestError: the object is not a valid case.
     """
     if name is None:
         return CasesToRun()
@@ -286,5 +418,53 @@ def read_cases(name: str | None) -> CasesToRun:
 
 
 def _is_repeatable(case: object) -> bool:
-    """Whether this may stand with a difference that was found: a case with a number, or none."""
+    """Whether a finding has no case, or a case with a number."""
     return case is None or (isinstance(case, dict) and isinstance(case.get("number"), int))
+
+
+def all_pairs(factors: Factors) -> list[Pair]:
+    """Return every pair of levels of two factors, in a fixed order."""
+    return [
+        frozenset(((first, one), (second, other)))
+        for first, second in combinations(factors, 2)
+        for one in factors[first]
+        for other in factors[second]
+    ]
+
+
+def pairs_of(row: Mapping[str, str]) -> set[Pair]:
+    """Return the pairs of levels in a row."""
+    return {frozenset(pair) for pair in combinations(row.items(), 2)}
+
+
+def covering_rows(factors: Factors, random: np.random.Generator) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield, without end, the number of the round and a level of each factor.
+
+    Args:
+        factors: at least two, each with at least one level.
+        random: decides between levels that meet as many new pairs.
+    """
+    round_number = 0
+    while True:
+        wanted = dict.fromkeys(all_pairs(factors))
+        while wanted:
+            row = _next_row(factors, wanted, random)
+            for pair in pairs_of(row):
+                wanted.pop(pair, None)
+            yield round_number, row
+        round_number += 1
+
+
+def _next_row(factors: Factors, wanted: Mapping[Pair, None], random: np.random.Generator) -> dict[str, str]:
+    """Choose greedily the levels with the most pairs that have not occurred, starting with the level in most of them."""
+    remaining = Counter(level for pair in wanted for level in sorted(pair))
+    levels = list(remaining)
+    random.shuffle(levels)
+    row = dict([max(levels, key=remaining.__getitem__)])
+    others = [name for name in factors if name not in row]
+    random.shuffle(others)
+    for name in others:
+        choices = list(factors[name])
+        random.shuffle(choices)
+        row[name] = max(choices, key=lambda level: sum(frozenset(((name, level), known)) in wanted for known in row.items()))
+    return {name: row[name] for name in factors}

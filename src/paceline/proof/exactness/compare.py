@@ -1,23 +1,212 @@
-"""One answer beside plain decoding's: token ids, rows of logits, log-probabilities, text and end."""
+"""Compare one output with plain decoding: token ids, rows of logits, log-probabilities, text and end.
+
+With fast numerics a differing token is a near-tie if rounding errors up to the noise bound can have decided it, else a bug."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.engine.input_processor import InputProcessor
+from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput
-from paceline.proof.exactness.findings import Finding, Kind, Status
-from paceline.proof.exactness.near_ties import Place, decide
-from paceline.proof.exactness.references import Reference, References
-from paceline.proof.exactness.rows import RowWatch, largest_difference
+from paceline.proof.exactness.engine_under_test import ReferenceOutput, ReferenceOutputs, RowRecorder, max_abs_difference
+from paceline.runtimes.base import FloatArray
+from paceline.sampling.draw import draw, gumbel_scores
 from paceline.sampling.logprobs import TokenLogprobs
+from paceline.sampling.noise import Purpose, noise_bits
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.processors import LogitsProcessor
+
+ScoreArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class Status(StrEnum):
+    """Classification of a difference between two outputs. Its members are strings, which JSON can hold."""
+
+    BUG = "bug"
+    NEAR_TIE = "near-tie"
+
+
+class Kind(StrEnum):
+    """What differs first."""
+
+    TOKENS = "tokens"
+    ROWS = "rows"  # logits differ, tokens are equal
+    LOGPROBS = "logprobs"
+    PROMPT_LOGPROBS = "prompt logprobs"
+    TEXT = "text"
+    END = "end"  # length or finish reason differs
+    ERROR = "error"  # an exception, where plain decoding returned an output
+    CACHE = "cache"  # the cache is inconsistent after the case
+    LOAD = "load"  # numerics are reported as exact, but passes of 1 and 8 rows differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        case: number of the case; None = found when the model was loaded.
+        request: index of the request in the case; None = of no single one.
+        run: 0, or 1 for the second run, which reuses cached rows of run 0.
+        position: output index of the first place that differs; None = no single one.
+        plain_token, token: what plain decoding and the case have there.
+        plain_piece, piece: these tokens as the tokenizer spells them; a model's text, not to be trusted.
+        plain_logprob, logprob: log-probability of each token there, if requested.
+        rows_differ_by: largest |difference| of the two rows of logits there; None = not known.
+        margin: score that the token lacks in plain decoding's row; None where no token differs.
+        bound: what margin and rows may differ by; 0 where numerics are exact.
+        step: the draft of the step that chose the token; None = not known.
+        details: explanation for people.
+    """
+
+    kind: Kind
+    status: Status
+    details: str
+    case: int | None = None
+    request: int | None = None
+    run: int = 0
+    position: int | None = None
+    plain_token: int | None = None
+    token: int | None = None
+    plain_piece: str | None = None
+    piece: str | None = None
+    plain_logprob: float | None = None
+    logprob: float | None = None
+    rows_differ_by: float | None = None
+    margin: float | None = None
+    bound: float = 0.0
+    step: Mapping[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON object, which has no infinite numbers: they are null, such as the margin of a token that cannot be drawn."""
+        values = {name: finite(getattr(self, name)) for name in self.__dataclass_fields__}
+        return {**values, "kind": self.kind.value, "status": self.status.value}
+
+
+def finite(value: Any) -> Any:
+    """Return the value, or None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Outcome for one request.
+class NearTieCheck:
+    """How close a token was to being chosen from a row of logits.
+
+    Attributes:
+        margin: score that it lacks to the best of those that are surely kept; 0 where it is the best.
+        bound: what a score may be off, in the same units: the noise bound of logits after penalties and temperature.
+        may_be_kept: whether top-k, top-p and min-p may keep it if scores are off by `bound`.
+    """
+
+    margin: float
+    bound: float
+    may_be_kept: bool
+
+    @property
+    def is_near(self) -> bool:
+        """Whether rounding may have decided."""
+        return self.may_be_kept and self.margin < self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPosition:
+    """A position of an output: everything but the row of logits that its token depends on.
+
+    Attributes:
+        text: prompt and output before it.
+        num_prompt_tokens: of them.
+    """
+
+    params: SamplingParams
+    text: tuple[int, ...]
+    num_prompt_tokens: int
+
+    def processor(self, input_processor: InputProcessor, params: SamplingParams) -> LogitsProcessor:
+        """Return a logits processor after the text."""
+        processor = input_processor.make(self.text[: self.num_prompt_tokens], params, is_streamed=False).processor
+        for token in self.text[self.num_prompt_tokens :]:
+            processor.commit(token)
+        return processor
+
+    def drawn(self, row: FloatArray, input_processor: InputProcessor) -> int | None:
+        """Return the token drawn from a row at this position; None where none can be drawn."""
+        try:
+            return draw(self.processor(input_processor, self.params).process(row), self.params.seed or 0, 0, len(self.text))
+        except PacelineError:
+            return None
+
+
+def decide(row: FloatArray, token: int, place: OutputPosition, input_processor: InputProcessor, noise_bound: float) -> NearTieCheck:
+    """Return how close `token` was to being chosen from plain decoding's row of logits.
+
+    Args:
+        row: [V] float32 logits.
+        noise_bound: of logits.
+    """
+    params = place.params
+    penalty = params.repetition_penalty
+    bound = noise_bound * max(1.0, penalty, 1.0 / penalty)
+    unrestricted = replace(params, top_k=0, top_p=1.0, min_p=0.0)
+    scores = place.processor(input_processor, unrestricted).process(row).scores.astype(np.float64)
+    if params.is_greedy:
+        return NearTieCheck(max(0.0, float(scores.max() - scores[token])), bound, may_be_kept=True)
+    bound /= params.temperature
+    maybe, surely = kept_sets(scores, params, bound)
+    values = gumbel_scores(scores, noise_bits(params.seed or 0, 0, len(place.text), Purpose.TOKEN, len(scores)))
+    best = float(values[surely].max()) if surely.any() else -math.inf
+    return NearTieCheck(max(0.0, best - float(values[token])), bound, bool(maybe[token]))
+
+
+def kept_sets(scores: ScoreArray, params: SamplingParams, bound: float) -> tuple[BoolArray, BoolArray]:
+    """Return the ids that top-k, top-p and min-p may keep, and those they surely keep, if scores are off by up to `bound`.
+
+    Args:
+        scores: [V] log-probabilities up to a constant, -inf = excluded.
+    """
+    maybe = scores > -np.inf
+    surely = maybe.copy()
+    if 0 < params.top_k < len(scores):
+        ranked = np.sort(scores)[::-1]
+        maybe &= scores >= ranked[params.top_k - 1] - bound
+        surely &= scores > ranked[params.top_k] + bound
+    if params.top_p < 1.0:
+        low, high = _mass_before(scores, maybe, surely, bound)
+        maybe &= low < params.top_p
+        surely &= high < params.top_p
+    if params.min_p > 0.0:
+        border = scores.max() + math.log(params.min_p)
+        maybe &= scores >= border - bound
+        surely &= scores >= border + bound
+    return maybe, surely
+
+
+def _mass_before(scores: ScoreArray, maybe: BoolArray, surely: BoolArray, bound: float) -> tuple[ScoreArray, ScoreArray]:
+    """Return bounds of the probability mass ranked before each id."""
+    weights = np.exp(scores - scores.max())
+    least_total, most_total = weights[surely].sum(), weights[maybe].sum()
+    order = np.argsort(-scores, kind="stable")
+    falling = -scores[order]  # ascending
+    of_sure = np.concatenate(([0.0], np.cumsum(np.where(surely, weights, 0.0)[order])))
+    of_maybe = np.concatenate(([0.0], np.cumsum(np.where(maybe, weights, 0.0)[order])))
+    with np.errstate(invalid="ignore"):
+        before = np.searchsorted(falling, -(scores + bound), side="left")  # those that are better by more than the bound
+        up_to = np.searchsorted(falling, -(scores - bound), side="right")  # those that are not worse by more than the bound
+    low = of_sure[before] / max(most_total, 1e-300) * math.exp(-bound)
+    high = (of_maybe[up_to] - np.where(maybe, weights, 0.0)) / max(least_total, 1e-300) * math.exp(bound)
+    return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedOutput:
+    """Result for one request.
 
     Attributes:
         num_tokens: output tokens compared, the first one that differs included.
@@ -30,33 +219,35 @@ class Compared:
     finding: Finding | None
 
 
-class Comparison:
-    """Compares answers with references.
+class OutputComparer:
+    """Compares outputs with reference outputs.
 
     Args:
         noise_bound: of logits; 0 where numerics are exact, and then every difference is a bug.
     """
 
-    def __init__(self, input_processor: InputProcessor, references: References, noise_bound: float, *, is_exact: bool) -> None:
+    def __init__(self, input_processor: InputProcessor, references: ReferenceOutputs, noise_bound: float, *, is_exact: bool) -> None:
         self._input_processor, self._references = input_processor, references
         self._bound, self._is_exact = noise_bound, is_exact
 
-    def compare(self, output: RequestOutput, watch: RowWatch, reference: Reference, *, case: int, request: int, run: int) -> Compared:
-        """What an answer has in common with the plain one.
+    def compare(
+        self, output: RequestOutput, recorder: RowRecorder, reference: ReferenceOutput, *, case: int, request: int, run: int
+    ) -> ComparedOutput:
+        """Compare an output with plain decoding.
 
         Args:
-            watch: its rows.
-            case, request, run: where it stands, for the finding.
+            recorder: its rows.
+            case, request, run: location for the finding.
         """
         place = partial(Finding, case=case, request=request, run=run, bound=self._bound)
         plain = reference.output
         same = _num_equal(output.token_ids, plain.token_ids)
         has_ended = same == min(len(output.token_ids), len(plain.token_ids))
-        num_rows, row_at, difference = self._compare_rows(watch, reference, same if has_ended else same + 1)
+        num_rows, row_at, difference = self._compare_rows(recorder, reference, same if has_ended else same + 1)
         num_tokens = same if has_ended else same + 1
         finding: Finding | None = None
         if not has_ended:
-            finding = self._of_tokens(output, watch, reference, same, row_at, place)
+            finding = self._of_tokens(output, recorder, reference, same, row_at, place)
         elif len(output.token_ids) != len(plain.token_ids) or output.finish_reason != plain.finish_reason:
             finding = place(
                 kind=Kind.END, status=Status.BUG, position=same,
@@ -71,27 +262,33 @@ class Comparison:
         else:
             is_processed = reference.params.logprobs_mode == "processed"
             finding = self._of_logprobs(output, plain, place, is_processed=is_processed) or _of_text(output, plain, place)
-        return Compared(num_tokens, num_rows, finding)
+        return ComparedOutput(num_tokens, num_rows, finding)
 
-    def _compare_rows(self, watch: RowWatch, reference: Reference, length: int) -> tuple[int, int | None, float | None]:
-        """Rows compared, the first position whose rows differ, and by how much where that is known."""
+    def _compare_rows(self, recorder: RowRecorder, reference: ReferenceOutput, length: int) -> tuple[int, int | None, float | None]:
+        """Return the number of compared rows, the first position where rows differ, and the difference if known."""
         if self._is_exact:
-            both = [index for index in range(length) if index in watch.checksums and index in reference.checksums]
-            return len(both), next((index for index in both if watch.checksums[index] != reference.checksums[index]), None), None
-        both = [index for index in sorted(reference.rows) if index in watch.rows and index < length and index != watch.diverged_at]
+            both = [index for index in range(length) if index in recorder.checksums and index in reference.checksums]
+            return len(both), next((index for index in both if recorder.checksums[index] != reference.checksums[index]), None), None
+        both = [index for index in sorted(reference.rows) if index in recorder.rows and index < length and index != recorder.diverged_at]
         for index in both:
-            difference = largest_difference(watch.rows[index], reference.rows[index])
+            difference = max_abs_difference(recorder.rows[index], reference.rows[index])
             if not difference < self._bound:
                 return len(both), index, difference
         return len(both), None, None
 
     def _of_tokens(
-        self, output: RequestOutput, watch: RowWatch, reference: Reference, at: int, row_at: int | None, place: "partial[Finding]"
+        self,
+        output: RequestOutput,
+        recorder: RowRecorder,
+        reference: ReferenceOutput,
+        at: int,
+        row_at: int | None,
+        place: "partial[Finding]",
     ) -> Finding:
-        """The finding of the first token that differs."""
+        """Return the finding for the first token that differs."""
         plain = reference.output
         token, plain_token = output.token_ids[at], plain.token_ids[at]
-        own_row, plain_row = watch.rows.get(at), self._references.row(reference, at)
+        own_row, plain_row = recorder.rows.get(at), self._references.row(reference, at)
         here = partial(
             place, kind=Kind.TOKENS, position=at, plain_token=plain_token, token=token,
             plain_logprob=_logprob(plain.logprobs, at), logprob=_logprob(output.logprobs, at), step=_step(output, at),
@@ -99,9 +296,9 @@ class Comparison:
         )  # fmt: skip
         if own_row is None or plain_row is None:
             return here(status=Status.BUG, details="no row of the target was seen where this token was chosen")
-        apart = largest_difference(own_row, plain_row)
+        apart = max_abs_difference(own_row, plain_row)
         prefix = (*reference.prompt_token_ids, *plain.token_ids[:at])
-        where = Place(reference.params, prefix, len(reference.prompt_token_ids))
+        where = OutputPosition(reference.params, prefix, len(reference.prompt_token_ids))
         drawn = where.drawn(own_row, self._input_processor)
         decision = decide(plain_row, token, where, self._input_processor, self._bound)
         here = partial(here, rows_differ_by=apart, margin=decision.margin)
@@ -119,9 +316,9 @@ class Comparison:
         return here(status=Status.NEAR_TIE, bound=decision.bound, details="rows differ by noise only, and noise decided")
 
     def _of_logprobs(self, output: RequestOutput, plain: RequestOutput, place: "partial[Finding]", *, is_processed: bool) -> Finding | None:
-        """What log-probabilities say of the same tokens."""
+        """Return the first difference of log-probabilities of equal tokens."""
         pairs = [(Kind.LOGPROBS, output.logprobs, plain.logprobs), (Kind.PROMPT_LOGPROBS, output.prompt_logprobs, plain.prompt_logprobs)]
-        if is_processed and not self._is_exact:  # noise may move a border, and with it every probability
+        if is_processed and not self._is_exact:  # rounding may change which tokens top-k and top-p keep, and so every probability
             del pairs[0]
         for kind, own, other in pairs:
             if (own is None) != (other is None) or len(own or ()) != len(other or ()):
@@ -148,7 +345,7 @@ def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _logprob(logprobs: Sequence[TokenLogprobs] | None, index: int) -> float | None:
-    """None also where it is no number of JSON."""
+    """Return a log-probability; None where there is none or it is not finite."""
     if logprobs is None or index >= len(logprobs) or not math.isfinite(logprobs[index].logprob):
         return None
     return logprobs[index].logprob
@@ -162,7 +359,7 @@ def _of_text(output: RequestOutput, plain: RequestOutput, place: "partial[Findin
 
 
 def _step(output: RequestOutput, index: int) -> dict[str, Any] | None:
-    """The step that emitted an output token."""
+    """Return the step that emitted an output token."""
     found = next((one for one in output.steps or () if one.start <= index < one.start + len(one.token_ids)), None)
     return None if found is None else found.as_dict()
 

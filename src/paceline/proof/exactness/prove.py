@@ -1,4 +1,4 @@
-"""A user's own proof: plain and speculative decoding of the same requests compared, in as many settings as a budget of tokens allows."""
+"""Compare plain and speculative decoding of the same requests, in as many settings as a budget of tokens allows."""
 
 import gc
 import time
@@ -15,53 +15,54 @@ from paceline.errors import ConfigError
 from paceline.hub import resolve
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import read_model_config
-from paceline.proof.exactness.case_run import CaseRunner
-from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest
-from paceline.proof.exactness.compare import Comparison
-from paceline.proof.exactness.findings import Finding, Kind, Status, finite
-from paceline.proof.exactness.prompts import PromptSource, SamplePrompts, read_prompts
-from paceline.proof.exactness.provenance import provenance
-from paceline.proof.exactness.references import References
-from paceline.proof.exactness.rows import largest_difference
-from paceline.proof.exactness.subject import Subject, open_subject
-from paceline.proof.exactness.tally import Tally
-from paceline.proof.exactness.witness import OurRows, Witnessed, ask_transformers, our_rows, why_not
+from paceline.proof.exactness.cases import BATCHES, MOST_TOKENS, Case, CaseMaker, CaseRequest, PromptSource, SamplePrompts, read_prompts
+from paceline.proof.exactness.compare import Finding, Kind, OutputComparer, Status, finite
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, ReferenceOutputs, max_abs_difference, open_engine_under_test
+from paceline.proof.exactness.report import provenance
+from paceline.proof.exactness.run_case import CaseRunner, Tally
+from paceline.proof.exactness.transformers_check import (
+    OutputRows,
+    TransformersComparison,
+    compare_with_transformers,
+    decode_with_rows,
+    reason_not_comparable,
+)
 from paceline.runtimes.base import FloatArray, Network, assemble
 
 DEFAULT_TOKENS = 40_000
 QUICK_TOKENS = 10_000
 QUICK_S = 25.0
-"""After so many seconds no case is begun any more where the answer is wanted quickly."""
+"""With --quick, no case is started after so many seconds."""
 MOST_BUGS = 20
-"""After so many nothing more is to be learned."""
-_MOST_CONTEXT = 2048  # tokens, unless more is asked for: the cache need not be larger
+"""The run stops after so many bugs."""
+_MOST_CONTEXT = 2048  # tokens; the default, so that the cache stays small
 _LEAST_CONTEXT = 64
 _MOST_REQUESTS = 8
 _NUM_NOISE_TEXTS = 3
 _TREE_WIDTH = 3
 _FOUND = ("auto", "ngram", "suffix", "prediction")
 _NOISE_ROWS = 8
-"""Of the passes that those of one row are compared with, to see how far the logits of one and the same position are apart."""
+"""Rows of the passes that are compared with passes of one row to measure rounding differences."""
 _NOISE_FACTOR = 4.0
-"""Of the largest difference that was measured: other shapes and other places may be worse than those tried."""
+"""The noise bound over the largest measured difference: other shapes may differ by more than those tried."""
 _NOISE_PREFILLED = 24  # tokens before those that are compared
 _NOISE_LENGTH = 56  # tokens of a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProofQuestion:
-    """What is to be compared.
+class ProofOptions:
+    """Options of a proof.
 
     Attributes:
-        engine, speculation: the target and its drafters, as `paceline run` takes them; drafter "auto" = all that are to be had.
+        engine, speculation: the target and its drafters, as `paceline run` takes them; drafter "auto" = all available ones.
         prompts: a file with a prompt a line; None = cuts of a sample text.
         num_tokens: output tokens to compare.
         seed: of all choices.
         batch_size: requests at a time in every case; None = 1, 4 and 8 in turns.
-        seconds: after which no case is begun any more; None = no limit.
+        seconds: time after which no case is started; None = no limit.
         cases: these alone, as `Case.as_dict` wrote them; empty = those of the seed.
         only: of the seed's cases this one alone.
-        asks_transformers: whether it is to be a second witness, where it can be one.
+        asks_transformers: whether logits are also compared with transformers, where it can load the model.
         command: the arguments of this process, for the report.
     """
 
@@ -90,21 +91,21 @@ class ProofQuestion:
 
 @dataclass(slots=True)
 class Proof:
-    """What was found.
+    """Result of a proof.
 
     Attributes:
         numerics: "exact" or "fast".
-        largest_difference: of logits between passes of 1 and of 8 rows.
+        max_abs_difference: of logits between passes of 1 and of 8 rows.
         noise_bound: what logits may differ by; 0 where numerics are exact.
         findings: differences, with the cases they were found in by number.
-        is_whole: whether the budget was used up, or every case asked for ran.
-        witnessed: what transformers says.
+        is_whole: whether the token budget was used up, or every case given by --case ran.
+        transformers: the comparison with transformers.
     """
 
     seed: int
     num_tokens: int
     numerics: str = ""
-    largest_difference: float = 0.0
+    max_abs_difference: float = 0.0
     noise_bound: float = 0.0
     tally: Tally = field(default_factory=Tally)
     findings: list[Finding] = field(default_factory=list)
@@ -113,13 +114,13 @@ class Proof:
     reference_tokens: int = 0
     seconds: float = 0.0
     is_whole: bool = False
-    witnessed: Witnessed = field(default_factory=lambda: Witnessed("not asked", "the comparison has not come so far"))
+    transformers: TransformersComparison = field(default_factory=lambda: TransformersComparison("not_compared", "the run ended before it"))
     provenance: dict[str, Any] = field(default_factory=dict)
     notices: Sequence[str] = ()
 
     @property
     def bugs(self) -> list[Finding]:
-        """The differences that noise does not explain."""
+        """Differences that rounding does not explain."""
         return [one for one in self.findings if one.status is Status.BUG]
 
     @property
@@ -132,14 +133,14 @@ class Proof:
         return "equal" if self.tally.all.tokens else "nothing compared"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; findings carry their cases, which `paceline prove --case` repeats."""
+        """Return the JSON object; findings carry their cases, which `paceline prove --case` repeats."""
         findings = [{**one.as_dict(), "repeat": self.repeat(one), "replay": self._case_of(one)} for one in self.findings]
         return {
             "format": 1,
             "verdict": self.verdict,
             "seed": self.seed,
             "numerics": self.numerics,
-            "largest_difference": finite(self.largest_difference),
+            "max_abs_difference": finite(self.max_abs_difference),
             "noise_bound": finite(self.noise_bound),
             "tokens_wanted": self.num_tokens,
             "is_whole": self.is_whole,
@@ -147,14 +148,14 @@ class Proof:
             "references": self.num_references,
             "reference_tokens": self.reference_tokens,
             "compared": self.tally.as_dict(),
-            "transformers": self.witnessed.as_dict(),
+            "transformers": self.transformers.as_dict(),
             "findings": findings,
             "notices": list(self.notices),
             "provenance": self.provenance,
         }
 
     def repeat(self, finding: Finding) -> list[str]:
-        """The arguments of a command that runs the finding's case alone."""
+        """Return the arguments of a command that runs only the finding's case."""
         command = list(self.provenance.get("command", ()))
         if finding.case is None or "--case" in command:
             return command
@@ -166,13 +167,13 @@ class Proof:
 
 
 class Prover:
-    """Opens what a question names, and answers it. Used once.
+    """Opens the engine and runs the comparison. Used once.
 
     Raises:
-        PacelineError: something cannot be loaded, or is not what can be compared.
+        PacelineError: a model or drafter cannot be loaded or compared.
     """
 
-    def __init__(self, question: ProofQuestion) -> None:
+    def __init__(self, question: ProofOptions) -> None:
         self._question = question
         self._started_s = time.monotonic()
         engine = question.engine
@@ -182,42 +183,44 @@ class Prover:
         context = engine.max_model_len or min(_MOST_CONTEXT, read_model_config(self._directory).max_positions)
         self._engine = replace(engine, max_model_len=context, max_num_seqs=_MOST_REQUESTS)
         self._speculation = _speculation(question.speculation)
-        self._subject: Subject | None = open_subject(self._engine, self._speculation)
+        self._engine_under_test: EngineUnderTest | None = open_engine_under_test(self._engine, self._speculation)
         self.proof = Proof(question.seed, question.num_tokens)
-        subject = self._subject
-        self.proof.numerics = subject.loaded.numerics
-        self.proof.notices = subject.loaded.notices
-        self.proof.provenance = provenance(subject, self._directory, self._engine, self._speculation, question.command)
+        engine_under_test = self._engine_under_test
+        self.proof.numerics = engine_under_test.opened.numerics
+        self.proof.notices = engine_under_test.opened.notices
+        self.proof.provenance = provenance(engine_under_test, self._directory, self._engine, self._speculation, question.command)
         batches = BATCHES if question.batch_size is None else (str(question.batch_size),)
-        self._input_processor = CaseMaker(_prompts(question, subject), subject.drafter_names, question.seed, batches)
+        self._input_processor = CaseMaker(_prompts(question, engine_under_test), engine_under_test.drafter_names, question.seed, batches)
         self.proof.tally = Tally.of(self._input_processor.factors())
 
     def run(self) -> Iterator[Tally]:
-        """Compare, yielding after each case what was counted so far; `proof` holds everything."""
+        """Compare; yield the counts after each case. `proof` holds the result."""
         try:
             texts = yield from self._compare()
-            self._subject = None
-            gc.collect()  # transformers' weights take our own's place: only one model is held at a time
+            self._engine_under_test = None
+            gc.collect()  # free our weights before transformers loads its own
             if texts:
                 stored = read_model_config(self._directory).weight_type
-                self.proof.witnessed = ask_transformers(self._directory, texts, stored)
+                self.proof.transformers = compare_with_transformers(self._directory, texts, stored)
         finally:
             self.proof.seconds = time.monotonic() - self._started_s
 
-    def _compare(self) -> Generator[Tally, None, list[OurRows]]:
-        """All cases; returns what transformers is to be asked about."""
-        subject = self._subject
-        if subject is None:
+    def _compare(self) -> Generator[Tally, None, list[OutputRows]]:
+        """Run all cases; return the outputs to compare with transformers."""
+        engine_under_test = self._engine_under_test
+        if engine_under_test is None:
             raise RuntimeError("this prover has run")
-        self._measure_noise(subject)
-        references = References(subject)
-        comparison = Comparison(subject.loaded.input_processor, references, self.proof.noise_bound, is_exact=subject.is_exact)
-        runner = CaseRunner(subject, references, comparison)
+        self._measure_noise(engine_under_test)
+        references = ReferenceOutputs(engine_under_test)
+        comparison = OutputComparer(
+            engine_under_test.opened.input_processor, references, self.proof.noise_bound, is_exact=engine_under_test.is_exact
+        )
+        runner = CaseRunner(engine_under_test, references, comparison)
         this_round = 0
         for case in self._cases():
             if case.round != this_round:
                 this_round = case.round
-                references.forget()
+                references.clear()
             outcome = runner.run(case)
             self.proof.tally.add(outcome)
             if outcome.findings:
@@ -230,7 +233,7 @@ class Prover:
                 break
         else:
             self.proof.is_whole = True
-        return self._texts_for_transformers(subject)
+        return self._texts_for_transformers(engine_under_test)
 
     def _cases(self) -> Iterator[Case]:
         question = self._question
@@ -249,11 +252,11 @@ class Prover:
         seconds = self._question.seconds
         return len(self.proof.bugs) >= MOST_BUGS or (seconds is not None and time.monotonic() - self._started_s > seconds)
 
-    def _measure_noise(self, subject: Subject) -> None:
-        engine, texts = subject.loaded.engine, [one.prompt_token_ids for one in self._some_requests()]
+    def _measure_noise(self, engine_under_test: EngineUnderTest) -> None:
+        engine, texts = engine_under_test.opened.engine, [one.prompt_token_ids for one in self._some_requests()]
         longest = sorted(dict.fromkeys(texts), key=len)[-_NUM_NOISE_TEXTS:]
-        difference = self.proof.largest_difference = _measure_difference(engine.runtime, engine.cache, longest)
-        if not subject.is_exact:
+        difference = self.proof.max_abs_difference = _measure_difference(engine.runtime, engine.cache, longest)
+        if not engine_under_test.is_exact:
             self.proof.noise_bound = _NOISE_FACTOR * difference
         elif difference > 0.0:
             self.proof.findings.append(
@@ -270,14 +273,18 @@ class Prover:
         cases = self._question.cases or list(islice(self._input_processor.cases(), 2 * _MOST_REQUESTS))
         return [one for case in cases for one in case.requests]
 
-    def _texts_for_transformers(self, subject: Subject) -> list[OurRows]:
-        """Our rows of a few texts; none where it cannot be asked."""
+    def _texts_for_transformers(self, engine_under_test: EngineUnderTest) -> list[OutputRows]:
+        """Return rows of a few outputs; none where transformers cannot run the model."""
         is_part = self._question.cases or self._question.only is not None
-        reason = "it was not to be asked" if is_part or not self._question.asks_transformers else why_not(self._directory, self._engine)
+        reason = (
+            "it was switched off"
+            if is_part or not self._question.asks_transformers
+            else reason_not_comparable(self._directory, self._engine)
+        )
         if reason is not None:
-            self.proof.witnessed = Witnessed("not asked", reason)
+            self.proof.transformers = TransformersComparison("not_compared", reason)
             return []
-        return our_rows(subject, [one.prompt_token_ids for one in self._some_requests()])
+        return decode_with_rows(engine_under_test, [one.prompt_token_ids for one in self._some_requests()])
 
 
 def _measure_difference(network: Network, cache: KVCache, texts: Sequence[Sequence[int]]) -> float:
@@ -291,12 +298,12 @@ def _measure_difference(network: Network, cache: KVCache, texts: Sequence[Sequen
     for given in texts:
         text = ([*given] * -(-_NOISE_LENGTH // len(given)))[:_NOISE_LENGTH]
         single, several = (_logits_of(network, cache, text, count) for count in (1, _NOISE_ROWS))
-        worst = max([worst, *(largest_difference(one, other) for one, other in zip(single, several, strict=True))])
+        worst = max([worst, *(max_abs_difference(one, other) for one, other in zip(single, several, strict=True))])
     return worst
 
 
 def _logits_of(network: Network, cache: KVCache, text: Sequence[int], count: int) -> list[FloatArray]:
-    """The logits of the rows after the prefilled ones, `count` a pass."""
+    """Return the logits of the rows after the prefilled ones, `count` rows a pass."""
     sequence = cache.new_sequence()
     rows: list[FloatArray] = []
     try:
@@ -316,13 +323,13 @@ def _forward(network: Network, cache: KVCache, sequence: CachedSequence, tokens:
 
 
 def _speculation(given: SpeculationConfig) -> SpeculationConfig:
-    """All that can be had where nothing is named, and trees where rows are left for them."""
+    """Return the settings with all available drafters for "auto", and with tree drafting."""
     drafter = _FOUND if given.drafter == "auto" else given.drafter
     return replace(given, drafter=drafter, tree_width=_TREE_WIDTH)
 
 
-def _prompts(question: ProofQuestion, subject: Subject) -> PromptSource:
-    input_processor = subject.loaded.input_processor
+def _prompts(question: ProofOptions, engine_under_test: EngineUnderTest) -> PromptSource:
+    input_processor = engine_under_test.opened.input_processor
     longest = input_processor.max_model_len - MOST_TOKENS
     if input_processor.max_model_len < _LEAST_CONTEXT:
         raise ConfigError(f"max_model_len is {input_processor.max_model_len}: prompts and outputs take {_LEAST_CONTEXT}; raise it")

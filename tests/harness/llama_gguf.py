@@ -1,80 +1,9 @@
-"""Random Llama checkpoints of any shape, and the same weights as a GGUF file. Needs torch for the first, gguf and numpy for the second."""
+"""Write a bf16 Llama checkpoint as a GGUF file, with the gguf package alone."""
 
 import importlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A Llama's shape."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    context: int = 16384
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "hidden_act": "silu",
-            "torch_dtype": "bfloat16",
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-
-
-def write_llama(directory: Path, shape: Shape) -> None:
-    """A random bf16 checkpoint without a tokenizer."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(0)
-
-    def matrix(*size: int) -> torch.Tensor:
-        return torch.empty(*size, dtype=torch.float32).normal_(0.0, 0.02, generator=generator).to(torch.bfloat16)
-
-    def ones() -> torch.Tensor:
-        return torch.ones(shape.hidden, dtype=torch.bfloat16)
-
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    tensors = {"model.embed_tokens.weight": matrix(shape.vocab, shape.hidden), "lm_head.weight": matrix(shape.vocab, shape.hidden)}
-    tensors["model.norm.weight"] = ones()
-    sizes = {
-        "self_attn.q_proj": (query, shape.hidden),
-        "self_attn.k_proj": (key, shape.hidden),
-        "self_attn.v_proj": (key, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, query),
-        "mlp.gate_proj": (shape.ffn, shape.hidden),
-        "mlp.up_proj": (shape.ffn, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.ffn),
-    }
-    for layer in range(shape.layers):
-        tensors.update({f"model.layers.{layer}.{name}.weight": matrix(*size) for name, size in sizes.items()})
-        tensors.update({f"model.layers.{layer}.{name}.weight": ones() for name in ("input_layernorm", "post_attention_layernorm")})
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(shape.config(), indent=1), encoding="utf-8")
 
 
 def write_gguf(checkpoint: Path, file: Path, kind: str = "BF16") -> None:

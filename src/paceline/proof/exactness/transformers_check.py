@@ -1,4 +1,4 @@
-"""A second witness: the same tokens teacher-forced through transformers in float32, its logits beside ours."""
+"""Compare our logits with those of transformers in float32 for the same tokens (teacher forcing)."""
 
 import importlib.util
 import math
@@ -20,9 +20,8 @@ from paceline.models.containers.table import find_container
 from paceline.models.families.table import FAMILIES
 from paceline.models.multimodal import text_model_fields
 from paceline.models.tensor_names import tensor_shapes
-from paceline.proof.exactness.findings import finite
-from paceline.proof.exactness.rows import RowWatch, largest_difference
-from paceline.proof.exactness.subject import Asked, Subject
+from paceline.proof.exactness.compare import finite
+from paceline.proof.exactness.engine_under_test import EngineUnderTest, RequestSpec, RowRecorder, max_abs_difference
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.params import SamplingParams
 from paceline.small_files import read_json
@@ -35,8 +34,8 @@ _SHARE_OF_MEMORY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class OurRows:
-    """A greedy answer of ours and the row behind each of its tokens, [V] float32."""
+class OutputRows:
+    """A greedy output and the row of logits that each of its tokens was chosen from, [V] float32."""
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -44,17 +43,17 @@ class OurRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Witnessed:
-    """What transformers says.
+class TransformersComparison:
+    """Result of the comparison with transformers.
 
     Attributes:
-        status: "agrees", "differs" or "not asked".
-        reason: why it was not asked.
+        status: "agrees", "differs" or "not_compared".
+        reason: why it was not compared.
         positions: rows compared.
         argmax_equal: of them, those whose most probable token is the same.
         near_ties: those where it is another one, and transformers' two scores are closer than the tolerance.
         differing: the others.
-        largest_difference: of any logit; logits are compared as they are, before any processor.
+        max_abs_difference: of any logit; logits are compared as they are, before any processor.
         largest_margin: of transformers' scores, where the most probable token is another one.
         tolerance: standard deviations of a row.
     """
@@ -65,17 +64,17 @@ class Witnessed:
     argmax_equal: int = 0
     near_ties: int = 0
     differing: int = 0
-    largest_difference: float = 0.0
+    max_abs_difference: float = 0.0
     largest_margin: float = 0.0
     tolerance: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON object."""
         return {one.name: finite(getattr(self, one.name)) for one in fields(self)}
 
 
-def why_not(directory: Path, engine: EngineConfig) -> str | None:
-    """Why transformers cannot be asked about this target; None = it can."""
+def reason_not_comparable(directory: Path, engine: EngineConfig) -> str | None:
+    """Return why transformers cannot run this target; None = it can."""
     if is_gguf(directory):
         return "a GGUF file is not the model that transformers would load"
     if engine.quantization != "none":
@@ -95,7 +94,7 @@ def why_not(directory: Path, engine: EngineConfig) -> str | None:
 
 
 def _quantised_as(directory: Path) -> str | None:
-    """How a checkpoint's matrices are packed; None = they are not."""
+    """Return the quantisation of a checkpoint's matrices; None = they are not quantised."""
     path, family = directory / "config.json", FAMILIES[read_model_config(directory).family]
     values = text_model_fields(read_json(path) or {})
     container = find_container(values, path, family)
@@ -104,20 +103,20 @@ def _quantised_as(directory: Path) -> str | None:
     return "MXFP4" if family.has_mxfp4_experts and values.get("quantization_config") else None
 
 
-def our_rows(subject: Subject, prompts: Sequence[Sequence[int]]) -> list[OurRows]:
-    """Greedy answers to a few prompts, with their rows."""
-    found: list[OurRows] = []
+def decode_with_rows(engine_under_test: EngineUnderTest, prompts: Sequence[Sequence[int]]) -> list[OutputRows]:
+    """Decode a few prompts greedily and keep the rows."""
+    found: list[OutputRows] = []
     for prompt in dict.fromkeys(map(tuple, prompts)):
         if len(found) == NUM_TEXTS:
             break
-        watch = RowWatch(kept=frozenset(range(_TOKENS)))
-        output = subject.plain(Asked(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True)), watch)
-        found.append(OurRows(prompt, output.token_ids, [watch.rows[index] for index in range(len(output.token_ids))]))
+        recorder = RowRecorder(kept=frozenset(range(_TOKENS)))
+        output = engine_under_test.decode_plain(RequestSpec(prompt, SamplingParams(max_tokens=_TOKENS, ignore_eos=True)), recorder)
+        found.append(OutputRows(prompt, output.token_ids, [recorder.rows[index] for index in range(len(output.token_ids))]))
     return found
 
 
-def ask_transformers(directory: Path, texts: Sequence[OurRows], weight_type: WeightType) -> Witnessed:
-    """Load the target in transformers and compare rows. The caller has let go of its own weights.
+def compare_with_transformers(directory: Path, texts: Sequence[OutputRows], weight_type: WeightType) -> TransformersComparison:
+    """Load the target in transformers and compare rows. The caller has freed its own weights.
 
     Args:
         weight_type: the narrower of the types that weights are stored and computed in.
@@ -127,12 +126,12 @@ def ask_transformers(directory: Path, texts: Sequence[OurRows], weight_type: Wei
     except BaseException as error:  # another library's, for whatever reason
         if is_interrupt(error):
             raise
-        return Witnessed("not asked", f"transformers could not load or run it ({type(error).__name__}: {error})")
+        return TransformersComparison("not_compared", f"transformers could not load or run it ({type(error).__name__}: {error})")
     return compare_rows([(one.rows, rows) for one, rows in zip(texts, theirs, strict=True)], _TOLERANCE[weight_type])
 
 
-def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], tolerance: float) -> Witnessed:
-    """What two sets of rows have in common.
+def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], tolerance: float) -> TransformersComparison:
+    """Compare two sets of rows.
 
     Args:
         pairs: for each text our rows, and theirs [rows, V or more].
@@ -144,7 +143,7 @@ def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], toler
         for own, other in zip(ours, theirs, strict=True):
             row = other[: len(own)]
             positions += 1
-            largest = max(largest, largest_difference(own, row))
+            largest = max(largest, max_abs_difference(own, row))
             margin = float(row.max() - row[int(own.argmax())])
             if margin <= 0.0:
                 equal += 1
@@ -152,11 +151,13 @@ def compare_rows(pairs: Sequence[tuple[Sequence[FloatArray], FloatArray]], toler
             worst_margin = max(worst_margin, margin)
             near += margin < tolerance * float(row.std())
     differing = positions - equal - near
-    return Witnessed("differs" if differing else "agrees", "", positions, equal, near, differing, largest, worst_margin, tolerance)
+    return TransformersComparison(
+        "differs" if differing else "agrees", "", positions, equal, near, differing, largest, worst_margin, tolerance
+    )
 
 
-def _rows_of_transformers(directory: Path, texts: Sequence[OurRows]) -> list[FloatArray]:
-    """The row in front of each output token, [rows, V] for each text."""
+def _rows_of_transformers(directory: Path, texts: Sequence[OutputRows]) -> list[FloatArray]:
+    """Return the rows of logits before each output token, [rows, V] for each text."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,18 +1,26 @@
-"""Numbers and circumstances in words, the same in every report."""
+"""A result as text: numbers and circumstances in words, and tables for the terminal."""
 
 from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from paceline.benchmarking.benchmark import BenchResult
-from paceline.benchmarking.intervals import Ratio, Spread
+from paceline.benchmarking.intervals import Quartiles, Ratio
 from paceline.benchmarking.modes import PLAIN
 from paceline.benchmarking.results import Cell, Summary
+from paceline.errors import printable
 
 UNKNOWN = "–"
 NO_SPEEDUP = "-"
+COLUMNS = ("mode", "tokens/s", "× plain", "tokens a step", "first token ms", "between tokens ms", "host", "GB/s", "repeats", "memory GB")
 
 
-def speed(spread: Spread | None) -> str:
-    """Median and quartiles of tokens a second."""
+def speed(spread: Quartiles | None) -> str:
+    """Format median and quartiles of tokens a second."""
     if spread is None:
         return UNKNOWN
     digits = 0 if spread.median >= 100 else 1
@@ -20,7 +28,7 @@ def speed(spread: Spread | None) -> str:
 
 
 def ratio(found: Ratio | None) -> str:
-    """Median and interval."""
+    """Format median and interval."""
     if found is None:
         return NO_SPEEDUP
     interval = "" if found.low is None or found.high is None else f" ({found.low:.2f} to {found.high:.2f})"
@@ -28,14 +36,14 @@ def ratio(found: Ratio | None) -> str:
 
 
 def speedup(cell: Cell) -> str:
-    """A cell's speedup, or `-` and why there is none."""
+    """Format a cell's speedup, or `-` and the reason why there is none."""
     if cell.mode == PLAIN:
         return "1"
     return ratio(cell.speedup) if not cell.refusal else f"{NO_SPEEDUP} {cell.refusal}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """With three digits that count."""
+    """Format with three significant digits."""
     return UNKNOWN if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
 
 
@@ -45,7 +53,7 @@ def share(value: float | None) -> str:
 
 
 def gigabytes(value: float | None) -> str:
-    """With three digits that count."""
+    """Format with three significant digits."""
     return UNKNOWN if value is None else f"{value / 1e9:.3g}"
 
 
@@ -55,24 +63,24 @@ def acceptance(cell: Cell) -> str:
 
 
 def repeats(cell: Cell) -> str:
-    """The share of repeated output, marked where it is too large."""
+    """Format the share of repeated output, marked where it is too large."""
     return f"{cell.repeat_share:.0%}{' looping' if cell.is_looping else ''}"
 
 
 def gaps(cell: Cell) -> str:
-    """Median and 95th percentile of the time between tokens, in milliseconds."""
+    """Format median and 95th percentile of the time between tokens, in milliseconds."""
     if cell.gap_s is None:
         return UNKNOWN
     return f"{milliseconds(cell.gap_s.median)} ({milliseconds(cell.gap_p95_s)})"
 
 
 def cell_title(workload: str, temperature: float) -> str:
-    """What a group of modes was asked."""
+    """Return the title of a group of modes."""
     return f"{workload}, temperature {temperature:g}"
 
 
 def summary_line(summary: Summary) -> str:
-    """A mode over all workloads."""
+    """Format the summary of a mode over all workloads."""
     if summary.speedup is None:
         return f"{NO_SPEEDUP} (none of {summary.num_cells} workloads counts)"
     counted = f"{summary.num_counted} of {summary.num_cells} workloads count"
@@ -86,7 +94,7 @@ def circumstances(result: BenchResult) -> Iterator[tuple[str, str]]:
     if result.draft_model is not None:
         yield "draft model", f"{result.draft_model.shown}, {result.draft_model.precision}"
     batch = "" if plan.batch_size == 1 else f", {plan.batch_size} requests at once"
-    how_much = f"{size.rounds} rounds behind one that is dropped; prompts a workload: {size.prompts}; tokens each: {size.tokens}"
+    how_much = f"{size.rounds} rounds after one of warm-up; prompts a workload: {size.prompts}; tokens each: {size.tokens}"
     yield "measured", f"{how_much}{batch}; seed {plan.seed}"
     memory = machine["memory_bytes"]
     yield (
@@ -114,7 +122,7 @@ def _load(averages: tuple[float, float, float] | None) -> str:
 
 
 def failures(result: BenchResult) -> list[str]:
-    """What did not work, a line each."""
+    """Return failures, a line each."""
     return [
         failure.message if failure.workload is None else f"{failure.workload}, temperature {failure.temperature:g}: {failure.message}"
         for failure in result.measured.failures
@@ -122,10 +130,67 @@ def failures(result: BenchResult) -> list[str]:
 
 
 NOTES = (
-    "tokens/s: tokens behind the first one by the time they took, medians over rounds (lower to upper quartile).",
+    "tokens/s: tokens after the first one over their time, medians over rounds (lower to upper quartile).",
     "× plain: our plain decoding in the same round; median over rounds (95 % bootstrap interval).",
     "tokens a step: emitted by steps of the target; plain decoding = 1.",
-    "between tokens: moments at which tokens arrive, median (95th percentile); several that arrive together have one gap.",
+    "between tokens: moments at which tokens arrive, median (95th percentile); tokens that arrive together have one gap.",
     "host: share of the time outside of the kernels. GB/s: weights and cached rows the target's passes read.",
-    "repeats: share of 8-token pieces that stood in the same output before; above 30 % a cell is looping and counts for nothing.",
+    "repeats: share of 8-token pieces that occurred before in the same output; above 30 % a cell is looping and has no speedup.",
 )
+
+
+def report(result: BenchResult) -> Group:
+    """Return a table for each workload and temperature, failures, a summary, and the provenance."""
+    parts: list[Any] = []
+    for (workload, temperature), cells in groupby(result.cells, key=lambda cell: (cell.workload, cell.temperature)):
+        parts += [Text(printable(cell_title(workload, temperature)), style="bold"), _table(list(cells)), Text()]
+    parts += [Text.assemble(("failed: ", "bold red"), printable(line)) for line in failures(result)]
+    parts += [Text.assemble(("note: ", "yellow"), printable(notice)) for notice in result.measured.notices]
+    if result.summaries:
+        parts += [_summary(result), Text()]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in circumstances(result):
+        facts.add_row(name, Text(printable(value)))
+    return Group(*parts, facts, Text(), *(Text(note, style="dim") for note in NOTES))
+
+
+def _table(cells: list[Cell]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, overflow="fold")
+    for cell in cells:
+        spread = cell.first_token_s
+        values = (
+            cell.mode,
+            speed(cell.tokens_per_s),
+            speedup(cell),
+            acceptance(cell),
+            milliseconds(None if spread is None else spread.median),
+            gaps(cell),
+            share(cell.host_share),
+            gigabytes(cell.bytes_per_s),
+            repeats(cell),
+            gigabytes(cell.peak_rss_bytes),
+        )
+        table.add_row(*(Text(printable(value)) for value in values), style=_style(cell))
+    return table
+
+
+def _style(cell: Cell) -> str:
+    if cell.mode == PLAIN:
+        return ""
+    return "dim" if cell.speedup is None else "green" if cell.speedup.low is not None and cell.speedup.low > 1 else ""
+
+
+def _summary(result: BenchResult) -> Table:
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), header_style="dim", title="all workloads, geometric mean of × plain", title_justify="left"
+    )
+    table.title_style = "bold"
+    for name in ("mode", "temperature", "× plain (lowest to highest)"):
+        table.add_column(name)
+    for summary in result.summaries:
+        table.add_row(Text(printable(summary.mode)), f"{summary.temperature:g}", summary_line(summary))
+    return table

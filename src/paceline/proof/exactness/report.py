@@ -1,24 +1,93 @@
-"""The report as one page: nothing is loaded from elsewhere, and whatever comes from a model or a file is escaped."""
+"""The report of a proof: its provenance, and one HTML page that loads nothing and escapes all text of models and files."""
 
 import json
+import platform
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import printable
+from paceline.machine import usable_processors
+from paceline.models.checkpoint import weight_files
+from paceline.proof.exactness.engine_under_test import EngineUnderTest
+from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.processor import processor_name
 
-_COUNTS = ("tokens", "bugs", "near_ties", "num_accepted_tokens", "num_draft_tokens", "cached_tokens", "requests")
+_PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
+_UNSAID = ("hf_token",)  # of the settings: a secret
+_COUNTS = ("tokens", "bugs", "near_ties", "accepted", "drafted", "cached_tokens", "requests")
 _HEADS = ("tokens", "bugs", "near-ties", "accepted", "drafted", "cached", "answers")
 _CLASSES = {"bug": "bug", "equal": "equal"}
 _MOST_SHOWN = 50
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
+def provenance(
+    engine_under_test: EngineUnderTest, directory: Path, engine: EngineConfig, speculation: SpeculationConfig, command: Sequence[str]
+) -> dict[str, Any]:
+    """Return what is needed to repeat a report.
+
+    Args:
+        directory: the target's, or its GGUF file.
+        command: the arguments of this process.
+    """
+    runtime = engine_under_test.opened.engine.runtime
+    kernels = kernels_path()
+    settings = {name: value for name, value in asdict(engine).items() if name not in _UNSAID}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _without_token(command),
+        "model": engine.model,
+        "files": {path.name: path.stat().st_size for path in weight_files(directory)},
+        "family": runtime.config.family,
+        "weights": runtime.capabilities.weight_type.value,
+        "numerics": engine_under_test.opened.numerics,
+        "device": runtime.capabilities.device,
+        "kernels": runtime.version or f"torch on {runtime.capabilities.device}",
+        "kernel_library": None if kernels is None or not runtime.version else kernels.name,
+        "drafters": list(engine_under_test.drafter_names),
+        "processor": _processor(),
+        "processors_used": usable_processors(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "engine": settings,
+        "speculation": asdict(speculation),
+    }
+
+
+def _without_token(command: Sequence[str]) -> list[str]:
+    """Return the arguments without the Hub's access token, because reports are shared."""
+    previous = ["", *command[:-1]]
+    return [
+        "--hf-token=…" if one.startswith("--hf-token=") else "…" if before == "--hf-token" else one
+        for before, one in zip(previous, command, strict=True)
+    ]
+
+
+def _processor() -> str:
+    """Return the name of the processor."""
+    line = next((line for line in processor_name().splitlines() if line.startswith("model name")), "")
+    return line.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def page(facts: Mapping[str, Any]) -> str:
-    """The HTML of `Proof.as_dict`."""
-    style = files("paceline.proof.exactness").joinpath("page.css").read_text(encoding="utf-8")
+    """Return the HTML page of `Proof.as_dict`."""
+    style = files("paceline.proof.exactness").joinpath("report.css").read_text(encoding="utf-8")
     title = f"paceline prove: {_plain(facts['provenance']['model'])}"
     return "\n".join(
         (
@@ -32,7 +101,7 @@ def page(facts: Mapping[str, Any]) -> str:
             *_findings(facts["findings"]),
             "<h2>What was compared</h2>",
             *(_table(name, levels) for name, levels in facts["compared"]["by"].items()),
-            "<h2>transformers as a second witness</h2>",
+            "<h2>Comparison with transformers</h2>",
             _witness(facts["transformers"]),
             "<h2>Where these numbers come from</h2>",
             _facts_list(facts["provenance"]),
@@ -42,7 +111,7 @@ def page(facts: Mapping[str, Any]) -> str:
 
 
 def _plain(value: object) -> str:
-    """Text of whatever origin, as text of the page."""
+    """Escape untrusted text."""
     return escape(printable(str(value)))
 
 
@@ -50,7 +119,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     compared = facts["compared"]
     match facts["verdict"]:
         case "bug":
-            return f"{compared['bugs']} BUG{'S' if compared['bugs'] > 1 else ''}: speculation changed what this model says"
+            return f"{compared['bugs']} BUG{'S' if compared['bugs'] > 1 else ''}: speculation changed the output of this model"
         case "near-ties":
             return f"No bug: rounding decided {compared['near_ties']} near-ties, nothing else differs"
         case "equal":
@@ -62,10 +131,10 @@ def _verdict(facts: Mapping[str, Any]) -> str:
 def _summary(facts: Mapping[str, Any]) -> str:
     compared = facts["compared"]
     rows = [
-        ("tokens compared", f"{compared['tokens']:,}" + ("" if facts["is_whole"] else f" of {facts['tokens_wanted']:,} wanted")),
+        ("tokens compared", f"{compared['tokens']:,}" + ("" if facts["is_whole"] else f" of {facts['tokens_wanted']:,}")),
         ("rows of logits compared", f"{compared['rows']:,}"),
-        ("answers, cases", f"{compared['requests']:,} in {compared['cases']:,} cases, beside {facts['references']:,} plain ones"),
-        ("guesses kept", f"{compared['num_accepted_tokens']:,} of {compared['num_draft_tokens']:,}"),
+        ("answers, cases", f"{compared['requests']:,} in {compared['cases']:,} cases, compared with {facts['references']:,} plain ones"),
+        ("draft tokens accepted", f"{compared['accepted']:,} of {compared['drafted']:,}"),
         ("prompt tokens from the cache", f"{compared['cached_tokens']:,}"),
         ("preemptions", f"{compared['preemptions']:,}"),
         ("numerics", f"{facts['numerics']}: {_bound(facts)}"),
@@ -79,7 +148,7 @@ def _summary(facts: Mapping[str, Any]) -> str:
 def _bound(facts: Mapping[str, Any]) -> str:
     if facts["numerics"] == "exact":
         return "every difference is a bug"
-    apart, bound = _number(facts["largest_difference"]), _number(facts["noise_bound"])
+    apart, bound = _number(facts["max_abs_difference"]), _number(facts["noise_bound"])
     return f"logits of passes of 1 and of 8 rows differ by up to {apart}; what is below {bound} is noise"
 
 
@@ -126,7 +195,7 @@ def _card(finding: Mapping[str, Any]) -> str:
     rows += [(name.replace("_", " "), _short(finding[name])) for name in shown if finding[name] is not None]
     if finding["request"] is not None:
         request = replay["requests"][finding["request"]]
-        rows += [("sampling", f"{request['sampling']} {json.dumps(request['params'])}"), ("guessed by", request["drafter"])]
+        rows += [("sampling", f"{request['sampling']} {json.dumps(request['params'])}"), ("drafter", request["drafter"])]
         rows += [("prompt ids", " ".join(map(str, request["prompt_token_ids"])))]
     if finding["step"] is not None:
         rows += [("the step", json.dumps(finding["step"]))]
@@ -141,15 +210,15 @@ def _short(value: object) -> str:
 
 
 def _witness(found: Mapping[str, Any]) -> str:
-    if found["status"] == "not asked":
-        return f"<p>Not asked: {_plain(found['reason'])}.</p>"
-    says = "It agrees." if found["status"] == "agrees" else "This model differs from transformers. That says nothing about speculation."
+    if found["status"] == "not_compared":
+        return f"<p>Not compared: {_plain(found['reason'])}.</p>"
+    says = "It agrees." if found["status"] == "agrees" else "This model differs from transformers. Speculation is not the cause."
     rows = [
         ("positions", f"{found['positions']:,}, teacher-forced, transformers in float32"),
         ("same most probable token", f"{found['argmax_equal']:,}"),
         ("another one at a near-tie", f"{found['near_ties']:,}"),
-        ("another one elsewhere", f"{found['differing']:,}"),
-        ("largest difference of a logit", _number(found["largest_difference"])),
+        ("another one, no near-tie", f"{found['differing']:,}"),
+        ("largest difference of a logit", _number(found["max_abs_difference"])),
         ("largest margin where another one", _number(found["largest_margin"])),
     ]
     return f"<p>{says}</p>{_definitions(rows)}"
