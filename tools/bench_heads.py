@@ -146,7 +146,7 @@ def pair_head(method: str, shape: Shape, threads: int) -> tuple[PairHead, int]:
         )
         true, drafted = true_pairs(config), drafted_pairs(config)
     runtime = open_head(true, layers, Weights(tensors), num_threads=threads, max_model_len=2048, backend="native")
-    behind = runtime.beside(drafted) if is_eagle3 else runtime
+    behind = runtime.sibling(drafted) if is_eagle3 else runtime
     is_read = {name: is_parallel or not is_eagle3 or name != "fc.weight" for name in tensors}
     num_bytes = sum(tensor.array.nbytes for name, tensor in tensors.items() if is_read[name])  # type: ignore[union-attr]
     masked = MaskedPair(7, np.ones(len(BOUNDARIES) * hidden, np.float32)) if is_parallel else None
@@ -169,12 +169,12 @@ def time_passes(options: argparse.Namespace) -> list[list[str]]:
     calls: dict[str, tuple[Callable[[], object], int]] = {}
     for method in ("EAGLE-1", "EAGLE-3", "MTP"):
         head, num_bytes = pair_head(method, LARGE, options.threads)
-        head.runtime.new_key_values(8)
+        head.runtime.allocate_kv(8)
         rows = RowRange(0, 1, PROMPT, np.arange(1, 5, dtype=np.int32), None, 1)
         draft = DraftedRows([7], np.ones((1, LARGE.hidden), np.float32), [PROMPT], rows, [0])
         calls[method] = (lambda head=head, draft=draft: head.run_drafted([draft])), num_bytes  # type: ignore[misc]
     head, num_bytes = pair_head("P-EAGLE", LARGE, options.threads)
-    head.runtime.new_key_values(8)
+    head.runtime.allocate_kv(8)
     rows = RowRange(0, 1, PROMPT, np.arange(1, 5, dtype=np.int32), None, 1)
     true = TrueRows(np.array([7], np.int32), np.ones((1, len(BOUNDARIES) * LARGE.hidden), np.float32), rows)
     calls["P-EAGLE, 4 positions"] = partial(head.run_true, [true], wants_logits=True, num_masked=[DEPTH - 1]), num_bytes

@@ -334,7 +334,7 @@ class LLM:
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
         without = replace(self._opened.config, quantization=quantization, adapters={})
-        opened = open_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
+        opened = open_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_mixtures)
         for adapter in self.engine.adapters.all:
             opened.engine.add_adapter(adapter)
         with self.engine.between_steps():

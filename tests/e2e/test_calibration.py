@@ -318,7 +318,7 @@ def test_guesses_of_both_steps_are_those_of_one_pair_after_another(tmp_path: Pat
 
 def _after(head: PairHead, token_ids: Any, inputs: Any) -> tuple[int, Any]:
     """What the last of some pairs says, and its feature."""
-    head.runtime.new_key_values(2)
+    head.runtime.allocate_kv(2)
     rows = RowRange(0, len(token_ids), 1, np.array([1], np.int32), None, 1)
     outputs = head.run_true([TrueRows(token_ids, inputs, rows)], wants_logits=True)
     return _target_id(head, outputs.logits[0]), outputs.features[-1].copy()

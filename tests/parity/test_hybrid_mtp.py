@@ -60,7 +60,7 @@ def opened(files: HeadFiles, directory: Path, backend: str) -> PairHead:
     assert module.notices == ()
     assert [one.normed_recurrence for one in candidates(module)] == [True]
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    head.runtime.new_key_values(8)
+    head.runtime.allocate_kv(8)
     return head
 
 

@@ -20,7 +20,7 @@ from paceline.drafters.pairs.guesses import NOTHING, Guessed, Guesses
 from paceline.errors import CapacityError, RequestError
 from paceline.kv_cache.paged import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, Network, assemble, in_parts
+from paceline.runtimes.base import FloatArray, Network, assemble, split_into_passes
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.residual import TokenProbs, draw_distinct
@@ -229,7 +229,7 @@ class DraftModelDrafter(Drafter):
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                for part in in_parts(active, lambda draft: len(draft.pending)):
+                for part in split_into_passes(active, lambda draft: len(draft.pending)):
                     ran, found = self._run(part, [draft.pending for draft in part], wants_logits=True)
                     for draft, row in zip(ran, found, strict=True):
                         self._advance(draft, row)
@@ -241,7 +241,7 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
         while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            for part in in_parts(behind, lambda _: CATCH_UP_ROWS):
+            for part in split_into_passes(behind, lambda _: CATCH_UP_ROWS):
                 ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]

@@ -95,7 +95,7 @@ class Adapters:
         loaded = self._held[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
         request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
-        request.takes_scaling_passes = loaded.adapter.mixture is not None
+        request.has_mixture_pass = loaded.adapter.mixture is not None
         if (namespace := request.hints.namespace) is not None:
             request.hints = replace(request.hints, namespace=f"{namespace}\0{loaded.adapter.key.hex()}")
 

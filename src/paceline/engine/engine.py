@@ -30,7 +30,7 @@ class EngineStats:
 
     Attributes:
         num_steps: passes of the target, prompt chunks included; a scaling pass is part of the one it is for.
-        num_scaling_passes: further passes, in front of those with rows of an X-LoRA adapter.
+        num_mixture_passes: extra passes, before those with rows whose adapter is a mixture.
         num_preemptions: how often a request's rows were dropped to make room; they ran again.
         num_finished, num_aborted, num_failed: requests by how they ended.
         num_running, num_waiting: now.
@@ -41,7 +41,7 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_scaling_passes: int = 0
+    num_mixture_passes: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -132,7 +132,7 @@ class Engine:
         with nullcontext() if self._lock.is_mine else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.num_preemptions, stats.num_scaling_passes = self.scheduler.num_preemptions, self.runtime.num_scaling_passes
+        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_mixture_passes
         stats.drafter_failures = self.speculator.num_failures
         return stats
 

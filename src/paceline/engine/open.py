@@ -181,13 +181,13 @@ def check_options(made: Sequence[Drafter], drafter_options: object, draft_adapte
 
 
 def open_engine(
-    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, takes_mixtures: bool = False
+    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, with_mixtures: bool = False
 ) -> OpenedEngine:
     """Load what the settings name.
 
     Args:
         drafters: made by the caller; `speculation.drafter` is then only a name.
-        takes_mixtures: X-LoRA adapters are loaded later, whether or not the settings name one.
+        with_mixtures: mixtures of adapters are loaded later, whether or not the settings name one.
 
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
@@ -197,7 +197,7 @@ def open_engine(
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan, cache = _open_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
+    plan, cache = _open_cache(runtime, config, with_mixtures=with_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -234,13 +234,13 @@ def open_engine(
     return opened
 
 
-def _open_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
-    """The target's cache, with room for scaling passes where X-LoRA adapters may be loaded."""
-    limits = _max_pass_size(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if takes_mixtures else 1)
+def _open_cache(runtime: Network, config: EngineConfig, *, with_mixtures: bool) -> tuple[CachePlan, KVCache]:
+    """Return the target's cache, with room for the extra passes of mixtures if they may be loaded."""
+    limits = _max_pass_size(config) if runtime.frees_outside_window else None
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.states)
-    if takes_mixtures:
-        runtime.keep_scaling_passes(cache)
+    if with_mixtures:
+        runtime.enable_mixtures(cache)
     cache.prefix_caching = config.enable_prefix_caching
     return plan, cache
 

@@ -151,7 +151,7 @@ class Request:
         salt: only requests with the same one share cached blocks.
         adapter: name of the adapter that its tokens are to come from; None = the target's own.
         adapter_number, adapter_key: what the runtime calls it, and the digest of its values, from when the engine has the request.
-        takes_scaling_passes: its adapter is X-LoRA's, so that each of its rows runs twice.
+        has_mixture_pass: its adapter is a mixture, so each of its rows runs twice.
         leader: another sample of the same prompt, whose cached prompt this one waits for.
         num_cached_tokens: prompt tokens whose rows were in the cache when it began.
         num_preemptions: how often its rows were dropped to make room for older requests; they run again.
@@ -181,7 +181,7 @@ class Request:
     adapter: str | None = None
     adapter_number: int = 0
     adapter_key: bytes = b""
-    takes_scaling_passes: bool = False
+    has_mixture_pass: bool = False
     leader: "Request | None" = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -59,7 +59,7 @@ class EagleWeights:
         masked = None
         if config.mask_token_id is not None and mask_feature is not None:
             masked = MaskedPair(config.mask_token_id, mask_feature)
-        drafted = runtime if config.is_first or masked else runtime.beside(drafted_pairs(config, self._soft_cap))
+        drafted = runtime if config.is_first or masked else runtime.sibling(drafted_pairs(config, self._soft_cap))
         return PairHead(config, runtime, drafted, self._embedding, target_ids=self._checkpoint.target_ids, masked=masked)
 
 

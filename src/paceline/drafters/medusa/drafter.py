@@ -24,7 +24,7 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import ConfigError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
-from paceline.runtimes.base import FloatArray, in_parts
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import DRAW, Draws, Ranking
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
@@ -104,7 +104,7 @@ class MedusaDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
         asked = [self._ask(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        for active in in_parts([one for one in asked if one is not None], lambda _: self._network.heads.num_heads):
+        for active in split_into_passes([one for one in asked if one is not None], lambda _: self._network.heads.num_heads):
             depth = max([one.depth for one in active])
             draws = _draws(active, depth) if any(one.is_drawn for one in active) else None
             outputs = self._network.forward(np.stack([one.feature.values for one in active]), depth, draws)

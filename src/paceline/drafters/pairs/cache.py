@@ -80,7 +80,7 @@ class PairCache:
 
     def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        rows = [PagedRows(memory.storage) for memory in runtime.new_key_values(num_blocks + SPARE_BLOCKS)]
+        rows = [PagedRows(memory.storage) for memory in runtime.allocate_kv(num_blocks + SPARE_BLOCKS)]
         self.block_size = cache.block_size
         self.window = window
         self.bytes_per_token = (sum(memory.num_bytes for memory in rows) + feature_size * 4 * num_blocks) // max(1, cache.max_slots)

@@ -136,7 +136,7 @@ class _Reading:
     def of(cls, head: PairHead, text: TargetText, layers: Sequence[int]) -> "_Reading":
         """Every pair with the target's feature; the rows stay in the head's cache."""
         count, num_pairs = text.token_ids.shape[0], text.token_ids.shape[1] - 1
-        head.runtime.new_key_values(count * blocks_for(num_pairs + 1, BLOCK_SIZE))
+        head.runtime.allocate_kv(count * blocks_for(num_pairs + 1, BLOCK_SIZE))
         inputs = _features(head.config, text, layers)
         hits, features = [], []
         for index in range(count):  # one by one, as a vocabulary may be large

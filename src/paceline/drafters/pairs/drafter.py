@@ -17,7 +17,7 @@ from paceline.drafters.pairs.guesses import Guesses
 from paceline.drafters.pairs.head import PairHead, PairOutputs
 from paceline.drafters.pairs.tree import GrowingDraft, draws_of, shape_of
 from paceline.kv_cache.paged import KVCache
-from paceline.runtimes.base import FloatArray, in_parts
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
@@ -69,7 +69,7 @@ class PairDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        for part in in_parts(zip(requests, budgets, strict=True), lambda one: self._most_rows(*one)):
+        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._most_rows(*one)):
             group: list[tuple[PairRows, GrowingDraft]] = []
             num_spares = 0
             for request, budget in part:
@@ -132,7 +132,7 @@ class PairDrafter(Drafter):
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
             group.append(pairs)
-        for part in in_parts(group, lambda pairs: len(pairs.token_ids)):
+        for part in split_into_passes(group, lambda pairs: len(pairs.token_ids)):
             self._run_true(part, wants_logits=False)
 
     def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.machine import usable_processors
+from paceline.machine import processor_name, usable_processors
 from paceline.models.checkpoint import weight_files
 from paceline.proof.exactness.subject import Subject
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.processor import processor_name
 
 _PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
 _UNSAID = ("hf_token",)  # of the settings: a secret
