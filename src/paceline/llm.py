@@ -311,7 +311,7 @@ class LLM:
         if needs.hidden_states or needs.layers:  # their caches belong to the old target
             drafters = list(self._given_drafters)
         without = replace(self._loaded.config, quantization=quantization, adapters={})
-        loaded = load_engine(without, self._speculation, drafters, takes_mixtures=self.engine.runtime.takes_mixtures)
+        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_mixtures)
         for adapter in self.engine.adapters.all:
             loaded.engine.add_adapter(adapter)
         with self.engine.between_steps():

@@ -1,6 +1,9 @@
-"""What this process may use of the machine: its processors and its memory, within what a container (cgroup) allows."""
+"""The machine's processors, their instruction sets and its memory, within the limits of a container (cgroup)."""
 
+import ctypes
 import os
+import platform
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -96,3 +99,48 @@ def _lines(path: Path) -> Sequence[str]:
         return path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return ()
+
+
+def processor_flags() -> frozenset[str]:
+    """Return the instruction sets of the processor by Linux's names; empty if the system does not list them."""
+    if platform.system() == "Darwin":
+        return _flags_on_macos()
+    if platform.system() == "Windows":
+        return _flags_on_windows()
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return frozenset()
+    return frozenset(line.partition(":")[2].split())
+
+
+def _flags_on_macos() -> frozenset[str]:
+    if platform.machine() == "arm64":
+        return frozenset({"asimd", "asimddp"})  # all of Apple's processors have them
+    command = ["sysctl", "-n", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return frozenset()
+    return frozenset(done.stdout.lower().split())
+
+
+def _flags_on_windows() -> frozenset[str]:
+    """Return the flags of AVX2 and AVX-512 and those that come with them. Windows does not report VNNI and bfloat16.
+
+    Source: winnt.h, PF_AVX2_INSTRUCTIONS_AVAILABLE and PF_AVX512F_INSTRUCTIONS_AVAILABLE.
+    """
+    is_present = vars(ctypes)["windll"].kernel32.IsProcessorFeaturePresent
+    flags = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"} if is_present(40) else set()
+    return frozenset(flags | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} if is_present(41) else flags)
+
+
+def processor_name() -> str:
+    """Return a text that differs between processors that may compute differently."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            prefixes = ("model name", "flags", "Features", "CPU part")
+            return "".join(sorted({line for line in lines if line.startswith(prefixes)}))
+    except OSError:
+        return platform.processor()

@@ -15,7 +15,7 @@ from paceline.models.storage.packed_matrix import PackedMatrix
 from paceline.models.storage.packed_weights import to_tensor
 from paceline.models.storage.safetensors_file import map_file, read_header
 from paceline.models.weights import as_float32
-from paceline.runtimes.rounding import rounded
+from paceline.runtimes.embedding import rounded
 
 TYPES = {"float32": WeightType.F32, "float16": WeightType.F16, "bfloat16": WeightType.BF16}
 WRITERS = {"awq", "auto_round", "compressed_tensors", "bitsandbytes", "mlx", "fp8"}

@@ -81,7 +81,7 @@ def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written:
             theirs = open_weights(adapter / "merged", read_model_config(adapter / "merged"))
             assert max(np.abs(as_float32(merged[name]) - as_float32(theirs[name])).max() for name in theirs) <= WEIGHTS, adapter.name
         expected = load_file(adapter / "expected.safetensors")
-        network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_model_len=64, round_to=WeightType.F32, panels=None)
+        network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
         assert difference(prompt_logits(network, expected["ids"].tolist()), expected["logits"]) <= LOGITS, adapter.name
         for beside in (
             NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, takes_adapters=True),

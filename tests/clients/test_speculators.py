@@ -204,7 +204,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
     else:
         assert head.target_ids is not None
         assert head.target_ids.tolist() == case.draft_ids
-    head.runtime.new_key_values(4)
+    head.runtime.allocate_kv(4)
     return _of_peagle(head, token_ids, features) if case.kind == "peagle" else _of_eagle3(head, token_ids, features, case.steps)
 
 
@@ -240,7 +240,7 @@ def _of_mtp(files: HeadFiles, token_ids: NDArray[np.int32], features: Floats, gi
     """Pass after pass over all pairs, the outputs of one the features of the next, as the module is trained."""
     weights = Weights({f"{name}.weight": plain_tensor(given[name]) for name in ("embedding", "lm_head")})
     head = open_mtp_head(load_mtp(files, TARGET, weights), num_threads=2, max_model_len=MAX_POSITIONS)
-    head.runtime.new_key_values(4)
+    head.runtime.allocate_kv(4)
     steps, count = given["logits"].shape[:2]
     logits = []
     for step in range(steps):

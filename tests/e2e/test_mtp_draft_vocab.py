@@ -28,7 +28,7 @@ from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.network import NativeNetwork
-from paceline.runtimes.native.panels import Panels
+from paceline.runtimes.native.packed_weights import PackedWeights
 from paceline.runtimes.ranking import DRAW
 from paceline.speculation.tree import DraftTree
 
@@ -79,7 +79,7 @@ def load(path: Path, stored: str) -> MtpModule:
 def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
     """A pass over 20 true pairs, with logits of each."""
     random = np.random.default_rng(4)
-    head.runtime.new_key_values(4)
+    head.runtime.allocate_kv(4)
     rows = RowRange(0, 20, 1, np.arange(3, dtype=np.int32), None, 1)
     pairs = TrueRows(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
@@ -162,7 +162,7 @@ def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: 
     exact = run(open_mtp_head(restrict_vocab(module, range(FIRST)), num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(copy, num_threads=2, max_model_len=128)
     assert isinstance(head.runtime, NativeNetwork)
-    assert isinstance(head.runtime._shared.weights.table("lm_head"), Panels), "rows are rounded to bytes"
+    assert isinstance(head.runtime._shared.weights.table("lm_head"), PackedWeights), "rows are rounded to bytes"
     found = run(head, ranks=False).logits
     assert 0 < np.abs(found - exact).mean() < (0.02 if bits == 8 else 0.15) * exact.std()
 
@@ -189,9 +189,9 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
         for quantization in ("none", "auto")
     ]
     tables = [one.drafter.head.runtime._shared.weights.table("lm_head") for one in (llm, kept, *both)]
-    assert [isinstance(table, Panels) for table in tables] == [True, False, True, True]
-    assert np.shares_memory(tables[2].data, both[0].runtime.vocabulary_panels(VOCABULARY).data)
-    assert not np.shares_memory(tables[3].data, both[1].runtime.vocabulary_panels(VOCABULARY).data)
+    assert [isinstance(table, PackedWeights) for table in tables] == [True, False, True, True]
+    assert np.shares_memory(tables[2].data, both[0].runtime.packed_vocabulary(VOCABULARY).data)
+    assert not np.shares_memory(tables[3].data, both[1].runtime.packed_vocabulary(VOCABULARY).data)
     for params in (GREEDY, SAMPLED):
         assert [one.token_ids for one in llm.generate(PROMPTS, params)] == [one.token_ids for one in plain.generate(PROMPTS, params)]
     facts = [
@@ -211,10 +211,10 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
     apart = run(open_mtp_head(first, num_threads=2, max_model_len=128), ranks=False).logits.copy()
     head = open_mtp_head(first, num_threads=2, max_model_len=128, lm_head_of=target)
     assert isinstance(head.runtime, NativeNetwork)
-    whole = target.vocabulary_panels(VOCABULARY)
+    whole = target.packed_vocabulary(VOCABULARY)
     assert whole is not None
     own = head.runtime._shared.weights.table("lm_head")
-    assert isinstance(own, Panels)
+    assert isinstance(own, PackedWeights)
     assert np.shares_memory(own.data, whole.data)
     beside = run(head, ranks=False).logits
     assert beside.shape == apart.shape

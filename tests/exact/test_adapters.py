@@ -17,8 +17,9 @@ from paceline.engine import scheduler as scheduler_module
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.models.adapters.adapter import Adapter
 from paceline.outputs import RequestOutput
-from paceline.runtimes.native import network as network_module
+from paceline.runtimes.base import ForwardBatch, IntArray
 from paceline.runtimes.native.adapters import AdapterRows
+from paceline.runtimes.native.network import NativeNetwork
 from paceline.runtimes.native.records import Pass
 from paceline.speculation.request import Request
 
@@ -277,31 +278,29 @@ def _links_without_salt(links: Callable[..., object]) -> Callable[..., object]:
 
 
 def mix_rows(patch: pytest.MonkeyPatch) -> None:
-    from paceline.runtimes.native import adapters
+    real = ForwardBatch.rows_by_adapter
 
-    real = adapters.rows_by_adapter
-
-    def shifted(batch: object) -> object:
-        found = real(batch)  # type: ignore[arg-type]
+    def shifted(batch: ForwardBatch) -> dict[int, IntArray]:
+        found = real(batch)
         return dict(zip(found, [*found.values()][::-1], strict=True))
 
-    patch.setattr(adapters, "rows_by_adapter", shifted)
+    patch.setattr(ForwardBatch, "rows_by_adapter", shifted)
 
 
 def mix_pairs(patch: pytest.MonkeyPatch) -> None:
-    real = AdapterRows.describe
+    real = AdapterRows.fill
 
-    def describe(rows: AdapterRows, record: Pass, *asked: Any) -> None:
-        real(rows, record, *asked)
+    def fill(rows: AdapterRows, record: Pass, *given: Any) -> None:
+        real(rows, record, *given)
         if record.num_adapters:
-            adapter_of_row: Any = rows._described[-1]
+            adapter_of_row: Any = rows._kept[-1]
             adapter_of_row[...] = adapter_of_row[::-1].copy()
 
-    patch.setattr(AdapterRows, "describe", describe)
+    patch.setattr(AdapterRows, "fill", fill)
 
 
 def lose_embedding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(network_module, "rows_by_adapter", lambda batch: {})
+    patch.setattr(NativeNetwork, "_embed_adapted", lambda network, token_ids, batch: network.embed(token_ids))
 
 
 def forget_after_preemption(patch: pytest.MonkeyPatch) -> None:

@@ -214,15 +214,15 @@ def let_siblings_see_one_another(patch: pytest.MonkeyPatch) -> None:
 
 def give_the_rows_of_another_request(patch: pytest.MonkeyPatch) -> None:
     """In passes of several requests the last one gets the first row of the pass."""
-    real = ForwardOutput.by_plan
+    real = ForwardOutput.split_by_plan
 
-    def by_plan(output: ForwardOutput, plans: Any, nodes: Any) -> Any:
+    def split_by_plan(output: ForwardOutput, plans: Any, nodes: Any) -> Any:
         parts = list(real(output, plans, nodes))
         if len(parts) > 1 and len(parts[-1].logits) == 1:
             parts[-1] = parts[-1]._replace(first_logits_row=0, end_logits_row=1)
         return parts
 
-    patch.setattr(ForwardOutput, "by_plan", by_plan)
+    patch.setattr(ForwardOutput, "split_by_plan", split_by_plan)
 
 
 def lose_a_preempted_requests_last_token(patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan, TreeLayout
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange, assemble
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, TOKEN_IDS, Compose
 from paceline.sampling.draw import draw
 from paceline.sampling.params import SamplingParams
@@ -109,19 +109,19 @@ class Toy(Network):
         self._layout = layout
 
     def new_cache(self, num_blocks: int) -> KVCache:
-        (self.rows,), self.states = self.new_key_values(num_blocks), RecurrentStateCache()
+        (self.rows,), self.states = self.allocate_kv(num_blocks), RecurrentStateCache()
         return KVCache([self.rows, self.states], num_blocks, self._layout, block_size=SIZE)
 
-    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
-    def beside(self, compose: Compose) -> Network:
+    def sibling(self, compose: Compose) -> Network:
         raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         return self._embedding[token_ids].astype(np.float32)
 
-    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: LogitsRows) -> ForwardOutput:
         token_ids = inputs[TOKEN_IDS]
         logits = np.concatenate([self._run(item, token_ids[item.start : item.start + item.num_rows]) for item in batch.ranges])
         return ForwardOutput({LOGITS: logits[wanted.rows], HIDDEN_STATES: np.zeros((len(logits), 1), np.float32)})

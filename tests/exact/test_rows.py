@@ -18,9 +18,9 @@ from paceline.kv_cache import cache as cache_module
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, path_to
 from paceline.models.config import WeightType
-from paceline.runtimes.base import FloatArray, ForwardBatch, Network, Numerics, Wanted, assemble
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native.passes import PassMemory
+from paceline.runtimes.native.passes import PassRecord
 
 NUM_SEQUENCES = 6
 Directory = Callable[[str], Path]
@@ -232,13 +232,13 @@ def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Sub
 def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sequence of a pass writes and reads in the blocks of the first."""
     subject = small_subjects("native")
-    real = PassMemory.describe
+    real = PassRecord.fill
 
-    def misplaced(memory: PassMemory, batch: ForwardBatch, wanted: Wanted) -> None:
+    def misplaced(memory: PassRecord, batch: ForwardBatch, wanted: LogitsRows) -> None:
         real(memory, batch, wanted)
         memory.ranges[len(batch.ranges) - 1, 3] = memory.ranges[0, 3]
 
-    monkeypatch.setattr(PassMemory, "describe", misplaced)
+    monkeypatch.setattr(PassRecord, "fill", misplaced)
     assert compare_mixes(subject, seed, repeats=1)[1] > 0
 
 

@@ -23,7 +23,9 @@ from paceline import LLM, ConfigError, SamplingParams
 from paceline.kv_cache.block_pool import BlockPool
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.models.checkpoint import read_model_config
-from paceline.runtimes.base import Network, Numerics
+from paceline.runtimes.base import Numerics
+from paceline.runtimes.native import network as native_network
+from paceline.runtimes.torch import network as torch_network
 from paceline.runtimes.torch.network import TorchNetwork
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import Request
@@ -85,7 +87,7 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
         (answer,) = llm.generate([prompt], params, adapter=adapter)
         (longer,) = llm.generate([prompt], replace(params, max_tokens=12 + BEYOND), adapter=adapter)
         made.asked.append(Asked(prompt, params, adapter, answer, longer.token_ids))
-    assert llm.stats().num_scaling_passes == 12 * 5 + (12 + BEYOND) * 5 + 10  # a further chunk of each prompt
+    assert llm.stats().num_mixture_passes == 12 * 5 + (12 + BEYOND) * 5 + 10  # a further chunk of each prompt
     yield made
     llm.close()
     torch.set_num_threads(num_threads)
@@ -126,7 +128,7 @@ def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(k
     stats = llm.stats()
     assert stats.num_preemptions > 0
     assert sum(request.num_cached_tokens for request in again) > 0
-    assert 0 < stats.num_scaling_passes <= stats.num_steps
+    assert 0 < stats.num_mixture_passes <= stats.num_steps
     check_clean(llm)
     if kind in ("oracle", "chaos"):
         assert stats.speculation.num_accepted_tokens > 0
@@ -142,8 +144,8 @@ def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: G
         assert output.token_ids == one.answer.token_ids
         num_steps = after.num_steps - before.num_steps
         assert num_steps < 12  # guesses were kept
-        assert after.num_scaling_passes - before.num_scaling_passes == (num_steps if adapter in ("mix", "layers") else 0)
-    assert llm.stats().as_dict()["num_scaling_passes"] > 0
+        assert after.num_mixture_passes - before.num_mixture_passes == (num_steps if adapter in ("mix", "layers") else 0)
+    assert llm.stats().as_dict()["num_mixture_passes"] > 0
 
 
 def test_x_lora_shares_cached_rows_with_itself_alone(given: Given) -> None:
@@ -212,9 +214,9 @@ def let_scaling_passes_write_what_real_ones_read(patch: pytest.MonkeyPatch, llm:
     """As if there were one cache."""
     shared = llm.runtime._shared  # type: ignore[attr-defined]
     if isinstance(llm.runtime, TorchNetwork):
-        patch.setattr(shared, "scaling_planes", shared.planes)
+        patch.setattr(shared, "mixture_storage", shared.kv_storage)
     else:
-        shared.scaling_program.execution.use_cache(*shared._cache, shared.kv_cache_dtype)
+        shared.mixture_program.execution.set_cache(*shared._cache, shared.kv_cache_dtype)
 
 
 def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -229,11 +231,11 @@ def leave_rows_of_scaling_passes_where_they_are(patch: pytest.MonkeyPatch, llm: 
 
 
 def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    kind = type(llm.runtime)
-    real = kind._scalings  # type: ignore[attr-defined]
+    module = torch_network if isinstance(llm.runtime, TorchNetwork) else native_network
+    real = module.row_scalings
 
-    def scalings(network: Network, inputs: Any, batch: Any) -> Any:
-        found = real(network, inputs, batch)
+    def scalings(classifiers: Any, inputs: Any, batch: Any, run_pass: Any) -> Any:
+        found = real(classifiers, inputs, batch, run_pass)
         for number, own in found.items():
             at = 0
             for item in batch.ranges:
@@ -242,7 +244,7 @@ def give_guesses_the_scalings_of_the_root(patch: pytest.MonkeyPatch, llm: LLM) -
                     at += item.num_rows
         return found
 
-    patch.setattr(kind, "_scalings", scalings)
+    patch.setattr(module, "row_scalings", scalings)
 
 
 FAULTS = [

@@ -51,7 +51,7 @@ class Bench:
         )
         shape = config.kv_groups()[0].stored_shape(NUM_BLOCKS, BLOCK_SIZE, kv_cache_dtype)
         storage = np.full(shape, 0xFF, np.uint8)  # not a number in any type: what nobody wrote must not be read
-        run.execution.use_cache(storage, kv_cache_dtype=kv_cache_dtype)
+        run.execution.set_cache(storage, kv_cache_dtype=kv_cache_dtype)
         return cls(config, run, storage, kv_cache_dtype)
 
     def rows(self, random: Random, count: int) -> list[FloatArray]:

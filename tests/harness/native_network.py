@@ -11,15 +11,15 @@ from harness.model_configs import make_config
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import AnyTensor, Tensor, Weights
-from paceline.runtimes.base import FloatArray, ForwardBatch, RowRange, Wanted
-from paceline.runtimes.native import execution, library, panels
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, RowRange
+from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
+from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.ranking import Draws
-from paceline.runtimes.rotary import RotaryTables
 
 Build = Callable[[NativeBlocks, list[Value]], Sequence[Value]]
 BUILT = [level for level in library.levels() if Path(library.__file__).with_name(f"kernels.{level}.so").is_file()]
@@ -51,7 +51,7 @@ class Network:
     Args:
         level: of the kernels; None = those this machine would use.
         round_to: type of computation.
-        in_panels: whether rows are rounded to bytes in front of matrices in groups.
+        packed: whether rows are rounded to bytes in front of matrices in groups.
         tables: of rotary angles; None = those of the config.
         adapters: that rows may have, by number; None = none.
     """
@@ -67,15 +67,15 @@ class Network:
         max_slots: int = 256,
         level: str | None = None,
         round_to: WeightType = WeightType.F32,
-        in_panels: bool = False,
+        packed: bool = False,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
         config = config or native_config()
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
-                patch.setattr(panels, "kernels", lambda: open_kernels(level))
-            weights = NativeWeights(Weights(tensors or {}), round_to, panels={} if in_panels else None)
+                patch.setattr(packed_weights, "kernels", lambda: open_kernels(level))
+            weights = NativeWeights(Weights(tensors or {}), round_to, packed={} if packed else None)
             self._blocks = NativeBlocks(config, weights, takes_adapters=adapters is not None)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
@@ -92,7 +92,7 @@ class Network:
         return [Packing(operation.packing) for operation in self._blocks.operations if isinstance(operation, LinearOperation)]
 
     def __call__(
-        self, *inputs: FloatArray, batch: tuple[ForwardBatch, Wanted] | None = None, draws: Draws | None = None
+        self, *inputs: FloatArray, batch: tuple[ForwardBatch, LogitsRows] | None = None, draws: Draws | None = None
     ) -> list[FloatArray]:
         """The results of one pass, as copies."""
         num_rows = len(inputs[0])
@@ -101,7 +101,7 @@ class Network:
             self.execution.rows(value.index, num_rows)[...] = rows
         described, wanted = batch or make_batch([RowRange(0, num_rows, 0, np.arange(16, dtype=np.int32))])
         self.execution.run(described, wanted._replace(draws=draws))
-        rows_of = {Rows.ALL: num_rows, Rows.WANTED: len(wanted.rows)}
+        rows_of = {Rows.ALL: num_rows, Rows.LOGITS: len(wanted.rows)}
         widths = [self._blocks.result_width(value) for value in self._results]
         return [
             self.execution.rows(one.index, rows_of[one.rows])[:, :width].copy() for one, width in zip(self._results, widths, strict=True)
@@ -110,10 +110,10 @@ class Network:
 
 def make_batch(
     ranges: Sequence[RowRange], wanted: Sequence[int] = (), positions: Sequence[int] | None = None
-) -> tuple[ForwardBatch, Wanted]:
+) -> tuple[ForwardBatch, LogitsRows]:
     """Rows whose positions play no part where nothing is turned."""
     rows = np.zeros(sum(item.num_rows for item in ranges), np.int32)
-    return ForwardBatch(rows if positions is None else np.array(positions, np.int32), tuple(ranges)), Wanted(np.array(wanted, np.int32))
+    return ForwardBatch(rows if positions is None else np.array(positions, np.int32), tuple(ranges)), LogitsRows(np.array(wanted, np.int32))
 
 
 def plain_tensor(values: FloatArray) -> Tensor:

@@ -120,7 +120,7 @@ def replay(
     noise: Callable[[], float] = lambda: 1.0,
     other_noise: Callable[[], float] = lambda: 1.0,
     drawn: bool = False,
-    takes_scaling_passes: bool = False,
+    has_mixture_pass: bool = False,
 ) -> Outcome:
     """Run texts through a policy, so many at a time.
 
@@ -128,7 +128,7 @@ def replay(
         noise: factor of each pass's time as it is measured; the clock goes by the true one.
         other_noise: the same of guessing, deciding and the other work of a step.
         drawn: whether guesses are drawn, for rejection.
-        takes_scaling_passes: whether an X-LoRA adapter answers.
+        has_mixture_pass: whether an X-LoRA adapter answers.
     """
     waiting, running, outcome, player = list(texts), list[tuple[Request, Trace]](), Outcome(), _Player(texts, costs)
     began = dict[int, float]()
@@ -136,8 +136,8 @@ def replay(
         while waiting and len(running) < batch_size:
             running.append((_request(waiting[0]), waiting.pop(0)))
             began[id(running[-1][0])] = outcome.seconds
-            if takes_scaling_passes:
-                running[-1][0].adapter_number, running[-1][0].takes_scaling_passes = 1, True
+            if has_mixture_pass:
+                running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
         draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
         policy.select(batch, None)

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import Compose
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.speculation.drafter import DraftBudget, Drafter
@@ -26,17 +26,17 @@ class WrittenTarget(Network):
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks, block_size=8)
 
-    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         raise AssertionError
 
-    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: LogitsRows) -> ForwardOutput:
         logits = self.table[batch.positions[wanted.rows]]
         return ForwardOutput({"logits": logits, "hidden_states": np.zeros((len(batch.positions), 1), np.float32)})
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         return np.zeros((len(token_ids), 1), np.float32)
 
-    def beside(self, compose: Compose) -> "WrittenTarget":
+    def sibling(self, compose: Compose) -> "WrittenTarget":
         raise AssertionError
 
 

@@ -122,7 +122,7 @@ def native(config: Any, weights: MergedWeights) -> Network:
     from paceline.runtimes.native.network import NativeNetwork
 
     needs("native")
-    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, panels=None)
+    return NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
 
 
 @pytest.mark.parametrize("name", CASES)

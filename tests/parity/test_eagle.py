@@ -343,7 +343,7 @@ def open_variant(variant: Variant, directory: Path) -> tuple[RecurrentHead, Refe
     files = HeadFiles.open(write_head(directory, variant.spec, tensors, container=variant.container))
     weights = Weights({f"{name}.weight": plain_tensor(values) for name, values in matrices.items()})
     head = opened(files, weights)
-    head.runtime.new_key_values(4)
+    head.runtime.allocate_kv(4)
     return head, Reference(variant, tensors, {name: torch.from_numpy(values) for name, values in matrices.items()})
 
 
@@ -497,7 +497,7 @@ def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> 
     for directory, tensors, stored in ((tmp_path / "narrow", wide, dtype), (tmp_path / "wide", rounded, torch.float32)):
         files = HeadFiles.open(write_head(directory, VARIANTS["eagle3"].spec, tensors, dtype=stored))
         head = opened(files, weights)
-        head.runtime.new_key_values(4)
+        head.runtime.allocate_kv(4)
         features = np.random.default_rng(9).normal(0, 1, (3, head.config.num_features)).astype(np.float32)
         results.append(head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True).features.copy())
     np.testing.assert_array_equal(*results)
@@ -519,7 +519,7 @@ def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: f
     results = []
     for source in (files, HeadFiles.open(directory)):
         head = opened(source, weights)
-        head.runtime.new_key_values(4)
+        head.runtime.allocate_kv(4)
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
         features = np.random.default_rng(9).normal(0, 1, (5, head.config.num_features)).astype(np.float32)

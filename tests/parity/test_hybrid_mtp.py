@@ -59,7 +59,7 @@ def opened(files: HeadFiles, directory: Path, backend: str) -> RecurrentHead:
     module = load_mtp(files, config, open_weights(directory, config))
     assert module.notices == ()
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    head.runtime.new_key_values(8)
+    head.runtime.allocate_kv(8)
     return head
 
 

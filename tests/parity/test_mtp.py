@@ -102,7 +102,7 @@ def test_true_pairs_and_recurrence_are_what_the_formula_says(
     random = np.random.default_rng(4)
     tokens = random.integers(1, 97, 43)
     features = random.normal(0, 1, (43, 64)).astype(np.float32)
-    head.runtime.new_key_values(8)
+    head.runtime.allocate_kv(8)
     logits, output = _run(head, tokens[:30], features[:30], 0)
     logits, output = _run(head, tokens[30:], features[30:], 30)  # a second pass over the cached pairs of the first
     rows, fed = [torch.from_numpy(embedding[tokens])], [torch.from_numpy(features)]
@@ -134,7 +134,7 @@ def test_the_module_of_a_mixture_of_experts_is_the_one_of_transformers(
     module = load_mtp(HeadFiles.open(ours), config, open_weights(ours, config))
     assert module.config.normed_recurrence
     head = open_mtp_head(module, num_threads=2, max_model_len=128, backend=backend)
-    head.runtime.new_key_values(8)
+    head.runtime.allocate_kv(8)
     with torch.inference_mode():
         feature = main(token_ids[:, :-1], output_hidden_states=True).hidden_states[-1]
         logits, output = _run(head, token_ids[0, 1:].numpy(), feature[0].numpy(), 0)

@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "tokenizer": {*LEAVES, "models.gguf.file"},
     "models": LEAVES,
     "kv_cache": LEAVES,
-    "runtimes": {*LEAVES, "models", "kv_cache", "sampling.path_sampler"},
+    "runtimes": {*LEAVES, "machine", "models", "kv_cache", "sampling.path_sampler"},
     "sampling": {*LEAVES, "tokenizer"},
     "parsing": {*LEAVES, "tokenizer", "sampling", "outputs"},
     "speculation": SPECULATION,

@@ -13,10 +13,9 @@ from typing import Any
 from paceline import __version__
 from paceline.config import QuantOptions
 from paceline.errors import PacelineError
-from paceline.machine import available_memory_bytes, usable_processors
+from paceline.machine import available_memory_bytes, processor_flags, usable_processors
 from paceline.models.checkpoint import is_gguf, read_model_config, weight_files
 from paceline.models.gguf.file import open_gguf
-from paceline.runtimes.processor import processor_flags
 from paceline.small_files import read_json
 
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "asimddp")

@@ -24,7 +24,7 @@ from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
 from paceline.models.checkpoint import read_model_config
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble, in_parts
+from paceline.runtimes.base import FloatArray, Network, Numerics, assemble, split_into_passes
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.ranking import RankedRow
@@ -228,7 +228,7 @@ class DraftModelDrafter(Drafter):
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                for part in in_parts(active, lambda draft: len(draft.pending)):
+                for part in split_into_passes(active, lambda draft: len(draft.pending)):
                     ran, found = self._run(part, [draft.pending for draft in part], wants_logits=True)
                     for draft, row in zip(ran, found, strict=True):
                         self._advance(draft, row)
@@ -240,7 +240,7 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
         """Run long prompts in chunks until one more pass reaches every root."""
         while late := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            for part in in_parts(late, lambda _: CATCH_UP_ROWS):
+            for part in split_into_passes(late, lambda _: CATCH_UP_ROWS):
                 ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]

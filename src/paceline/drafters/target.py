@@ -18,7 +18,7 @@ from paceline.kv_cache.cache import KVCache
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.base import Network
-from paceline.runtimes.native.checksum import fastest_page_sums
+from paceline.runtimes.native.library import fastest_page_sums
 from paceline.tokenizer.tokenizer import Tokenizer
 
 

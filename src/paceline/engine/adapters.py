@@ -94,7 +94,7 @@ class Adapters:
         loaded = self._held[request] = self._by_name[request.adapter]
         loaded.num_requests += 1
         request.adapter_number, request.adapter_key = loaded.number, loaded.adapter.key
-        request.takes_scaling_passes = loaded.adapter.mixture is not None
+        request.has_mixture_pass = loaded.adapter.mixture is not None
         if request.namespace is not None:
             request.namespace = f"{request.namespace}\0{loaded.adapter.key.hex()}"
 

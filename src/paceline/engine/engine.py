@@ -46,7 +46,7 @@ class EngineStats:
 
     Attributes:
         num_steps: passes of the target, prefill chunks included. A scaling pass is not counted here.
-        num_scaling_passes: additional passes for rows of X-LoRA adapters.
+        num_mixture_passes: additional passes for rows of X-LoRA adapters.
         num_preemptions: how often a request's rows were dropped to make room, and computed again.
         num_finished, num_aborted, num_failed: requests by how they ended.
         num_running, num_waiting: requests now.
@@ -57,7 +57,7 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_scaling_passes: int = 0
+    num_mixture_passes: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -193,7 +193,7 @@ class Engine:
         with nullcontext() if self._lock.is_mine else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.num_preemptions, stats.num_scaling_passes = self.scheduler.num_preemptions, self.runtime.num_scaling_passes
+        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_mixture_passes
         stats.drafter_failures = self.speculator.num_failures
         return stats
 

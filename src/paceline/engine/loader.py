@@ -173,13 +173,13 @@ def _check_no_drafter_options(options: Mapping[str, Any]) -> None:
 
 
 def load_engine(
-    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, takes_mixtures: bool = False
+    config: EngineConfig, speculation: SpeculationConfig, drafters: Sequence[Drafter] = (), *, with_mixtures: bool = False
 ) -> LoadedEngine:
     """Load what the settings name.
 
     Args:
         drafters: objects made by the caller, which replace `speculation.drafter`.
-        takes_mixtures: make room for X-LoRA adapters even if the settings name none.
+        with_mixtures: make room for X-LoRA adapters even if the settings name none.
 
     Raises:
         CheckpointError, CapacityError, IncompatibleDrafterError, BackendUnavailableError, ConfigError: with the way out.
@@ -189,7 +189,7 @@ def load_engine(
     prepared = prepare(directory, config, speculation, drafters)
     loaded = load_runtime(directory, _runtime_options(config, prepared.layers))
     runtime = loaded.runtime
-    plan, cache = _new_cache(runtime, config, takes_mixtures=takes_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
+    plan, cache = _new_cache(runtime, config, with_mixtures=with_mixtures or any(map(is_xlora, map(Path, config.adapters.values()))))
     vocab_size = min(runtime.config.vocab_size, tokenizer.vocab_size)
     target = LoadedTarget(
         directory=directory,
@@ -230,13 +230,13 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
     )
 
 
-def _new_cache(runtime: Network, config: EngineConfig, *, takes_mixtures: bool) -> tuple[CachePlan, KVCache]:
+def _new_cache(runtime: Network, config: EngineConfig, *, with_mixtures: bool) -> tuple[CachePlan, KVCache]:
     """Size and allocate the target's cache, with room for scaling passes if X-LoRA adapters may be loaded."""
-    limits = _max_pass_size(config) if runtime.holds_windows else None
-    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if takes_mixtures else 1)
+    limits = _max_pass_size(config) if runtime.frees_outside_window else None
+    plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
-    if takes_mixtures:
-        runtime.keep_scaling_passes(cache)
+    if with_mixtures:
+        runtime.enable_mixtures(cache)
     cache.prefix_caching = config.enable_prefix_caching
     return plan, cache
 

@@ -21,7 +21,7 @@ from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate
 from paceline.proof.pairing import HeadFacts, PairCheck, check_draft_model, check_head
 from paceline.proof.probe import ProbeResult, probe, search_layout
 from paceline.proof.suggested_drafters import SuggestedDrafter, model_names, pass_costs, suggest_drafters
-from paceline.runtimes.load import RuntimeOptions, merged_name, with_adapter
+from paceline.runtimes.load import RuntimeOptions, merge_adapter, merged_adapter_name
 
 _GIGABYTE = 1e9
 
@@ -268,8 +268,8 @@ def with_merged(model: CheckpointFacts, directory: str, quantization: QuantOptio
         PacelineError: it does not fit the model, or cannot be read.
     """
     path = Path(directory)
-    adapter = _read_adapter(merged_name(path), path, model, read_adapter)
-    config, weights = with_adapter(adapter, model.config, model.weights, RuntimeOptions(quantization=quantization))
+    adapter = _read_adapter(merged_adapter_name(path), path, model, read_adapter)
+    config, weights = merge_adapter(adapter, model.config, model.weights, RuntimeOptions(quantization=quantization))
     return replace(model, config=config, weights=weights), AdapterDiagnosis.of(adapter)
 
 

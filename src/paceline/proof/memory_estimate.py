@@ -12,7 +12,7 @@ from paceline.models.quantize import schemes_for
 from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
-from paceline.runtimes.load import natural_kv_type
+from paceline.runtimes.load import default_kv_cache_dtype
 
 _ROWS_BESIDE_WINDOW = 640
 """Rows that a sliding-window layer keeps in addition to its window: rows not yet freed, and those of a pass."""
@@ -143,11 +143,11 @@ def estimate_memory(
     weights = sum(
         schemes[name].nbytes(checkpoint.weights.info(name).shape)
         if name in schemes
-        else _stored_bytes(checkpoint, name, in_panels=backend == "native" and not schemes)
+        else _stored_bytes(checkpoint, name, pack_weights=backend == "native" and not schemes)
         for name in checkpoint.weights
         if name not in looked_up
     )
-    natural = natural_kv_type(config, checkpoint.weights) if backend == "native" else KVCacheDtype(config.weight_type.value)
+    natural = default_kv_cache_dtype(config, checkpoint.weights) if backend == "native" else KVCacheDtype(config.weight_type.value)
     kept = kv_cache_dtype or natural
     windows = () if backend == "torch" or is_draft else config.windows
     return ModelMemory(
@@ -160,15 +160,15 @@ def estimate_memory(
     )
 
 
-def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, in_panels: bool) -> int:
+def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, pack_weights: bool) -> int:
     """Return the bytes of a tensor that is not quantised here; GGUF blocks have the kernels' packed layout."""
     facts = checkpoint.weights.info(name)
-    blocks = checkpoint.weights.blocks(name) if in_panels and facts.bits is not None else None
+    blocks = checkpoint.weights.blocks(name) if pack_weights and facts.bits is not None else None
     if blocks is None:
         return facts.nbytes
-    from paceline.runtimes.native.block_panels import bytes_in_panels
+    from paceline.runtimes.native.packed_weights import packed_bytes
 
-    return bytes_in_panels(blocks)
+    return packed_bytes(blocks)
 
 
 def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:
@@ -181,9 +181,9 @@ def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozens
 
 
 def _pass_bytes(checkpoint: CheckpointFacts, schemes: Collection[str], max_model_len: int | None) -> int:
-    from paceline.runtimes.native.pass_memory import pass_bytes
+    from paceline.runtimes.native.buffers import pass_bytes
 
     context = min(max_model_len or checkpoint.config.max_positions, checkpoint.config.max_positions)
     num_rows = min(EngineConfig().prefill_chunk_size, context)
     wanted = min(_WANTED_ROWS, context)
-    return pass_bytes(checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_wanted=wanted, num_positions=context)
+    return pass_bytes(checkpoint.config, checkpoint.weights, schemes, num_rows=num_rows, num_logits_rows=wanted, num_positions=context)

@@ -1,4 +1,4 @@
-"""Which runtime serves a network on this machine, and the line that says so where it is not what one would expect."""
+"""Choose the device and the runtime of a network on this machine."""
 
 import importlib.util
 import sys
@@ -10,10 +10,10 @@ from paceline.installation import install_extra
 
 
 def choose_device(device: str, backend: str) -> str:
-    """ "cpu" or "cuda".
+    """Return "cpu" or "cuda".
 
     Raises:
-        BackendUnavailableError: CUDA was asked for and is not there.
+        BackendUnavailableError: device is "cuda", and torch or the device is missing.
     """
     if device == "cpu" or backend == "native":
         return "cpu"
@@ -28,19 +28,19 @@ def choose_device(device: str, backend: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
-        raise BackendUnavailableError("device 'cuda' was asked for, but torch finds no CUDA device: use --device cpu")
+        raise BackendUnavailableError("device is 'cuda', but torch finds no CUDA device: use --device cpu")
     return "cpu"
 
 
 def choose_backend(backend: str, device: str, *, notices: list[str]) -> str:
-    """ "native" or "torch": our own kernels wherever they were built, because they are exact and the fastest there.
+    """Return "native" or "torch". "auto" takes our kernels if they were built: on the CPU they are exact and the fastest.
 
     Args:
-        backend: what was asked for; "auto" = choose.
-        notices: gets a line where torch has to take over.
+        backend: "auto", "native" or "torch".
+        notices: a line is appended if "auto" falls back to torch.
 
     Raises:
-        ConfigError: there is no such backend.
+        ConfigError: the backend does not exist.
         BackendUnavailableError: its library is not installed.
     """
     if backend not in BACKENDS:
@@ -60,15 +60,15 @@ def _best_backend(device: str, notices: list[str]) -> str:
         return "native"
     if not _has_torch():
         raise BackendUnavailableError(f"there are no native kernels for this machine: {install_extra('torch')}")
-    notices.append("there are no native kernels for this machine: the torch runtime takes over")
+    notices.append("there are no native kernels for this machine: using torch")
     return "torch"
 
 
 def _may_have_cuda() -> bool:
-    """Whether a driver is there at all; importing torch to find out takes seconds."""
+    """Return whether there is a CUDA driver. Importing torch to find out takes seconds."""
     return not sys.platform.startswith("linux") or any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _has_torch() -> bool:
-    """Asked without importing it, which takes seconds."""
+    """Return whether torch is installed, without importing it, which takes seconds."""
     return importlib.util.find_spec("torch") is not None

@@ -1,4 +1,4 @@
-"""What every network promises, on whatever it runs: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
+"""The interface of a network on any runtime: ragged rows in, logits and hidden states out, keys and values kept in the cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,13 +29,9 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 Item = TypeVar("Item")
 
-NO_MIXTURE_WITH_STATES = (
-    "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
-)
-
 
 class Numerics(Enum):
-    """Whether a row's bits may depend on what else is in the pass."""
+    """Whether a row's bits are independent of the other rows in the pass (EXACT) or not (FAST)."""
 
     EXACT = "exact"
     FAST = "fast"
@@ -45,19 +41,20 @@ class RowRange(NamedTuple):
     """Consecutive rows of one path: rows [start, start + num_rows) of the batch.
 
     They attend to `cached_len` rows already in the cache and to one another (causally, or by `mask`).
-    `block_table` covers at least `cached_len + num_rows` slots. Of the cached rows those before slot `first_slot` are not seen,
-    which only heads use; it is at most `cached_len`.
 
-    Row i of the range is row `plan_row + i` of the plan of sequence `sequence_id`; layers that keep something per sequence need both.
-
-    `adapter` is the number that `Network.load_adapter` gave; 0 = none.
+    Attributes:
+        block_table: covers at least `cached_len + num_rows` slots.
+        mask: [num_rows, num_rows], True = may attend; None = causal.
+        first_slot: cached rows before this slot are not attended to; at most `cached_len`. Only drafting heads use it.
+        sequence_id, plan_row: row i of the range is row `plan_row + i` of the sequence's plan. Recurrent layers need both.
+        adapter: the number `Network.load_adapter` returned; 0 = none.
     """
 
     start: int
     num_rows: int
     cached_len: int
     block_table: IntArray
-    mask: BoolArray | None = None  # [num_rows, num_rows], True = may attend
+    mask: BoolArray | None = None
     first_slot: int = 0
     sequence_id: int = 0
     plan_row: int = 0
@@ -70,10 +67,10 @@ class ForwardBatch:
 
     Attributes:
         positions: [T] int32, rotary positions.
-        ranges: the paths the rows belong to, in row order, without gaps. A network without attention needs none.
+        ranges: the paths of the rows, in row order, without gaps. A network without attention needs none.
 
     Raises:
-        ValueError: more than MAX_PASS_ROWS rows. That is no want of memory: whoever asks must ask in parts.
+        ValueError: more than MAX_PASS_ROWS rows; the caller must use `split_into_passes`.
     """
 
     positions: IntArray
@@ -81,16 +78,24 @@ class ForwardBatch:
 
     def __post_init__(self) -> None:
         if len(self.positions) > MAX_PASS_ROWS:
-            raise ValueError(f"a pass of {len(self.positions)} rows was asked for, at most {MAX_PASS_ROWS} are possible: ask in parts")
+            raise ValueError(f"a pass has at most {MAX_PASS_ROWS} rows, got {len(self.positions)}: split it")
+
+    def rows_by_adapter(self) -> dict[int, IntArray]:
+        """Return the rows of each adapter, ascending, by its number; rows without one are left out."""
+        ranges: dict[int, list[IntArray]] = {}
+        for item in self.ranges:
+            if item.adapter:
+                ranges.setdefault(item.adapter, []).append(np.arange(item.start, item.start + item.num_rows, dtype=np.int32))
+        return {number: np.concatenate(own) for number, own in ranges.items()}
 
 
-class Wanted(NamedTuple):
-    """What is wanted of the rows of a pass besides hidden states, which can be had of all of them.
+class LogitsRows(NamedTuple):
+    """The rows of a pass whose logits are computed, and what is returned of them.
 
     Attributes:
-        rows: [R] int32, those whose logits are wanted (each once, any order).
-        ranking: what is to be found in their logits; None = nothing, the logits themselves are wanted.
-        draws: [rankings, R] `DRAW`: how the token of each row is drawn, in the order in which the network has its logits; None = none is.
+        rows: [R] int32, each row at most once, in any order.
+        ranking: return this summary of each row; None = return the logits.
+        draws: [rankings, R] `DRAW`: how to sample each row of each ranking, in the order the network records them; None = no sampling.
     """
 
     rows: IntArray
@@ -99,11 +104,11 @@ class Wanted(NamedTuple):
 
 
 class ForwardOutput:
-    """What one pass returns; arrays are views that the next pass of the same network overwrites.
+    """The results of one pass. Arrays are views that the next pass of the same network overwrites.
 
     Args:
-        results: float32, by the names that the network's composition gives them; looked up only when asked for.
-        address_of: where the first row of a result lies, by its name, for a runtime that knows without asking the array; 0 = it does not.
+        results: float32 arrays by the names of the network's composition; read lazily.
+        address_of: returns the address of a result's first row by its name, where the runtime has it at hand; 0 = unknown.
     """
 
     def __init__(self, results: Mapping[str, FloatArray], address_of: Callable[[str], int] = lambda _: 0) -> None:
@@ -111,27 +116,27 @@ class ForwardOutput:
 
     @property
     def logits(self) -> FloatArray:
-        """[R, V], in the order of `Wanted.rows`."""
+        """[R, V], in the order of `LogitsRows.rows`."""
         return self.results[LOGITS]
 
     @property
     def block_max(self) -> FloatArray | None:
-        """[R, blocks] the largest logit of each block of a row; None = unknown."""
+        """[R, blocks] the maximum of each block of a row of logits; None = not computed."""
         return self.results.get(BLOCK_MAX)
 
     @property
     def logits_at(self) -> int:
-        """Where the first row of logits lies; 0 = the runtime does not know."""
+        """The address of the first row of logits; 0 = unknown."""
         return self._address_of(LOGITS)
 
     @property
     def block_max_at(self) -> int:
-        """The same of `block_max`."""
+        """The address of the first row of `block_max`; 0 = unknown."""
         return self._address_of(BLOCK_MAX)
 
     @property
     def ranked(self) -> list[RankedRow]:
-        """What was found in each row of logits."""
+        """The summaries of the rows of logits."""
         return ranked_rows(self.results[RANKED])
 
     @property
@@ -141,28 +146,28 @@ class ForwardOutput:
 
     @cached_property
     def collected_hidden_states(self) -> FloatArray | None:
-        """[num_collected, T, E], see `decoder`; None = nothing was to be collected."""
+        """[num_collected, T, E], see `decoder`; None = the network collects none."""
         names = [name for name in self.results if name.startswith(f"{COLLECTED}.")]
         return np.stack([self.results[name] for name in names]) if names else None
 
-    def by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
-        """The part of each plan; arguments as `assemble` got them."""
+    def split_by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
+        """Return the part of each plan; arguments are those of `assemble`."""
         parts: list[PlanOutput] = []
         first_row = first_logits_row = 0
-        for plan, wanted in zip(plans, logits_nodes, strict=True):
-            end = first_logits_row + len(wanted)
+        for plan, nodes in zip(plans, logits_nodes, strict=True):
+            end = first_logits_row + len(nodes)
             parts.append(PlanOutput(self, plan, first_row, first_logits_row, end))
             first_row, first_logits_row = first_row + len(plan.row_nodes), end
         return parts
 
 
 class PlanOutput(NamedTuple):
-    """What a pass returned for the rows of one plan.
+    """The results of a pass for the rows of one plan.
 
     Attributes:
         output: of the whole pass.
-        first_row: of the plan in the pass.
-        first_logits_row, end_logits_row: of the pass's rows of logits, those of the plan.
+        first_row: the plan's first row in the pass.
+        first_logits_row, end_logits_row: the plan's part of the rows of logits.
     """
 
     output: ForwardOutput
@@ -173,15 +178,15 @@ class PlanOutput(NamedTuple):
 
     @property
     def logits(self) -> FloatArray:
-        """[R of the plan, V], in the order its nodes were asked for."""
+        """[R of the plan, V], in the order of the `logits_nodes` given to `assemble`."""
         return self.output.logits[self.first_logits_row : self.end_logits_row]
 
     def hidden_states(self, nodes: Sequence[int]) -> FloatArray:
-        """[len(nodes), E] those of the plan's `nodes`, until the next pass."""
+        """Return [len(nodes), E], valid until the next pass."""
         return self.output.hidden_states[self._rows(nodes)]
 
     def collected_hidden_states(self, nodes: Sequence[int]) -> FloatArray | None:
-        """[num_collected, len(nodes), E] those of the plan's `nodes`; None where nothing was collected."""
+        """Return [num_collected, len(nodes), E]; None = the network collects none."""
         collected = self.output.collected_hidden_states
         return None if collected is None else collected[:, self._rows(nodes)]
 
@@ -193,7 +198,7 @@ class PlanOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a network can do on this machine."""
+    """How a network computes on this machine."""
 
     numerics: Numerics
     tree_layout: TreeLayout
@@ -203,12 +208,12 @@ class Capabilities:
 
 
 class Network(ABC):
-    """A loaded network, a language model or a head that guesses for one. Not thread-safe: one caller, one pass at a time.
+    """A loaded network: a language model or a drafting head. Not thread-safe: one caller, one pass at a time.
 
     Attributes:
         compose: what it computes.
-        version: names what its bits depend on besides the weights; empty where they are not tested.
-        weights: of a language model, as they were read; None = they are not kept.
+        version: identifies what its bits depend on besides the weights; empty if they are not tested.
+        weights: of a language model, as they were read; None = not kept.
     """
 
     config: ModelConfig
@@ -216,96 +221,99 @@ class Network(ABC):
     compose: Compose
     version: str = ""
     weights: Weights | None = None
-    num_passes: int  # how often `forward` ran, here and in the networks beside it
+    num_passes: int  # calls of `forward`, those of siblings included
 
     @property
-    def num_scaling_passes(self) -> int:
-        """In how many of these passes rows with X-LoRA took one more, in front of the real one, for their scalings."""
+    def num_mixture_passes(self) -> int:
+        """Extra passes that ran before real ones, for rows whose adapter is a mixture."""
         return 0
 
     @property
-    def takes_mixtures(self) -> bool:
-        """Whether X-LoRA adapters can be loaded: `keep_scaling_passes` was called."""
+    def supports_mixtures(self) -> bool:
+        """Whether adapters with a `Mixture` can be loaded: `enable_mixtures` was called."""
         return False
 
-    def keep_scaling_passes(self, cache: KVCache) -> None:
-        """Let X-LoRA adapters be loaded: scaling passes keep keys and values in layer caches of their own, which are added to `cache`.
+    def enable_mixtures(self, cache: KVCache) -> None:
+        """Add to `cache` what the extra passes of mixtures need, so that adapters with a `Mixture` can be loaded.
 
         Args:
-            cache: as `new_cache` gave it last, still empty.
+            cache: the one `new_cache` returned last, still empty.
 
         Raises:
-            BackendUnavailableError: this kind of network computes no X-LoRA.
-            CapacityError: the memory cannot be had.
-            ConfigError: the model has layers with which X-LoRA cannot be computed.
+            BackendUnavailableError: this kind of network runs no mixtures.
+            CapacityError: they do not fit in memory.
+            ConfigError: the model has layers that cannot run them.
         """
-        raise BackendUnavailableError("X-LoRA adapters cannot run on this kind of network: use one of LoRA")
+        raise BackendUnavailableError("mixtures of adapters cannot run on this kind of network: use a LoRA adapter")
 
     @property
-    def holds_windows(self) -> bool:
-        """Whether layers with a window keep no more rows than it needs."""
+    def frees_outside_window(self) -> bool:
+        """Whether sliding-window layers free the rows outside their window."""
         return False
 
     @abstractmethod
-    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
-        """Allocate the keys and values of `num_blocks` blocks, which this network and those beside it read and write from now on.
+    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
+        """Allocate keys and values of `num_blocks` blocks. This network and its siblings use them from now on.
 
-        There is one for each size that layers' keys have (`ModelConfig.kv_groups`).
+        Returns:
+            One for each shape of keys among the layers (`ModelConfig.kv_groups`).
 
         Raises:
-            CapacityError: the memory cannot be had.
+            CapacityError: they do not fit in memory.
         """
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        """Allocate a cache for this network, as `new_key_values` does.
+        """Allocate the cache of all layers. This network and its siblings use it from now on.
 
         Args:
-            limits: what will run in it at a time: layers with a window may take memory for that alone.
+            limits: bounds on concurrent work; sliding-window layers may allocate for that much only.
             checkpoints: which states of recurrent layers are kept for other sequences.
         """
-        return KVCache(self.new_key_values(num_blocks), num_blocks, self.capabilities.tree_layout)
+        return KVCache(self.allocate_kv(num_blocks), num_blocks, self.capabilities.tree_layout)
 
     @abstractmethod
-    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
-        """Run one pass; keys and values of its rows are in the cache when it returns.
+    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
+        """Run one pass and write keys and values of its rows to the cache.
 
         Args:
-            inputs: by the names the network asks for: `token_ids` [T] int32 of a language model, rows [T, width] float32 of a head.
+            inputs: `token_ids` [T] int32 for a language model; rows [T, width] float32 by the names its composition uses for a head.
         """
 
     @abstractmethod
     def embed(self, token_ids: IntArray) -> FloatArray:
-        """Embedding rows [T, E] float32 of `token_ids` [T], of a language model."""
+        """Return embedding rows [T, E] float32 of `token_ids` [T]."""
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """The number by which rows of a pass ask for an adapter, from 1 on; no number comes twice. Passes may run meanwhile.
+        """Load an adapter next to the weights and return the number that rows name it by (`RowRange.adapter`).
+
+        Numbers begin at 1 and are not reused. Passes may run at the same time.
 
         Raises:
-            BackendUnavailableError: this kind of network runs none.
-            ConfigError: the adapter changes something that it cannot change here; every such name is listed.
+            BackendUnavailableError: this kind of network runs no adapters.
+            ConfigError: the adapter changes tensors it cannot change here; all are listed.
         """
         raise BackendUnavailableError(f"the adapter {adapter.name!r} cannot run on this kind of network: merge it into the weights")
 
     def unload_adapter(self, number: int) -> None:
-        """Free an adapter that no row asks for any more."""
+        """Free an adapter that no row uses any more."""
         raise KeyError(number)
 
     @abstractmethod
-    def beside(self, compose: Compose) -> "Network":
-        """Another network of the same weights and the same cache."""
+    def sibling(self, compose: Compose) -> "Network":
+        """Return another network over the same weights and the same cache."""
 
-    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
-        """A network of other weights that reads the keys and values of this one, in whatever cache it has, and writes none.
+    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":
+        """Return a network with other weights that reads this one's keys and values and writes none.
 
         Args:
-            config: of its layers; `AttentionConfig.kv_layer` of each is the layer of this network that it reads.
-            weights: under the names `compose` uses; computed with as stored, in float32 on the CPU.
+            config: of its layers; each one's `AttentionConfig.kv_layer` is the layer of this network that it reads.
+            weights: by the names `compose` uses; not converted, computed in float32 on the CPU.
             max_model_len: positions to prepare for.
 
         Raises:
-            BackendUnavailableError: this kind of network has none.
+            BackendUnavailableError: this kind of network does not support it.
         """
-        raise BackendUnavailableError("nothing can read the keys and values of this kind of network: use another drafter")
+        raise BackendUnavailableError("no drafter can read the keys and values of this kind of network: use another drafter")
 
 
 class Pass(NamedTuple):
@@ -313,19 +321,11 @@ class Pass(NamedTuple):
 
     inputs: Mapping[str, IntArray]
     batch: ForwardBatch
-    wanted: Wanted
+    logits_rows: LogitsRows
 
 
-def no_room_for_mixture(name: str) -> str:
-    """What is wrong where the X-LoRA adapter of this name is loaded and nothing is kept of scaling passes."""
-    return (
-        f"the X-LoRA adapter {name!r} needs a second set of keys and values, which is planned when a model is opened: give it, or another "
-        "X-LoRA adapter, in adapters= (--adapter) then"
-    )
-
-
-def in_parts(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Items in order, in as few parts as it takes for the rows of each part to fit one pass; an item's rows must."""
+def split_into_passes(items: Iterable[Item], num_rows: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield the items in order, in as few parts as possible with at most MAX_PASS_ROWS rows each. Every item must fit one pass."""
     part, total = list[Item](), 0
     for item in items:
         count = num_rows(item)
@@ -344,28 +344,28 @@ def assemble(
     logits_nodes: Sequence[Sequence[int]],
     adapters: Sequence[int] | None = None,
 ) -> Pass:
-    """Lay the rows of several plans into one pass.
+    """Combine the rows of several plans into one pass.
 
     Args:
-        plans: what each sequence runs.
+        plans: the rows of each sequence.
         node_token_ids: per plan, the token of each node.
-        logits_nodes: per plan, the nodes whose logits are wanted; their logits come in this order.
+        logits_nodes: per plan, the nodes whose logits are computed; logits are returned in this order.
         adapters: per plan, the number of its adapter; None = no plan has one.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     ranges: list[RowRange] = []
     logits_rows: list[int] = []
-    for plan, tokens, wanted, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
+    for plan, tokens, nodes, adapter in zip(plans, node_token_ids, logits_nodes, adapters or [0] * len(plans), strict=True):
         base, is_straight = len(token_ids), isinstance(plan.row_nodes, range)  # then row i is node i
         token_ids.extend(tokens if is_straight else (tokens[node] for node in plan.row_nodes))
         positions.extend(plan.row_positions)
         for first_row, num_rows, _, block_table, mask in plan.paths:
             table = np.asarray(block_table, np.int32)
             ranges.append(RowRange(base + first_row, num_rows, plan.committed_len, table, mask, 0, plan.sequence_id, first_row, adapter))
-        if is_straight and isinstance(wanted, range):
-            logits_rows.extend(range(base + wanted.start, base + wanted.stop, wanted.step))
+        if is_straight and isinstance(nodes, range):
+            logits_rows.extend(range(base + nodes.start, base + nodes.stop, nodes.step))
         else:
-            logits_rows.extend(base + plan.row_of_node[node] for node in wanted)
+            logits_rows.extend(base + plan.row_of_node[node] for node in nodes)
     batch = ForwardBatch(np.asarray(positions, np.int32), tuple(ranges))
-    return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, Wanted(np.asarray(logits_rows, np.int32)))
+    return Pass({TOKEN_IDS: np.asarray(token_ids, np.int32)}, batch, LogitsRows(np.asarray(logits_rows, np.int32)))

@@ -1,6 +1,6 @@
-"""Networks, composed once: layer by layer from parts, and parts from blocks that each runtime provides.
+"""Compose a network layer by layer from blocks that each runtime implements.
 
-In the native runtime the blocks record operations and `Value` is a numbered buffer; on torch they compute and it is a tensor.
+In the native runtime a block records an operation and `Value` is its number. In torch it computes and `Value` is a tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,145 +29,145 @@ Value = TypeVar("Value")
 TOKEN_IDS = "token_ids"
 """The input of a language model."""
 LAYER_ROWS = "layer_rows"
-"""What runtimes look up of it besides, where layers have inputs of their own."""
+"""Rows of the table of layer inputs (Gemma 4), which runtimes look up by token id."""
 
 LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
 """Results."""
 
 BLOCK_MAX = "block_max"
-"""What a runtime may add to them: the largest of each block of a row's logits."""
+"""A result that a runtime may add: the maximum of each block of a row's logits."""
 
 
 class Blocks(Protocol[Value]):
-    """The small functions a network is made of. Weights are named as in `models/tensor_names.py`, without `.weight`.
+    """The functions a network is composed of. Weights are named as in `models/tensor_names.py`, without `.weight`.
 
-    Rows are [T, width]; a block that works on heads takes and returns rows of width num_heads * D.
+    Rows are [T, width]; blocks on heads take and return rows of width num_heads * D.
     """
 
     def embedding(self, name: str) -> Value:
-        """Rows [T, E] of the tokens in the input `token_ids` [T], times `config.embedding_scale` rounded to the type of computation."""
+        """Return rows [T, E] of the input `token_ids` [T], times `config.embedding_scale` rounded to the compute type."""
         ...
 
     def layer_embedding(self, name: str) -> Value:
-        """Rows [T, L * size] of the tokens in a table of the layers' inputs, times the root of `size`, rounded as `embedding`."""
+        """Return rows [T, L * size] of the table of layer inputs, times sqrt(size), rounded as in `embedding`."""
         ...
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
-        """[T, width], from column `begin` of x on."""
+        """Return columns [begin, begin + width) of x."""
         ...
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
-        """x W^T (+ bias) for each name, as one fused product."""
+        """Return x W^T (+ bias) for each name, as one fused product."""
         ...
 
     def rms_norm(self, x: Value, name: str) -> Value:
-        """x / rms(x) * weight; with `config.norm_offset` the product is taken in float32 before it is rounded."""
+        """Return x / rms(x) * weight; with `config.norm_offset` the product is computed in float32 before rounding."""
         ...
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        """RMS norm over each head's D values; None = without a weight."""
+        """Return the RMS norm of each head's D values; None = no weight."""
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
-        """Rotate each head's first `rotary_size` values, times the temperature of their position; the others pass through."""
+        """Rotate each head's first `rotary_size` values, times the temperature of their position; copy the others."""
         ...
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
-        """Write k and v [T, K * D] to the cache of `layer` and attend q [T, H * D] to all each row may see, the last `window` of it.
+        """Write k and v [T, K * D] to the cache of `layer` and attend q [T, H * D] to the rows each row may attend to.
 
-        Without k and v nothing is written: what another layer wrote is read, the rows of this pass as well. Scores are multiplied by
-        `attention.scale`, then soft-capped where `attention.soft_cap` is set. Sinks are the tensor `layers.N.attention.sinks`.
+        Without k and v, the keys and values another layer wrote are read, those of this pass included. Scores are multiplied by
+        `attention.scale`, then soft-capped if `attention.soft_cap` is set. Sinks are the tensor `layers.N.attention.sinks`.
         """
         ...
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
-        """The causal convolution over time of each channel of x [T, C], a row behind its parent; SiLU behind it, but in `ShortConvConfig`.
+        """Return the causal convolution over time of each channel of x [T, C], followed by SiLU except in `ShortConvConfig`.
 
-        Weights are `layers.N.conv`: weight [C, kernel_size], whose last column is of the row itself, and a bias [C] where there is one.
+        In a tree, a row follows its parent. `layers.N.conv` has a weight [C, kernel_size], the last column for the row itself, and an
+        optional bias [C].
         """
         ...
 
     def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
-        """What the states of `layer` give for rows x [T, C], see `GatedDeltaConfig`, with a and b [T, heads]: [T, heads * value_size].
+        """Return the output [T, heads * value_size] of a gated delta rule for rows x [T, C] and gates a, b [T, heads].
 
-        `layers.N.decay` has a weight [heads], below 0, and a bias [heads].
+        See `GatedDeltaConfig`. `layers.N.decay` has a negative weight [heads] and a bias [heads].
         """
         ...
 
     def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
-        """What the states of `layer` give for rows x [T, C], see `Mamba2Config`, with dt [T, heads]: [T, heads * head_size].
+        """Return the output [T, heads * head_size] of Mamba-2 for rows x [T, C] and step sizes dt [T, heads].
 
-        Weights are `layers.N.decay` as above and `layers.N.skip.weight` [heads].
+        See `Mamba2Config`. Weights are `layers.N.decay` as above and `layers.N.skip.weight` [heads].
         """
         ...
 
     def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
-        """RMS norm of each of `num_groups` parts of a row by itself, times a weight as wide as the row."""
+        """Return the RMS norm of each of `num_groups` parts of a row, times a weight as wide as the row."""
         ...
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
-        """activation(gate) * up."""
+        """Return activation(gate) * up."""
         ...
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
-        """The experts `prefix + experts.N` that each row chooses by its router's logits [T, experts], weighted and added up, [T, E]."""
+        """Return the weighted sum [T, E] of the experts `prefix + experts.N` that the router's logits [T, experts] choose for each row."""
         ...
 
     def sigmoid_gate(self, x: Value, y: Value) -> Value:
-        """x * sigmoid(y), y [T, 1]."""
+        """Return x * sigmoid(y), y [T, 1]."""
         ...
 
     def add(self, x: Value, y: Value) -> Value: ...
 
     def scale(self, x: Value, factor: float) -> Value:
-        """x * factor."""
+        """Return x * factor."""
         ...
 
     def scale_by(self, x: Value, name: str) -> Value:
-        """x times a weight of one value."""
+        """Return x times a scalar weight."""
         ...
 
     def input(self, name: str, width: int) -> Value:
-        """Rows [T, width] that `Network.forward` is given by this name; the same value whenever it is asked for."""
+        """Return the input [T, width] of `Network.forward` with this name; repeated calls return the same value."""
         ...
 
     def concat(self, *values: Value) -> Value:
-        """The values side by side, [T, sum of widths]."""
+        """Return the values concatenated by columns, [T, sum of widths]."""
         ...
 
     def silu_residual(self, x: Value, y: Value) -> Value:
-        """x + silu(y)."""
+        """Return x + silu(y)."""
         ...
 
     def rank(self, logits: Value, ranking: Ranking) -> Value:
-        """The records of rows of logits, [R, 2 + 2 * count], for `ranked_rows`."""
+        """Return summaries of rows of logits, [R, 2 + 2 * count], which `ranked_rows` decodes."""
         ...
 
     def logits_rows(self, x: Value) -> Value:
-        """The rows whose logits are wanted, [R, E]."""
+        """Return the rows whose logits are computed, [R, E]."""
         ...
 
     def lm_head(self, x: Value, name: str) -> Value:
-        """Logits [R, V] float32."""
+        """Return logits [R, V] float32."""
         ...
 
     def soft_cap(self, x: Value, cap: float) -> Value:
-        """cap * tanh(x / cap), of logits in float32."""
+        """Return cap * tanh(x / cap) of float32 logits."""
         ...
 
 
 class Compose(Protocol):
-    """A network: its results by name, [T, width], or [R, width] behind `logits_rows`."""
+    """A network as a function of blocks: returns its results by name, [T, width], or [R, width] after `logits_rows`."""
 
     def __call__(self, blocks: Blocks[Value]) -> Mapping[str, Value]: ...
 
 
 def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, layer: int) -> Value:
-    """Attention of rows x, with the products in front of it and behind it."""
+    """Return attention of rows x, with its input and output projections."""
     prefix = f"layers.{layer}."
 
-    def placed(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
-        """Queries or keys, normed and turned."""
+    def normed_and_rotated(x: Value, name: str, num_heads: int, rope: RopeConfig) -> Value:
         if attention.qk_norm is QKNorm.HEAD:
             x = blocks.head_norm(x, prefix + name, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
@@ -179,11 +179,11 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
         names += ["k_proj"] if attention.keys_are_values else ["k_proj", "v_proj"]
     q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if attention.is_gated else []))
     gate = kv.pop() if attention.is_gated else None
-    q = placed(q, "q_norm", attention.num_heads, attention.rope)
+    q = normed_and_rotated(q, "q_norm", attention.num_heads, attention.rope)
     if not kv:
         attended = blocks.attention(q, None, attention, layer)
     else:
-        k, v = placed(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
+        k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
         if attention.norms_values:
             v = blocks.head_norm(v, None, attention.num_kv_heads)
         attended = blocks.attention(q, (k, v), attention, layer)
@@ -193,7 +193,7 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
 
 
 def recurrent_part(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int) -> Value:
-    """A recurrent mixer of rows x, with the products in front of it and behind it."""
+    """Return a recurrent mixer of rows x, with its input and output projections."""
     prefix = f"layers.{layer}."
 
     def projected(*names: str) -> tuple[Value, ...]:
@@ -215,14 +215,14 @@ def recurrent_part(blocks: Blocks[Value], mixer: Recurrent, x: Value, layer: int
 
 
 def mixer_part(blocks: Blocks[Value], mixer: AttentionConfig | Recurrent, x: Value, layer: int) -> Value:
-    """What makes rows x depend on those before them."""
+    """Return the token mixer of rows x: attention or a recurrence."""
     if isinstance(mixer, AttentionConfig):
         return attention_part(blocks, mixer, x, layer)
     return recurrent_part(blocks, mixer, x, layer)
 
 
 def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: int, stream: Value) -> Value:
-    """The MLP of rows x, which are those of the stream behind a norm where there is one, or a mixture of experts."""
+    """Return the MLP, or mixture of experts, of rows x. `stream` is the residual stream before the norm that made x."""
     prefix = f"layers.{layer}."
     if isinstance(mlp, DenseMLP):
         return _dense(blocks, mlp, x, prefix)
@@ -256,38 +256,38 @@ def _dense(blocks: Blocks[Value], mlp: DenseMLP, x: Value, prefix: str) -> Value
 
 
 def decoder_layer(
-    blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, taken_in: Value | None = None
+    blocks: Blocks[Value], config: LayerConfig, x: Value, layer: int, *, normed: Value | None = None, layer_input: Value | None = None
 ) -> Value:
-    """One layer: its mixer, then its MLP, each joined to the stream x [T, E] as `config.norm_order` says.
+    """Return the residual stream after one layer: mixer, then MLP, each added to the stream x [T, E] in `config.norm_order`.
 
     Args:
-        layer: the number that names its weights and its place in the cache.
-        normed: what the mixer takes; None = x, behind a norm where the order has one there.
-        taken_in: of a layer with an input, that.
+        layer: number of its weights and of its keys and values in the cache.
+        normed: input of the mixer; None = x, normed first if the order says so.
+        layer_input: of a layer with its own input (Gemma 4), its rows.
     """
     prefix, order = f"layers.{layer}.", config.norm_order
 
-    def in_front(x: Value, name: str) -> Value:
+    def before(x: Value, name: str) -> Value:
         return blocks.rms_norm(x, prefix + name) if order.norms_input else x
 
-    def behind(x: Value, name: str) -> Value:
+    def after(x: Value, name: str) -> Value:
         x = blocks.rms_norm(x, prefix + name) if order.norms_output else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
     if config.mixer is not None:
-        normed = in_front(x, "attention_norm") if normed is None else normed
-        x = blocks.add(x, behind(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
+        normed = before(x, "attention_norm") if normed is None else normed
+        x = blocks.add(x, after(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
     if config.mlp is not None:
-        x = blocks.add(x, behind(mlp_part(blocks, config.mlp, in_front(x, "mlp_norm"), layer, x), "mlp_output_norm"))
-    if config.input is not None and taken_in is not None:
+        x = blocks.add(x, after(mlp_part(blocks, config.mlp, before(x, "mlp_norm"), layer, x), "mlp_output_norm"))
+    if config.input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
-        (added,) = blocks.linear(blocks.gated(gate, taken_in, config.input.activation), prefix + "input_proj")
+        (added,) = blocks.linear(blocks.gated(gate, layer_input, config.input.activation), prefix + "input_proj")
         x = blocks.add(x, blocks.rms_norm(added, prefix + "input_norm"))
     return blocks.scale_by(x, prefix + "output_scale") if config.scales_output else x
 
 
 def layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
-    """The inputs of all layers side by side [T, L * size]: half of the token's own, half of the embedding x.
+    """Return the inputs of all layers [T, L * size], computed from a table by token id and from the embedding x.
 
     Source: Gemma 4's model in transformers 5.23.
     """
@@ -297,13 +297,13 @@ def layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
 
 
 def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
-    """A whole language model: its input is `token_ids`.
+    """Return the composition of a language model, whose input is `token_ids`.
 
     Results are `logits` [R, V]; `hidden_states` [T, E], after the final norm; and `collected.0` … [T, E], the residual stream at each
     boundary of `collect_layers` (boundary i is the input of layer i; L is the last layer's output).
 
     Raises:
-        ConfigError: there is no such boundary.
+        ConfigError: a boundary does not exist.
     """
     if any(not 0 <= layer <= config.num_layers for layer in collect_layers):
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
@@ -312,8 +312,8 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
         boundaries, size = [blocks.embedding("embedding")], config.layer_input_size
         inputs = layer_inputs(blocks, config, boundaries[0]) if size else None
         for index, layer in enumerate(config.layers):
-            taken_in = None if inputs is None else blocks.columns(inputs, index * size, size)
-            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, taken_in=taken_in))
+            layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
+            boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
         hidden = blocks.rms_norm(boundaries[-1], "final_norm")
         logits = blocks.lm_head(blocks.logits_rows(hidden), "embedding" if config.tied_embeddings else "lm_head")
         if config.logit_scale != 1.0:
@@ -327,7 +327,7 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
 
 
 def ranked(compose: Compose, ranking: Ranking | None) -> Compose:
-    """The same network, which also ranks its rows of logits: `ranked` beside `logits`, `ranked.x` beside `logits.x`."""
+    """Return the same network with summaries of its logits added: `ranked` of `logits`, `ranked.x` of `logits.x`."""
     if ranking is None:
         return compose
 

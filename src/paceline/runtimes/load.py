@@ -1,4 +1,4 @@
-"""A checkpoint becomes a network that runs."""
+"""Load a checkpoint as a network of the chosen runtime."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +20,7 @@ from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.decoder import Compose, decoder
-from paceline.runtimes.native.checksum import fastest_page_sums
-from paceline.runtimes.native.library import kernels_path
+from paceline.runtimes.native.library import fastest_page_sums, kernels_path
 from paceline.runtimes.numerics import find_numerics
 from paceline.runtimes.profile_cache import ProfileCache
 
@@ -31,20 +30,21 @@ class RuntimeOptions:
     """How to run a network.
 
     Attributes:
-        numerics: what is wanted; the runtime's capabilities say what holds.
-        kv_cache_dtype: of keys and values; None = `natural_kv_type`.
-        dtype: None = the type the weights are stored in; F32, asked for, also leaves rows unrounded in front of quantised matrices.
+        numerics: requested; `Network.capabilities` has the result of the test.
+        kv_cache_dtype: of keys and values; None = `default_kv_cache_dtype`.
+        dtype: compute type; None = the type the weights are stored in. F32 also disables the rounding of rows to 8 bits before quantised
+            matrices.
         num_threads: CPU threads.
-        max_model_len: of the longest text there can be; None = what the model was made for.
+        max_model_len: of the longest text; None = the model's own limit.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
-        collect_layers: layer boundaries to return.
-        profile_directory: where facts measured on this machine are kept; None = nowhere.
-        quantization: how to quantise the matrices; None = they stay as they are stored.
-        quant_directory: where quantised matrices are kept for the next time; None = nowhere.
+        collect_layers: layer boundaries whose hidden states are returned.
+        profile_directory: where measurements of this machine are cached; None = nowhere.
+        quantization: how to quantise the matrices; None = as they are stored.
+        quant_directory: where quantised matrices are cached; None = nowhere.
         regroup: quantise the matrices of a GGUF file again, to larger groups that run faster; their values change.
-        memory_bytes: that can be had: what must become floats in it and does not fit is refused. None = no limit.
-        merge_adapter: directory of a LoRA adapter that becomes part of the weights; None = they stay as they are.
+        memory_bytes: free memory; matrices that must be converted to floats and exceed it are refused. None = no limit.
+        merge_adapter: directory of a LoRA adapter to merge into the weights; None = no adapter.
     """
 
     numerics: Numerics = Numerics.EXACT
@@ -65,7 +65,13 @@ class RuntimeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A network, the one-line notices its user should see, and which drafting head its checkpoint holds too ("medusa" or "mtp")."""
+    """A loaded network.
+
+    Attributes:
+        notices: lines to show the user.
+        own_head: the drafting head in the same checkpoint, "medusa" or "mtp"; None = there is none.
+        weight_bits: average bits of a weight.
+    """
 
     runtime: Network
     notices: tuple[str, ...]
@@ -75,32 +81,32 @@ class Loaded:
 
 @memory_errors("the model")
 def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
-    """Open a checkpoint and make a network of it.
+    """Load a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint cannot be used.
+        CheckpointError: the checkpoint is damaged or not supported.
         CapacityError: it does not fit in memory.
-        ConfigError: keys and values cannot have this type.
-        BackendUnavailableError: the device or its library is absent.
+        ConfigError: the runtime does not support this `kv_cache_dtype`.
+        BackendUnavailableError: the device or its library is missing.
     """
     stored = read_model_config(path)
     config = stored.for_context(options.max_model_len)
     weights = open_weights(path, config, regroup=options.regroup, num_threads=options.num_threads)
     if options.merge_adapter is not None:
-        name, free = merged_name(options.merge_adapter), options.memory_bytes
+        name, free = merged_adapter_name(options.merge_adapter), options.memory_bytes
         adapter = read_adapter(options.merge_adapter, name=name, config=config, weights=weights, memory_bytes=free)
-        config, weights = with_adapter(adapter, config, weights, options)
+        config, weights = merge_adapter(adapter, config, weights, options)
     own_head, notices = weights.own_head, list(weights.notices)
     if options.quantization is None:
         _check_floats(weights, config, options.memory_bytes)
     if isinstance(weights, MergedWeights):
         _check_merged(weights, options.memory_bytes)
     if weights.has_encoders:
-        notices.append("the checkpoint's image and audio encoders are left out: texts alone are read")
+        notices.append("the checkpoint's image and audio encoders are not loaded: only text is supported")
     if config.max_positions < stored.max_positions and options.max_model_len is None:
         notices.append(
-            f"context is the {config.max_positions} tokens the model was first made for: with max_model_len up to {stored.max_positions} "
-            "its frequencies for long texts are taken"
+            f"the context is {config.max_positions} tokens, the model's original length: set max_model_len, up to {stored.max_positions}, "
+            "to use its frequencies for long texts"
         )
     if options.quantization is not None:
         weights = quantized_weights(
@@ -116,15 +122,15 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
     return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
 
 
-def merged_name(directory: Path) -> str:
-    """What an adapter is called that is merged and that nobody asks for by name."""
+def merged_adapter_name(directory: Path) -> str:
+    """Return the name of a merged adapter for messages."""
     return directory.name or "merged"
 
 
-def with_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
-    """Network and weights with an adapter merged, in the type they are kept in; in float32 if they are quantised next.
+def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, options: RuntimeOptions) -> tuple[ModelConfig, MergedWeights]:
+    """Return config and weights with an adapter merged, in the compute type, or in float32 if they are quantised next.
 
-    Files of blocks compute in float32. What was a block becomes float16, whose binary digits are many more than a block's.
+    GGUF blocks compute in float32. Merged they are kept as float16, which is more precise than any block.
     """
     is_quantised = options.quantization is not None
     weight_type = WeightType.F32 if is_quantised else options.dtype or config.weight_type
@@ -141,7 +147,7 @@ def with_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, option
 
 
 def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
-    """Refuse matrices with an adapter merged that do not fit: the system would end the process."""
+    """Refuse merged matrices that do not fit in memory, before the system kills the process."""
     size = weights.changed_bytes
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
@@ -151,7 +157,7 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
 
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
-    """Refuse matrices of a quantised checkpoint that become floats, if these do not fit: the system would end the process."""
+    """Refuse matrices of a quantised checkpoint that become floats and do not fit in memory."""
     size = floats_bytes(weights.packed.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
@@ -168,7 +174,7 @@ def _build(config: ModelConfig, weights: Weights, options: RuntimeOptions, notic
 
 
 def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions, notices: list[str]) -> Network:
-    """The network with its numerics tested; a notice more where they are not what was asked for."""
+    """Return the network with its numerics tested; append a notice if they are not as requested."""
     from paceline.runtimes.native.network import NativeNetwork
 
     round_to = options.dtype or config.weight_type
@@ -179,8 +185,8 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         num_threads=options.num_threads,
         max_model_len=min(options.max_model_len or config.max_positions, config.max_positions),
         round_to=round_to,
-        kv_cache_dtype=options.kv_cache_dtype or natural_kv_type(config, weights, options.dtype),
-        panels=None if options.dtype is WeightType.F32 else {},
+        kv_cache_dtype=options.kv_cache_dtype or default_kv_cache_dtype(config, weights, options.dtype),
+        packed=None if options.dtype is WeightType.F32 else {},
         takes_adapters=True,
     )
     _warm_up(network)
@@ -188,19 +194,18 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
     if numerics is Numerics.EXACT:
         numerics = find_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
         if numerics is Numerics.FAST:
-            notices.append("on this machine a row's bits depend on what else is in the pass: numerics is fast")
+            notices.append("on this machine a row's bits depend on the other rows of its pass: numerics is fast")
     network.capabilities = replace(network.capabilities, numerics=numerics)
     return network
 
 
-def natural_kv_type(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVCacheDtype:
-    """The type of keys and values that loses nothing which the type of computation holds.
+def default_kv_cache_dtype(config: ModelConfig, weights: Weights, dtype: WeightType | None = None) -> KVCacheDtype:
+    """Return the compute type, or float16 for quantised checkpoints whose other tensors are float32.
 
-    A quantised file in float32 around its matrices does not say in which type its model was made: float16, which such files are run with
-    elsewhere, has three binary digits more than bfloat16.
+    Those do not record the type their model was trained in. llama.cpp runs them with float16, which has three bits more than bfloat16.
 
     Args:
-        dtype: to compute in; None = as stored.
+        dtype: compute type; None = as stored.
     """
     if dtype is None and config.weight_type is WeightType.F32 and any(weights.info(name).bits is not None for name in weights):
         return KVCacheDtype.F16
@@ -211,7 +216,9 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
     from paceline.runtimes.torch.network import TorchNetwork
 
     if options.numerics is Numerics.EXACT:
-        notices.append("torch picks kernels by a pass's shape, so near-ties may fall otherwise than in plain decoding: numerics is fast")
+        notices.append(
+            "torch picks kernels by a pass's shape, so near-ties may be decided differently than in plain decoding: numerics is fast"
+        )
     weight_type = options.dtype or config.weight_type
     if options.kv_cache_dtype not in (None, KVCacheDtype(weight_type.value)):
         raise ConfigError(
@@ -224,7 +231,7 @@ def _build_torch(config: ModelConfig, weights: Weights, options: RuntimeOptions,
 
 
 def _warm_up(network: Network) -> None:
-    """Read every weight once, so that the first request finds them in memory."""
+    """Run one pass, so that the weights are in memory when the first request comes."""
     cache = network.new_cache(1)
     network.forward(*assemble([cache.reserve(cache.new_sequence(), [-1])], [[0]], [[0]]))
     network.num_passes = 0
@@ -242,23 +249,23 @@ def open_head(
     lm_head_of: Network | None = None,
     rounds_rows: bool = False,
 ) -> Network:
-    """A network that guesses from a target's activations, computed in float32 from the weights as they are stored.
+    """Load a drafting head, a network that drafts from the target's hidden states. It computes in float32, with weights as stored.
 
-    Where it shares its `lm_head` with a target whose quantised matrices lie ready for rows that are rounded to bytes, that matrix is
-    read there, and the head's own quantised matrices are multiplied with rounded rows too.
+    If the head shares its `lm_head` with a target whose quantised weights are packed for 8-bit rows, it reads the target's copy. Rows
+    of the head are then rounded to 8 bits as well.
 
     Args:
         compose: what it computes.
-        config: sizes of its layers; the blocks read nothing else of it but `norm_eps` and `norm_offset`.
-        weights: under the names `compose` uses, with `.weight` or `.bias`.
+        config: sizes of its layers; blocks also read `norm_eps` and `norm_offset`.
+        weights: by the names `compose` uses, with `.weight` or `.bias`.
         max_model_len: positions to prepare for.
-        backend: "native", "torch" or "auto": native where there are kernels and the device is no GPU.
+        backend: "native", "torch" or "auto": native if there are kernels and the device is not a GPU.
         device: of torch, "cpu" or "cuda".
-        lm_head_of: whose vocabulary matrix `lm_head.weight` is, or its first rows; None = the head's own.
-        rounds_rows: multiply quantised matrices with rounded rows also where it is the head's own.
+        lm_head_of: the network whose vocabulary matrix, or its first rows, is `lm_head.weight`; None = the head's own.
+        rounds_rows: round rows to 8 bits before quantised matrices even if the head has its own `lm_head`.
 
     Raises:
-        BackendUnavailableError: the backend is not one of these, or cannot run here.
+        BackendUnavailableError: the backend does not exist or cannot run here.
     """
     if backend == "auto":
         backend = "native" if device != "cuda" and kernels_path() is not None else "torch"
@@ -267,11 +274,11 @@ def open_head(
 
         shared = None
         if isinstance(lm_head_of, NativeNetwork):
-            shared = lm_head_of.vocabulary_panels(weights.info("lm_head.weight").shape[0])
-        panels = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
-        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, panels=panels)
+            shared = lm_head_of.packed_vocabulary(weights.info("lm_head.weight").shape[0])
+        packed = {"lm_head": shared} if shared is not None else {} if rounds_rows else None
+        return NativeNetwork(compose, config, weights, num_threads=num_threads, max_model_len=max_model_len, packed=packed)
     if backend == "torch":
         from paceline.runtimes.torch.network import TorchNetwork
 
         return TorchNetwork(compose, config, weights, device=device)
-    raise BackendUnavailableError(f"heads run on 'native' or 'torch', not on {backend!r}: use one of these, or 'auto'")
+    raise BackendUnavailableError(f"backend is {backend!r}, a head runs on 'native' or 'torch': use one of these, or 'auto'")

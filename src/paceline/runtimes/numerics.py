@@ -1,7 +1,7 @@
-"""Does a row's result depend on what else is in the pass? Tested on the real network at load, rather than assumed.
+"""Test at load whether a row's logits depend on the other rows of its pass.
 
-Reference: two sequences decoded alone, one row a pass. Then the same tokens in passes of several rows and of both sequences.
-Exact means that every row's logits are bit-equal.
+Two sequences are decoded alone, one row a pass, and then in passes of several rows and of both sequences. Numerics are exact if the
+logits of every row are bit-equal.
 """
 
 from collections.abc import Sequence
@@ -13,37 +13,37 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
-# Rows of the two sequences per pass: decode rows, drafts and prompt chunks, alone and together, across a block border.
+# Rows of the two sequences per pass: decode rows, drafts and prompt chunks, alone and together, across a block boundary.
 _LENGTHS = (38, 9)
 _PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
 
 
-def find_numerics(network: Network, facts: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
-    """Whether every row of mixed passes has the bits of decoding alone.
+def find_numerics(network: Network, profile: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
+    """Return EXACT if every row of mixed passes has the bits of decoding alone, else FAST.
 
     Args:
         network: as it will be used; its cache is replaced.
-        facts: remembers the answer by network, library version, processor and threads.
-        collect_layers: what the network returns besides.
+        profile: stores the result by network, library version, processor and threads.
+        collect_layers: hidden states the network also returns.
 
     Raises:
-        CheckpointError: the network computes nothing but NaN.
+        CheckpointError: a row of logits is all NaN.
     """
     key = profile_key(
         "numerics", network.config, network.capabilities.weight_type, tuple(collect_layers), network.version, _LENGTHS, _PASSES
     )
-    answer = facts.get(key)
-    if answer not in [one.value for one in Numerics]:
-        answer = (Numerics.EXACT if _is_exact(network) else Numerics.FAST).value
-        facts.put(key, answer)
-    return Numerics(answer)
+    stored = profile.get(key)
+    if stored not in [one.value for one in Numerics]:
+        stored = (Numerics.EXACT if _is_exact(network) else Numerics.FAST).value
+        profile.put(key, stored)
+    return Numerics(stored)
 
 
 def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
     solo = [_solo(network, ids) for ids in tokens]
-    if any(np.isnan(row).all() for rows in solo for row in rows):  # nothing can be learned from it, so nothing is remembered
+    if any(np.isnan(row).all() for rows in solo for row in rows):  # neither exact nor fast, so nothing is stored
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"

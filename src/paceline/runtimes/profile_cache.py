@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.runtimes.processor import processor_name
+from paceline.machine import processor_name
 
 FILE_NAME = "measured.json"
 

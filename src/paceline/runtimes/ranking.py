@@ -1,4 +1,4 @@
-"""What is kept of rows of logits where the rows themselves are not wanted: the best few, log-sum-exp, the token that noise draws."""
+"""Summaries of logits rows: the top tokens, log-sum-exp and a sampled token, for callers that do not need the whole row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,24 +7,22 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.runtimes.native.records import Draw
-
-DRAW = np.dtype(Draw)
-"""How the token of a row is drawn: `key` of its noise (`sampling/noise.py`), and `temperature`; 0 = it is not drawn."""
+DRAW = np.dtype([("key", np.uint64), ("temperature", np.float32), ("unused", np.int32)])
+"""How a row's token is sampled: the `key` of its noise (`sampling/noise.py`) and the `temperature`; 0 = not sampled."""
 
 Draws: TypeAlias = NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
-    """What is wanted of rows of logits: a few numbers, so that the rows need not be looked at again.
+    """What to compute from each row of logits.
 
-    Two of the same values are two rankings: keep one for all passes that want the same, since each is recorded as a program.
+    The native runtime records a program for each object (compared by identity). Reuse one object for all passes.
 
     Attributes:
-        columns: of a row, the first ones that count.
-        count: so many of the best.
-        target_ids: [columns] the id that each stands for; None = its own number.
+        columns: leading columns of a row to look at.
+        count: how many top tokens to return.
+        target_ids: [columns] vocabulary id of each column; None = the column's number.
     """
 
     columns: int
@@ -33,12 +31,12 @@ class Ranking:
 
 
 class RankedRow(NamedTuple):
-    """What was found in one row, its logits divided by the temperature where it was drawn from.
+    """The summary of one row. Scores are logits, divided by the temperature if the row was sampled.
 
     Attributes:
-        log_sum: log(sum(exp(score))); not finite where the row holds NaN or +inf, or nothing else than -inf.
-        drawn: the id with the largest score - log E of noise E; -1 where nothing was drawn.
-        scores, token_ids: the best, largest first, lower columns first on ties; -inf and -1 where the row has no more.
+        log_sum: log(sum(exp(score))); not finite if the row has NaN, +inf, or only -inf.
+        drawn: id with the largest score - log E, E exponential noise (Gumbel-max); -1 = not sampled.
+        scores, token_ids: the top tokens, largest first, lower column first on ties; padded with -inf and -1.
     """
 
     log_sum: float
@@ -48,10 +46,10 @@ class RankedRow(NamedTuple):
 
 
 def ranked_rows(records: NDArray[np.float32]) -> list[RankedRow]:
-    """What `Blocks.rank` found.
+    """Decode the result of `Blocks.rank`.
 
     Args:
-        records: [R, 2 + 2 * count] float32: `log_sum`, `drawn`, `scores`, `token_ids`; ids are the bits of an int32.
+        records: [R, 2 + 2 * count] float32: `log_sum`, `drawn`, `scores`, `token_ids`; ids are int32 bit patterns.
     """
     end = (records.shape[1] + 2) // 2
     numbers = zip(records.tolist(), records.view(np.int32).tolist(), strict=True)

@@ -67,7 +67,7 @@ class Request:
         prediction_token_ids: text that the output is expected to resemble, for drafters that copy from it.
         namespace: requests of the same namespace may draft from each other's finished outputs; None = no sharing.
         adapter, adapter_number: name of the LoRA adapter, and the runtime's number of it; None and 0 = the target alone.
-        takes_scaling_passes: whether the adapter is an X-LoRA one, with which each row runs twice.
+        has_mixture_pass: whether the adapter is an X-LoRA one, with which each row runs twice.
         error: why it failed. No other request is affected.
         draft_histories: by drafter, what the policy learned about drafts for this request.
         origins: of each output token.
@@ -91,7 +91,7 @@ class Request:
     namespace: str | None = None
     adapter: str | None = None
     adapter_number: int = 0
-    takes_scaling_passes: bool = False
+    has_mixture_pass: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)

@@ -80,7 +80,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
             raise PassInterrupted from error
         raise
     view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_at, output.block_max_at)
-    for rows, own in zip(batch, output.by_plan(plans, nodes), strict=True):
+    for rows, own in zip(batch, output.split_by_plan(plans, nodes), strict=True):
         rows.set_output(own, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
     for rows, path in zip(batch, paths, strict=True):

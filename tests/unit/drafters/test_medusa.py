@@ -22,7 +22,7 @@ from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterErr
 from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
 from paceline.runtimes.ranking import Draws, Ranking, ranked_rows
-from paceline.runtimes.torch.ranking import rank_rows
+from paceline.runtimes.torch.blocks import rank_rows
 from paceline.sampling.draw import draw
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import CommittedRows, DraftBudget

@@ -10,7 +10,7 @@ from paceline.drafters.recurrent_heads.cache import PairCache, PairRows
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import Compose
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -22,16 +22,16 @@ NUM_BLOCKS, FEATURE = 24, 3
 class SilentHead(Network):
     """Has a cache and nothing else."""
 
-    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+    def forward(self, inputs: Mapping[str, FloatArray], batch: ForwardBatch, wanted: LogitsRows) -> ForwardOutput:
         return ForwardOutput({})
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         raise AssertionError
 
-    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
-    def beside(self, compose: Compose) -> Network:
+    def sibling(self, compose: Compose) -> Network:
         return self
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from harness.native_network import BUILT, open_kernels
 from paceline.models.storage.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, plain_page_sums
-from paceline.runtimes.native.checksum import fastest_page_sums, native_page_sums
+from paceline.runtimes.native.library import fastest_page_sums, native_page_sums
 
 SECTOR = 512
 
@@ -165,7 +165,7 @@ def test_threads_that_begin_together_hand_kernels_factors_that_stay(monkeypatch:
     """Factors of one thread that another one's replaced in a cache were freed while a kernel read them."""
     handed: list[int] = []
     library = SimpleNamespace(paceline_page_sums=lambda pages, num_pages, factors, sums: handed.append(factors))
-    monkeypatch.setattr("paceline.runtimes.native.checksum.kernels", lambda: library)
+    monkeypatch.setattr("paceline.runtimes.native.library.kernels", lambda: library)
     checksum(np.zeros(8192 * PAGE_BYTES, np.uint8), native_page_sums, num_threads=4)
     assert len(handed) == 8
     assert set(handed) == {PAGE_FACTORS.ctypes.data}

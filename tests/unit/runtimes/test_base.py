@@ -5,14 +5,14 @@ import pytest
 
 from paceline.config import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_PASS_ROWS
 from paceline.errors import PacelineError
-from paceline.runtimes.base import ForwardBatch, in_parts
+from paceline.runtimes.base import ForwardBatch, split_into_passes
 
 
 def test_a_pass_larger_than_any_is_refused_as_a_mistake_of_ours_not_as_a_want_of_memory():
     assert MAX_PASS_ROWS >= MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
     rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
     ForwardBatch(rows[1:], ())
-    with pytest.raises(ValueError, match=f"{MAX_PASS_ROWS + 1} rows .* at most {MAX_PASS_ROWS}.* in parts") as refusal:
+    with pytest.raises(ValueError, match=f"at most {MAX_PASS_ROWS} rows, got {MAX_PASS_ROWS + 1}: split it") as refusal:
         ForwardBatch(rows, ())
     assert not isinstance(refusal.value, PacelineError)
 
@@ -22,7 +22,7 @@ def test_parts_fit_a_pass_keep_the_order_and_are_as_few_as_can_be(largest, seed)
     random = np.random.default_rng([seed, largest])
     for count in (0, 1, 500):
         counts = random.integers(1, largest + 1, count).tolist()
-        parts = list(in_parts(range(count), counts.__getitem__))
+        parts = list(split_into_passes(range(count), counts.__getitem__))
         assert [item for part in parts for item in part] == list(range(count))
         rows = [sum(counts[item] for item in part) for part in parts]
         assert all(0 < total <= MAX_PASS_ROWS for total in rows)

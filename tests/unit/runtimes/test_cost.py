@@ -6,7 +6,7 @@ import pytest
 
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes import cost
-from paceline.runtimes.base import ForwardBatch, IntArray, Wanted
+from paceline.runtimes.base import ForwardBatch, IntArray, LogitsRows
 from paceline.runtimes.cost import ForwardProfile
 
 STAIRS = ForwardProfile.from_samples({1: 1.0, 8: 1.2, 9: 2.0, 16: 2.2})
@@ -49,7 +49,7 @@ class ClockedRuntime:
         self.wanted: list[IntArray] = []
         self._slow = slow
 
-    def forward(self, inputs: object, batch: ForwardBatch, wanted: Wanted) -> None:
+    def forward(self, inputs: object, batch: ForwardBatch, wanted: LogitsRows) -> None:
         self.now += 1.0 + self.row_s * len(batch.positions) + 60.0 * (len(self.batches) in self._slow)
         self.batches.append(batch)
         self.wanted.append(wanted.rows)

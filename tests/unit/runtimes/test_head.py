@@ -11,7 +11,7 @@ from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import Blocks, Value, decoder, decoder_layer
 from paceline.runtimes.load import open_head
 from paceline.runtimes.native.library import kernels_path
@@ -60,12 +60,14 @@ def open_network(backend: str, config: ModelConfig = CONFIG, *, num_threads: int
     return head
 
 
-def batch_of(*ranges: RowRange, positions: list[int] | None = None, logits_rows: list[int] | None = None) -> tuple[ForwardBatch, Wanted]:
+def batch_of(
+    *ranges: RowRange, positions: list[int] | None = None, logits_rows: list[int] | None = None
+) -> tuple[ForwardBatch, LogitsRows]:
     num_rows = sum(item.num_rows for item in ranges)
     where = np.concatenate([np.arange(item.cached_len, item.cached_len + item.num_rows) for item in ranges])
     at = np.array(where if positions is None else positions, np.int32)
     wanted = np.array(range(num_rows) if logits_rows is None else logits_rows, np.int32)
-    return ForwardBatch(at, ranges), Wanted(wanted)
+    return ForwardBatch(at, ranges), LogitsRows(wanted)
 
 
 def rows(count: int, seed: int = 1) -> dict[str, FloatArray]:
@@ -73,7 +75,7 @@ def rows(count: int, seed: int = 1) -> dict[str, FloatArray]:
     return {"left": random.normal(0, 1, (count, WIDTH)).astype(np.float32), "right": random.normal(0, 1, (count, 20)).astype(np.float32)}
 
 
-def run(head: Network, inputs: Mapping[str, FloatArray], batch: tuple[ForwardBatch, Wanted]) -> dict[str, FloatArray]:
+def run(head: Network, inputs: Mapping[str, FloatArray], batch: tuple[ForwardBatch, LogitsRows]) -> dict[str, FloatArray]:
     return {name: result.copy() for name, result in head.forward(inputs, *batch).results.items()}
 
 
@@ -129,7 +131,7 @@ def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> None:
     head = open_network(backend)
-    twin, other = head.beside(network), head.beside(push)
+    twin, other = head.sibling(network), head.sibling(push)
     inputs = rows(20)
     whole = run(head, inputs, batch_of(RowRange(0, 20, 0, table(1))))
     behind = run(twin, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(1))))
@@ -137,7 +139,7 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
     twin.new_cache(4)
     run(twin, part(inputs, 0, 12), batch_of(RowRange(0, 12, 0, table(2))))
     np.testing.assert_allclose(run(head, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(2))))["out"], whole["out"][12:], atol=1e-5)
-    nothing = ForwardBatch(np.zeros(3, np.int32), ()), Wanted(np.zeros(0, np.int32))
+    nothing = ForwardBatch(np.zeros(3, np.int32), ()), LogitsRows(np.zeros(0, np.int32))
     given = np.random.default_rng(3).normal(0, 1, (3, WIDTH)).astype(np.float32)
     matrix = weights()["push.weight"].array
     np.testing.assert_allclose(other.forward({"right": given}, *nothing).results["pushed"], given @ matrix.T, atol=1e-5)

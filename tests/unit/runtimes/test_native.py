@@ -27,7 +27,7 @@ from paceline.runtimes.native import execution as execution_module
 from paceline.runtimes.native import library
 from paceline.runtimes.native import network as network_module
 from paceline.runtimes.native.network import NativeNetwork
-from paceline.runtimes.native.passes import PassMemory
+from paceline.runtimes.native.passes import PassRecord
 from paceline.runtimes.native.records import Pass
 from paceline.runtimes.ranking import Ranking
 
@@ -103,7 +103,7 @@ def test_room_that_was_being_made_when_ctrl_c_came_is_made_anew(seed: int, monke
         with monkeypatch.context() as patch:
             patch.setattr(execution_module.np, "empty", empty)
             with pytest.raises(KeyboardInterrupt):
-                runtime._programs[None].execution.make_room(90)
+                runtime._programs[None].execution.reserve_rows(90)
         assert np.array_equal(run_prompt(runtime, prompt).logits, expected)
 
 
@@ -115,9 +115,9 @@ class InterruptedPass(Pass):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("field", ["ranges", "range_of_row", "selected", "block_tables", "masks"])
+@pytest.mark.parametrize("field", ["ranges", "range_of_row", "logits_rows", "block_tables", "masks"])
 def test_an_interrupt_between_an_address_and_its_array_leaves_no_array(field: str) -> None:
-    memory = PassMemory(None)
+    memory = PassRecord(None)
     memory._grow(field, 4)
     record, before = memory.record, getattr(memory, field)
     memory.record = InterruptedPass()
@@ -141,7 +141,7 @@ def test_an_interrupt_while_a_ranked_program_is_made_leaves_none(token_ids: list
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(execution_module.Execution, "use_cache", interrupted)
+        patch.setattr(execution_module.Execution, "set_cache", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.forward(inputs, batch, wanted)
     assert [row.token_ids[0] for row in runtime.forward(inputs, batch, wanted).ranked] == best
@@ -186,7 +186,14 @@ def test_what_passes_read_and_write_begins_at_a_cache_line(token_ids: list[int],
     plan = cache.reserve(cache.new_sequence(), range(-1, 39))
     runtime.forward(*assemble([plan], [token_ids[:40]], [range(40)]))
     execution = runtime._programs[None].execution
-    arrays = [*execution._planes, *execution._buffers, *execution._scratch, execution._parts, execution._packed, execution._packed_rows]
+    arrays = [
+        *execution._kv_storage,
+        *execution._buffers,
+        *execution._scratch,
+        execution._split_results,
+        execution._packed,
+        execution._packed_rows,
+    ]
     assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
 
 
@@ -292,9 +299,9 @@ def test_what_is_measured_belongs_to_the_kernels_a_number_of_threads_and_a_type(
     assert "2 threads" in two
     weights = Weights(make_weights(CONFIG, seed))
     versions = {
-        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_model_len=256, round_to=round_to, panels=panels).version
+        NativeNetwork(decoder(CONFIG), CONFIG, weights, num_threads=2, max_model_len=256, round_to=round_to, packed=packed).version
         for round_to in (WeightType.F32, WeightType.BF16)
-        for panels in (None, {})
+        for packed in (None, {})
     }
     assert two in versions
     assert len(versions) == 3

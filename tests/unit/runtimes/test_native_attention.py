@@ -191,7 +191,7 @@ def test_a_layer_that_shares_reads_what_the_other_wrote_and_writes_nothing(seed:
     expected = bench.attend([q, k, v], rows).copy()
     shared = replace(bench.config.attention, kv_layer=0)
     reader = Network([64], lambda blocks, inputs: [blocks.attention(inputs[0], None, shared, 1)], config=bench.config, num_threads=2)
-    reader.execution.use_cache([*bench.storage, *np.full((2, 1, 1), 0xFF, np.uint8)])
+    reader.execution.set_cache([*bench.storage, *np.full((2, 1, 1), 0xFF, np.uint8)])
     written = bench.storage.copy()
     assert np.array_equal(reader(q, batch=make_batch(rows))[0], expected)
     assert np.array_equal(bench.storage, written)

@@ -50,7 +50,7 @@ def head(form: str, outputs: int, **options: Any) -> Network:
         logits = blocks.lm_head(inputs[0], "lm_head")
         return [logits, blocks.keep_block_max(logits)]
 
-    return Network([COLUMNS], build, tensors=tensors, in_panels=form != "f32", **options)
+    return Network([COLUMNS], build, tensors=tensors, packed=form != "f32", **options)
 
 
 @pytest.mark.parametrize("level", BUILT)

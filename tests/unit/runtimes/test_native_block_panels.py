@@ -9,13 +9,14 @@ from harness.native_network import BUILT, open_kernels
 from paceline.errors import CheckpointError
 from paceline.models.gguf.blocks import GROUPED_TYPES, StoredBlocks
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
-from paceline.runtimes.native import block_panels, panels
-from paceline.runtimes.native.block_panels import blocks_in_panels
-from paceline.runtimes.native.panels import Panels, in_panels
+from paceline.runtimes.native import packed_weights
+from paceline.runtimes.native.packed_weights import PackedWeights, pack_gguf_blocks, pack_weights
+from paceline.runtimes.native.records import MatrixKind
 
 pytest.importorskip("gguf")
 
 OUTPUTS, COLUMNS = 83, 768
+TABLE, FLOAT16 = MatrixKind.PANELS_4_BITS_TABLE, MatrixKind.PANELS_4_BITS_TABLE_FLOAT16
 BY_TYPE = pytest.mark.parametrize("name", GROUPED_TYPES)
 
 
@@ -27,7 +28,7 @@ def blocks_of(random: np.random.Generator, name: str, outputs: int = OUTPUTS, co
     return StoredBlocks(random_blocks(random, name, outputs, columns, scale=0.01), block_type(name), "the tensor")
 
 
-def same(one: Panels, other: Panels) -> bool:
+def same(one: PackedWeights, other: PackedWeights) -> bool:
     facts = [(own.kind, own.outputs, own.columns, own.group, own.zero_point, own.block) for own in (one, other)]
     return facts[0] == facts[1] and np.array_equal(one.data, other.data)
 
@@ -46,7 +47,7 @@ def test_they_are_those_of_the_groups_whatever_order_rows_and_columns_are_in(nam
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
         for runs in run_orders(random):
             blocks = StoredBlocks(plain.raw, plain.block_type, plain.where, order, runs)
-            assert same(blocks_in_panels(blocks, num_threads), in_panels(blocks.groups(), 1)), (order is None, runs)
+            assert same(pack_gguf_blocks(blocks, num_threads), pack_weights(blocks.groups(), 1)), (order is None, runs)
 
 
 @BY_TYPE
@@ -54,7 +55,7 @@ def test_numbers_of_columns_and_rows_that_fill_no_panel(name: str, seed: int) ->
     random = np.random.default_rng(seed)
     for outputs, columns in ((1, 256), (15, 512), (17, 256), (300, 256)):
         blocks = blocks_of(random, name, outputs, columns)
-        assert same(blocks_in_panels(blocks, 2), in_panels(blocks.groups(), 1)), (outputs, columns)
+        assert same(pack_gguf_blocks(blocks, 2), pack_weights(blocks.groups(), 1)), (outputs, columns)
 
 
 @BY_TYPE
@@ -62,25 +63,24 @@ def test_rows_that_lie_apart_in_the_file(name: str, seed: int) -> None:
     """Every other row of a tensor, as experts and stacks of projections are views of one."""
     plain = blocks_of(np.random.default_rng(seed), name)
     blocks = StoredBlocks(plain.raw[::2], plain.block_type, plain.where)
-    assert same(blocks_in_panels(blocks, 1), in_panels(blocks.groups(), 1))
+    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.groups(), 1))
 
 
 @pytest.mark.parametrize("name", [name for name in GROUPED_TYPES if block_type(name).num_items == 32])
 def test_an_odd_number_of_groups_of_32_columns(name: str, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), name, 20, 96)
-    assert same(blocks_in_panels(blocks, 1), in_panels(blocks.groups(), 1))
+    assert same(pack_gguf_blocks(blocks, 1), pack_weights(blocks.groups(), 1))
 
 
 @pytest.mark.parametrize("level", BUILT[1:])
 def test_every_instruction_set_lays_them_out_alike(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
     all_blocks = [blocks_of(random, name) for name in GROUPED_TYPES]
-    best = [blocks_in_panels(blocks, 1) for blocks in all_blocks]
+    best = [pack_gguf_blocks(blocks, 1) for blocks in all_blocks]
     library = open_kernels(level)
-    for module in (panels, block_panels):
-        monkeypatch.setattr(module, "kernels", lambda: library)
+    monkeypatch.setattr(packed_weights, "kernels", lambda: library)
     for blocks, expected in zip(all_blocks, best, strict=True):
-        assert same(blocks_in_panels(blocks, 1), expected), blocks.block_type.name
+        assert same(pack_gguf_blocks(blocks, 1), expected), blocks.block_type.name
 
 
 @BY_TYPE
@@ -94,14 +94,16 @@ def test_a_scale_that_is_not_finite_is_an_error_that_names_its_row(name: str, nu
         for start in HALVES[name][-1:]:
             blocks.raw[61, last + start : last + start + 2] = np.array([number], "<f2").view(np.uint8)
     with pytest.raises(CheckpointError, match="the tensor has a scale that is not finite in rows 61 to 61; the file is damaged"):
-        blocks_in_panels(blocks, 2)
+        pack_gguf_blocks(blocks, 2)
 
 
-@pytest.mark.parametrize(("exponent", "kind"), [(0, 13), (1, 13), (103, 13), (104, 15), (143, 15), (144, 13), (200, 13)])
-def test_scales_of_mxfp4_are_kept_in_float16_where_that_holds_all_of_them(exponent: int, kind: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("exponent", "kind"), [(0, TABLE), (1, TABLE), (103, TABLE), (104, FLOAT16), (143, FLOAT16), (144, TABLE), (200, TABLE)]
+)
+def test_scales_of_mxfp4_are_kept_in_float16_where_that_holds_all_of_them(exponent: int, kind: MatrixKind, seed: int) -> None:
     blocks = blocks_of(np.random.default_rng(seed), "MXFP4")
     blocks.raw[40, 17] = exponent
-    found = blocks_in_panels(blocks, 1)
+    found = pack_gguf_blocks(blocks, 1)
     assert found.kind == kind
-    assert same(found, in_panels(blocks.groups(), 1))
+    assert same(found, pack_weights(blocks.groups(), 1))
     assert np.array_equal(found.rows(np.array([40, 3], np.int32)), blocks.groups().values(np.array([40, 3], np.int32)))

@@ -117,7 +117,7 @@ def test_pairs_get_what_their_own_adapter_adds_and_others_keep_their_bits(seed: 
 def test_bits_depend_neither_on_other_rows_nor_on_other_adapters_nor_on_threads(stored: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random, stored), some_adapters(random)
-    networks = [network_of(tensors, adapters, num_threads=threads, in_panels=stored == "panels") for threads in (1, 3)]
+    networks = [network_of(tensors, adapters, num_threads=threads, packed=stored == "panels") for threads in (1, 3)]
     given, numbers = rows_of(random, 23), random.integers(0, 5, 23).tolist()
     alone = [run(networks[0], (given[0][row : row + 1], given[1][row : row + 1]), [number]) for row, number in enumerate(numbers)]
     base = run(networks[0], given, [0] * 23)

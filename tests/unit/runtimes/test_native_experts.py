@@ -55,8 +55,8 @@ def network(kind: str, mlp: ExpertMLP, tensors: dict[str, AnyTensor], **options:
         return [blocks.experts(x, logits, mlp, "")]
 
     round_to = WeightType.BF16 if kind == "bf16" else WeightType.F32
-    in_panels = kind in ("int4", "int8", "mxfp4") and options.pop("in_panels", True)
-    return Network([WIDTH, mlp.routing.num_experts], build, tensors=tensors, round_to=round_to, in_panels=in_panels, **options)
+    packed = kind in ("int4", "int8", "mxfp4") and options.pop("packed", True)
+    return Network([WIDTH, mlp.routing.num_experts], build, tensors=tensors, round_to=round_to, packed=packed, **options)
 
 
 def weights_of(routing: Routing, logits: np.ndarray, tensors: dict[str, AnyTensor]) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_a_row_gets_what_its_experts_compute_and_the_same_bits_whoever_shares_th
 @BY_LEVEL
 def test_experts_in_groups_can_take_rows_as_they_are(kind: str, level: str, seed: int) -> None:
     tensors = make_weights(kind, PLAIN, seed)
-    run = network(kind, PLAIN, tensors, num_threads=2, level=level, in_panels=False)
+    run = network(kind, PLAIN, tensors, num_threads=2, level=level, packed=False)
     x, logits = rows_of(seed, 20)
     assert np.abs(run(x, logits)[0] - expected(PLAIN, tensors, x, logits)).max() < 1e-4
 
@@ -197,6 +197,6 @@ def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed
     operations = run._blocks.operations
     for index, operation in enumerate(operations):
         if isinstance(operation, ExpertsOperation):
-            taken = run.execution.pieces_taken(index, 1)
+            taken = run.execution.num_claimed(index, 1)
             outputs = operation.matrices[0].outputs
             assert taken == active * operation.num_matrices * -(-outputs // 48)

@@ -11,8 +11,8 @@ from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, pack_nibbles, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.panels import in_panels
-from paceline.runtimes.native.records import Packing
+from paceline.runtimes.native.packed_weights import pack_weights
+from paceline.runtimes.native.records import MatrixKind, Packing
 from paceline.runtimes.native.weights import NativeWeights
 
 MAX_ROWS = 20
@@ -66,7 +66,7 @@ def network(tensors: Mapping[str, AnyTensor], *, num_threads: int = 1, level: st
     columns = tensors[f"{names[0]}.weight"].shape[1]
     return Network(
         [columns], lambda blocks, inputs: blocks.linear(inputs[0], *names),
-        tensors=tensors, num_threads=num_threads, level=level, in_panels=True,
+        tensors=tensors, num_threads=num_threads, level=level, packed=True,
     )  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def test_groups_of_zeros_and_of_the_smallest_and_largest_numbers_are_right(size:
 def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = grouped(random, "u8", 21, 64, 32).matrix
-    panels = in_panels(matrix, 2)
+    panels = pack_weights(matrix, 2)
     assert panels.data.shape == (2, 2 * (64 + 32 * 16))
     assert panels.data.ctypes.data % 64 == 0
     first = panels.data[1, :64].view(np.float32)
@@ -227,9 +227,10 @@ def test_panels_hold_every_value_and_zeros_where_there_is_no_output(seed: int) -
 def test_scales_that_float16_holds_take_half_the_room(seed: int) -> None:
     random = np.random.default_rng(seed)
     whole, halves, odd = (
-        in_panels(grouped(random, *size).matrix, 1) for size in (("u4", 16, 64, 32), ("u4-halves", 16, 64, 32), ("u4-halves", 16, 96, 32))
+        pack_weights(grouped(random, *size).matrix, 1)
+        for size in (("u4", 16, 64, 32), ("u4-halves", 16, 64, 32), ("u4-halves", 16, 96, 32))
     )
-    assert (whole.kind, halves.kind, odd.kind) == (11, 14, 11)
+    assert (whole.kind, halves.kind, odd.kind) == (MatrixKind.PANELS_4_BITS, MatrixKind.PANELS_4_BITS_FLOAT16, MatrixKind.PANELS_4_BITS)
     assert whole.data.nbytes - halves.data.nbytes == 64
 
 
@@ -237,7 +238,7 @@ def test_scales_that_float16_holds_take_half_the_room(seed: int) -> None:
 def test_rows_of_panels_have_the_values_of_the_matrix(form: str, columns: int, group: int, seed: int) -> None:
     matrix = grouped(np.random.default_rng(seed), form, 37, columns, group).matrix
     numbers = np.array([36, 0, 15, 16, 0, 31], np.int32)
-    assert np.array_equal(in_panels(matrix, 2).rows(numbers), matrix.values(numbers))
+    assert np.array_equal(pack_weights(matrix, 2).rows(numbers), matrix.values(numbers))
 
 
 def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
@@ -249,7 +250,7 @@ def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(
 
     weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
     shared: dict = {}
-    first, second = (NativeWeights(weights, WeightType.F32, panels=shared).matrix("a", 0) for _ in range(2))
+    first, second = (NativeWeights(weights, WeightType.F32, packed=shared).matrix("a", 0) for _ in range(2))
     assert first.codes == second.codes
     assert list(shared) == ["a"]
     assert forgotten == ["a.weight"]
@@ -270,4 +271,4 @@ def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, 
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
     of_piece = 64 if num_rows <= 4 else 16
-    assert run.execution.pieces_taken(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())
+    assert run.execution.num_claimed(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

@@ -14,7 +14,7 @@ from paceline.models.weights import Tensor
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.native.program import NativeBlocks, Value
 from paceline.runtimes.native.records import AttentionOperation, RankOperation, RopeOperation
-from paceline.runtimes.rotary import RotaryTables
+from paceline.runtimes.native.rotary import RotaryTables
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 WIDTH = 48
@@ -45,7 +45,7 @@ def tables() -> RotaryTables:
     joined = RotaryTables(native_config(), 64)
     bases = [(40, 0.5, 1e4), (8, 1.0, 100.0), (16, 1.0, 500.0)]
     configs = [make_config(head_size=size, rope=RopeConfig(theta=theta, rotated_fraction=part)) for size, part, theta in bases]
-    joined.pairs = [RotaryTables(config, 64).pairs[0] for config in configs]
+    joined.cos_sin = [RotaryTables(config, 64).cos_sin[0] for config in configs]
     return joined
 
 
@@ -66,14 +66,14 @@ def build(blocks: NativeBlocks, inputs: list[Value]) -> list[Value]:
         q, k, v = blocks.linear(x, f"{number}.q", f"{number}.k", f"{number}.v")
         size, half = layer.head_size, layer.rotary_half
         turned = [
-            blocks._add(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, table=layer.table), value)
+            blocks._append(RopeOperation(x=value.index, heads=heads, head_size=size, rotary_half=half, table=layer.table), value)
             for value, heads in ((q, layer.heads), (k, layer.kv_heads))
         ]
         attention = AttentionOperation(
             q=turned[0].index, k=turned[1].index, v=v.index, heads=layer.heads, kv_heads=layer.kv_heads, head_size=layer.head_size,
             layer=number, tables=0, window=layer.window, scale=layer.scale, soft_cap=layer.soft_cap, sinks=None,
         )  # fmt: skip
-        x = blocks.add(x, *blocks.linear(blocks._add(attention, q), f"{number}.o"))
+        x = blocks.add(x, *blocks.linear(blocks._append(attention, q), f"{number}.o"))
     return [x]
 
 
@@ -88,7 +88,7 @@ def turned(x: np.ndarray, layer: Geometry, pair: tuple[FloatArray, FloatArray]) 
 def expected(x: FloatArray, seed: int) -> np.ndarray:
     """The definition, in float64."""
     tensors = {name.removesuffix(".weight"): tensor.array.astype(np.float64) for name, tensor in weights(seed).items()}
-    pairs, stream = tables().pairs, x.astype(np.float64)
+    pairs, stream = tables().cos_sin, x.astype(np.float64)
     for number, layer in enumerate(LAYERS):
         q, k, v = ((stream @ tensors[f"{number}.{name}"].T).reshape(len(x), -1, layer.head_size) for name in "qkv")
         q, k = (turned(heads, layer, pairs[layer.table]) for heads in (q, k))
@@ -109,7 +109,7 @@ def expected(x: FloatArray, seed: int) -> np.ndarray:
 def test_layers_of_several_geometries_run_in_one_program(level: str, num_threads: int, seed: int) -> None:
     """Heads, head sizes, windows, soft caps and rotary tables of their own; a prompt, then rows behind it."""
     run = Network([WIDTH], build, tensors=weights(seed), num_threads=num_threads, level=level, tables=tables())
-    run.execution.use_cache(
+    run.execution.set_cache(
         [np.full((4, layer.kv_heads, BLOCK_SIZE, layer.head_size), np.nan, np.float32) for layer in LAYERS for _ in range(2)]
     )
     x = np.random.default_rng(seed).normal(size=(45, WIDTH)).astype(np.float32)

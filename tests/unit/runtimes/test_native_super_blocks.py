@@ -15,13 +15,13 @@ from paceline.models.grouped import GroupedMatrix
 from paceline.models.layers import DenseMLP, ExpertMLP, Routing
 from paceline.models.weights import GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
-from paceline.runtimes.native.panels import PANEL_KINDS, Panels, in_panels
-from paceline.runtimes.native.records import Packing
+from paceline.runtimes.native.packed_weights import PackedWeights, pack_weights
+from paceline.runtimes.native.records import PANEL_KINDS, MatrixKind, Packing
 from paceline.runtimes.native.weights import NativeWeights
 
 gguf = pytest.importorskip("gguf")
 
-KINDS = {"Q4_K": 16, "Q5_K": 17, "Q6_K": 18, "Q2_K": 19, "Q3_K": 20, "IQ4_XS": 21}
+KINDS = {name: MatrixKind[f"PANELS_{name}"] for name in ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS")}
 OUTPUTS, COLUMNS, MAX_ROWS = 53, 768, 43
 BY_TYPE = pytest.mark.parametrize("name", KINDS)
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
@@ -60,7 +60,7 @@ def run(matrix: GroupedMatrix, rows: FloatArray, *, level: str | None = None, nu
     network = Network(
         [matrix.shape[1]], lambda blocks, inputs: blocks.linear(inputs[0], "a"),
         tensors={"a.weight": GroupedTensor(matrix), "a.bias": plain_tensor(bias)},
-        num_threads=num_threads, level=level, in_panels=True,
+        num_threads=num_threads, level=level, packed=True,
     )  # fmt: skip
     assert network.packings == [Packing.BYTES]
     return network(rows)[0]
@@ -133,7 +133,7 @@ def test_experts_have_the_bits_of_scales_stored_as_float32(name: str, seed: int)
     def mixed(matrices: dict[str, GroupedMatrix], num_rows: int) -> FloatArray:
         network = Network(
             [256, 5], lambda blocks, inputs: [blocks.experts(*inputs, mlp, "")],
-            tensors={name: GroupedTensor(matrix) for name, matrix in matrices.items()}, num_threads=2, in_panels=True,
+            tensors={name: GroupedTensor(matrix) for name, matrix in matrices.items()}, num_threads=2, packed=True,
         )  # fmt: skip
         return network(rows[:num_rows], logits[:num_rows])[0]
 
@@ -149,9 +149,9 @@ def test_a_table_is_kept_in_panels_as_well(name: str, seed: int) -> None:
     """An embedding that no product reads; other tables stay as they are."""
     matrix = stored(name, raw_blocks(np.random.default_rng(seed), name))
     tables = Weights({"a.weight": GroupedTensor(matrix), "b.weight": GroupedTensor(replace(matrix, super_blocks=None))})
-    weights = NativeWeights(tables, WeightType.F32, panels={})
+    weights = NativeWeights(tables, WeightType.F32, packed={})
     found, numbers = weights.table("a"), np.array([0, 5, 52], np.int32)
-    assert isinstance(found, Panels)
+    assert isinstance(found, PackedWeights)
     assert np.array_equal(found.rows(numbers), matrix.values(numbers))
     assert weights.table("b") is tables["b.weight"]
     assert NativeWeights(tables, WeightType.F32).table("a") is tables["a.weight"]
@@ -164,7 +164,7 @@ def test_rows_of_panels_are_bit_for_bit_what_the_formats_library_makes_of_the_bl
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     if block == 128:
         expected = expected.reshape(OUTPUTS, -1, 32)[:, half_order(COLUMNS)].reshape(OUTPUTS, COLUMNS)
-    panels, numbers = in_panels(stored(name, raw, block), 2), np.array([52, 0, 15, 16, 0, 31, 1], np.int32)
+    panels, numbers = pack_weights(stored(name, raw, block), 2), np.array([52, 0, 15, 16, 0, 31, 1], np.int32)
     assert (panels.kind, panels.block) == (KINDS[name], block)
     assert panels.kind in PANEL_KINDS
     assert np.array_equal(panels.rows(numbers).view(np.uint32), expected[numbers].view(np.uint32))
@@ -175,7 +175,7 @@ def test_rows_of_panels_are_bit_for_bit_what_the_formats_library_makes_of_the_bl
 def test_panels_take_what_is_told_and_hardly_more_than_the_file(name: str, block: int, seed: int) -> None:
     raw = raw_blocks(np.random.default_rng(seed), name, 64)
     matrix = stored(name, raw, block)
-    assert in_panels(matrix, 1).data.nbytes == matrix.nbytes
+    assert pack_weights(matrix, 1).data.nbytes == matrix.nbytes
     assert raw.nbytes <= matrix.nbytes < (1.03 if block == 256 else 1.05) * raw.nbytes
     assert matrix.take_rows(slice(16)).nbytes == matrix.nbytes // 4
 
@@ -188,5 +188,5 @@ def test_columns_that_tear_super_blocks_apart_keep_scales_of_their_own(name: str
     matrix = group_blocks(raw, block_type(name), name).reorder_runs(runs)
     assert matrix.super_blocks is None
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(OUTPUTS, -1, 32)[:, runs].reshape(OUTPUTS, COLUMNS)
-    assert np.array_equal(in_panels(matrix, 1).rows(np.arange(OUTPUTS, dtype=np.int32)), expected)
+    assert np.array_equal(pack_weights(matrix, 1).rows(np.arange(OUTPUTS, dtype=np.int32)), expected)
     assert run(matrix, rows).shape == (3, OUTPUTS)

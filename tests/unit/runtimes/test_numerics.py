@@ -16,7 +16,7 @@ from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.config import WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
-from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, Numerics, Wanted
+from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.numerics import find_numerics
 from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache
@@ -61,7 +61,7 @@ class FakeRuntime:
     def new_cache(self, num_blocks: int) -> KVCache:
         return KVCache([], num_blocks)
 
-    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
+    def forward(self, inputs: Mapping[str, IntArray], batch: ForwardBatch, wanted: LogitsRows) -> ForwardOutput:
         self.num_passes += 1
         base = np.sin(inputs["token_ids"] + 100.0 * batch.positions)[:, None] + np.arange(CONFIG.vocab_size)
         logits = (base * (1 + 1e-6 * float(self._fault(batch))) + self._shift).astype(np.float32)

@@ -7,7 +7,7 @@ import torch
 from harness.native_network import BUILT, Network, make_batch
 from paceline.runtimes.base import FloatArray, RowRange
 from paceline.runtimes.ranking import DRAW, Draws, RankedRow, Ranking, ranked_rows
-from paceline.runtimes.torch.ranking import rank_rows
+from paceline.runtimes.torch.blocks import rank_rows
 from paceline.sampling.draw import Distribution, draw
 from paceline.sampling.noise import Purpose, noise_key
 from paceline.sampling.truncation import top_n

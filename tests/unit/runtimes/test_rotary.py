@@ -16,10 +16,10 @@ from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope import inverse_frequencies
 from paceline.models.rope_config import RopeConfig, RopeType
 from paceline.models.weights import Tensor, Weights
-from paceline.runtimes.base import ForwardBatch, RowRange, Wanted
+from paceline.runtimes.base import ForwardBatch, LogitsRows, RowRange
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.native.passes import PassMemory
-from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
+from paceline.runtimes.native.passes import PassRecord
+from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 
 ROPES = {
     "default": RopeConfig(),
@@ -38,11 +38,11 @@ def test_what_is_added_has_the_bits_it_would_have_had_at_once(rope: RopeConfig) 
     frequencies, factor = inverse_frequencies(rope, 64)
     angles = np.arange(last + 1, dtype=np.float32)[:, None] * frequencies[None, :]
     grown, at_once = RotaryTables(config, ABSURD), RotaryTables(config, ABSURD)
-    at_once.reach(last)
+    at_once.extend_to(last)
     for position in (300, 301, 4097, 65_535, 65_536, last):  # from 71,477 on numpy computes otherwise
-        grown.reach(position)
+        grown.extend_to(position)
     for tables in (grown, at_once):
-        ((cos, sin),) = tables.pairs
+        ((cos, sin),) = tables.cos_sin
         assert np.array_equal(cos[: last + 1].view(np.int32), (np.cos(angles) * np.float32(factor)).view(np.int32))
         assert np.array_equal(sin[: last + 1].view(np.int32), (np.sin(angles) * np.float32(factor)).view(np.int32))
 
@@ -50,24 +50,24 @@ def test_what_is_added_has_the_bits_it_would_have_had_at_once(rope: RopeConfig) 
 def test_tables_hold_what_was_asked_for_and_at_most_as_much_again() -> None:
     tracemalloc.start()
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
-    assert len(tables.pairs[0][0]) == LEAST_POSITIONS + 1
-    tables.reach(5000)
-    assert 5000 < len(tables.pairs[0][0]) <= 2 * 5000
+    assert len(tables.cos_sin[0][0]) == MIN_POSITIONS + 1
+    tables.extend_to(5000)
+    assert 5000 < len(tables.cos_sin[0][0]) <= 2 * 5000
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()
-    before = tables.pairs
-    tables.reach(4000)
-    assert tables.pairs is before
+    before = tables.cos_sin
+    tables.extend_to(4000)
+    assert tables.cos_sin is before
 
 
 @pytest.mark.parametrize("position", [-1, 1001, 2**31 - 1])
 def test_a_position_beyond_the_longest_text_is_an_index_error(position: int) -> None:
     tables = RotaryTables(config_of(RopeConfig()), 1000)
-    tables.reach(1000)
-    assert len(tables.pairs[0][0]) == 1001
+    tables.extend_to(1000)
+    assert len(tables.cos_sin[0][0]) == 1001
     with pytest.raises(IndexError, match=f"position {position} is beyond 1000"):
-        tables.reach(position)
-    RotaryTables(config_of(RopeConfig()), 2).reach(LEAST_POSITIONS)  # measurements at load
+        tables.extend_to(position)
+    RotaryTables(config_of(RopeConfig()), 2).extend_to(MIN_POSITIONS)  # measurements at load
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
@@ -82,13 +82,13 @@ def test_rows_have_the_same_bits_in_tables_that_grew_under_them() -> None:
 
     def hidden(step: int, *, reached: int) -> np.ndarray:
         runtime = NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=ABSURD)
-        runtime._shared.tables.reach(reached)
+        runtime._shared.tables.extend_to(reached)
         runtime.new_cache(34)
         table, rows = np.arange(1, 34, dtype=np.int32), []
         for start in range(0, 260 if step == 1 else 1024, step):
             positions = np.arange(start, start + step, dtype=np.int32)
             inputs, batch = {"token_ids": positions % config.vocab_size}, ForwardBatch(positions, (RowRange(0, step, start, table),))
-            rows.append(runtime.forward(inputs, batch, Wanted(positions[:0])).hidden_states.copy())
+            rows.append(runtime.forward(inputs, batch, LogitsRows(positions[:0])).hidden_states.copy())
         return np.concatenate(rows)
 
     expected = hidden(1024, reached=1023)
@@ -124,11 +124,11 @@ def test_a_model_made_for_a_hundred_million_positions_loads_like_any_other(direc
 @pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
 def test_a_pass_names_the_rows_of_its_positions(positions: list[int]) -> None:
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
-    memory, count = PassMemory(tables), len(positions)
+    memory, count = PassRecord(tables), len(positions)
     at = np.array(positions, np.int32)
     for _ in range(2):
-        memory.describe(ForwardBatch(at, (RowRange(0, count, 0, np.zeros(200, np.int32)),)), Wanted(np.zeros(0, np.int32)))
-        for table, field in zip(tables.pairs[0], (memory.record.cos, memory.record.sin), strict=True):
+        memory.fill(ForwardBatch(at, (RowRange(0, count, 0, np.zeros(200, np.int32)),)), LogitsRows(np.zeros(0, np.int32)))
+        for table, field in zip(tables.cos_sin[0], (memory.record.cos, memory.record.sin), strict=True):
             rows = (c_float * (count * 32)).from_address(c_void_p.from_address(field).value or 0)
             assert np.array_equal(np.array(rows).reshape(count, 32), table[at])
 
@@ -136,8 +136,8 @@ def test_a_pass_names_the_rows_of_its_positions(positions: list[int]) -> None:
 @pytest.mark.skipif(not BUILT, reason="no compiled kernels for this machine")
 def test_rows_of_a_run_of_positions_are_not_copied() -> None:
     tables = RotaryTables(config_of(RopeConfig()), ABSURD)
-    memory = PassMemory(tables)
+    memory = PassRecord(tables)
     for positions in ([9], [4, 5, 6]):
         batch = ForwardBatch(np.array(positions, np.int32), (RowRange(0, len(positions), 0, np.zeros(1, np.int32)),))
-        memory.describe(batch, Wanted(np.zeros(0, np.int32)))
-        assert c_void_p.from_address(memory.record.cos).value == tables.pairs[0][0][positions[0] :].ctypes.data
+        memory.fill(batch, LogitsRows(np.zeros(0, np.int32)))
+        assert c_void_p.from_address(memory.record.cos).value == tables.cos_sin[0][0][positions[0] :].ctypes.data

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paceline.runtimes.native.records import GRID
-from paceline.runtimes.native.states import IN_PLACE, NOWHERE, Schedule, schedule_of
+from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
+from paceline.runtimes.native.states import IN_PLACE, NOWHERE, Schedule, plan_schedule
 
 Path = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def run(schedule: Schedule, num_applied: int, parents: tuple[int, ...]) -> tuple
         else:
             assert to == NOWHERE
         assert to < schedule.num_slots
-        assert num_rows <= GRID
+        assert num_rows <= CHECKPOINT_INTERVAL
         assert to != NOWHERE or not num_saves
         saves |= dict.fromkeys(range(first_save, first_save + num_saves), state)
         for row in schedule.order[first_row : first_row + num_rows].tolist():
@@ -56,12 +56,12 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(400):
         num_pending, num_rows = int(random.integers(0, 40)), int(random.integers(1, 40))
-        num_applied = int(random.integers(0, num_pending // GRID + 1)) * GRID
+        num_applied = int(random.integers(0, num_pending // CHECKPOINT_INTERVAL + 1)) * CHECKPOINT_INTERVAL
         known = int(random.integers(0, num_rows))  # a chain in front of the tree
         parents = (*range(-1, known - 1), *(known + parent for parent in trees(random, num_rows - known)))
-        borders = range(GRID, num_pending + known + 1, GRID)
+        borders = range(CHECKPOINT_INTERVAL, num_pending + known + 1, CHECKPOINT_INTERVAL)
         counts = tuple(sorted(random.choice(borders, random.integers(0, len(borders) + 1), replace=False).tolist())) if borders else ()
-        found, saves = run(schedule_of(num_pending, num_applied, parents, counts), num_applied, parents)
+        found, saves = run(plan_schedule(num_pending, num_applied, parents, counts), num_applied, parents)
         wanted = paths_of(num_pending, parents)
         assert [found[row] for row in range(num_rows)] == wanted
         whole = [*(-2 - number for number in range(num_pending)), *range(known)]
@@ -71,11 +71,11 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
 @pytest.mark.parametrize("num_pending", [0, 3, 7, 8, 12])
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 512])
 def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: int, num_rows: int) -> None:
-    schedule = schedule_of(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
+    schedule = plan_schedule(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
     counts = (schedule.ancestors != -1).sum(axis=1)
-    assert counts.tolist() == [(num_pending + row) % GRID for row in range(num_rows)]
+    assert counts.tolist() == [(num_pending + row) % CHECKPOINT_INTERVAL for row in range(num_rows)]
 
 
 def test_a_chain_keeps_one_state_beside_its_own() -> None:
-    assert schedule_of(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
-    assert schedule_of(5, 0, tuple(range(-1, 7)), ()).num_slots == 0
+    assert plan_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
+    assert plan_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0

@@ -127,7 +127,7 @@ def test_a_prompt_on_cuda_gives_the_logits_of_the_cpu(directory: Path) -> None:
 def test_settings_that_cannot_work_are_errors(directory: Path) -> None:
     with pytest.raises(ConfigError, match="from 0 to 2"):
         open_runtime(directory, collect_layers=(3,))
-    with pytest.raises(ConfigError, match="device = 'tpu'"):
+    with pytest.raises(ConfigError, match="device is 'tpu'"):
         open_runtime(directory, device="tpu")
     if not torch.cuda.is_available():
         with pytest.raises(BackendUnavailableError, match="CUDA"):

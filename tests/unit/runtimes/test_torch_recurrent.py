@@ -116,7 +116,9 @@ def test_several_sequences_run_in_one_pass(seed: int) -> None:
         plans = [cache.reserve(sequence, range(-1, count - 1)) for sequence, count in zip(sequences, counts, strict=True)]
         ids = [text[begin : begin + count] for text, begin, count in zip(texts, done, counts, strict=True)]
         output = network.forward(*assemble(plans, ids, [range(count) for count in counts]))
-        for part, text, begin, count in zip(output.by_plan(plans, [range(count) for count in counts]), texts, done, counts, strict=True):
+        for part, text, begin, count in zip(
+            output.split_by_plan(plans, [range(count) for count in counts]), texts, done, counts, strict=True
+        ):
             np.testing.assert_allclose(part.logits, one_pass(alone, text[: begin + count])[begin:], atol=BOUND, rtol=BOUND)
         for sequence, count in zip(sequences, counts, strict=True):
             cache.keep_path(sequence, count - 1)
@@ -141,7 +143,7 @@ def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
 def test_a_network_with_recurrent_layers_says_that_it_needs_a_cache(seed: int) -> None:
     config = recurrent_config(MIXERS["delta"], None)
     network, other = open_torch(config, seed), open_torch(config, seed)
-    network.new_key_values(2)
+    network.allocate_kv(2)
     cache = other.new_cache(2)
     plan = cache.reserve(cache.new_sequence(), [-1])
     with pytest.raises(RuntimeError, match="call new_cache"):

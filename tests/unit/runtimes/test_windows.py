@@ -75,9 +75,9 @@ def record_pass(network: NativeNetwork, record: Path) -> tuple[dict[int, int], d
         buffer[...] = 0  # what lies there from before may look like a pointer, which would be moved
     storage = network._shared._storage
     execution.rows(program.inputs[TOKEN_IDS], num_rows)[...] = network.embed(inputs[TOKEN_IDS])
-    execution.memory.describe(batch, wanted)
+    execution.pass_record.fill(batch, wanted)
     regions = dict(sorted(memory_of([execution, program, network._shared, storage]).items()))
-    head = struct.pack("=QQQ", len(regions), ctypes.addressof(execution._program), ctypes.addressof(execution.memory.record))
+    head = struct.pack("=QQQ", len(regions), ctypes.addressof(execution._program), ctypes.addressof(execution.pass_record.record))
     parts = [struct.pack("=QQ", address, size) + ctypes.string_at(address, size) for address, size in regions.items()]
     record.write_bytes(head + b"".join(parts))
     execution.kernels.paceline_run(*execution._arguments)

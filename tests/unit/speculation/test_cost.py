@@ -165,7 +165,7 @@ def test_step_times_with_adapters_not_seen_are_those_without() -> None:
 
 
 def test_step_times_with_scaling_passes_not_seen_are_doubled() -> None:
-    times = CostModel(STAIRS).step_times(with_adapters(AdapterUse.SCALING_PASS), 7)
+    times = CostModel(STAIRS).step_times(with_adapters(AdapterUse.MIXTURE_PASS), 7)
     assert times == pytest.approx([2.0 * STAIRS.seconds_at(rows) for rows in range(1, 9)], rel=1e-6)
 
 
@@ -221,5 +221,5 @@ def test_batch_shape_takes_the_costliest_use_of_adapters() -> None:
     plain, some, scaling = (make_rows() for _ in range(3))
     some.request.adapter_number = 1
     assert BatchShape.from_batch([plain, some]).adapters is AdapterUse.SOME_ROWS
-    scaling.request.adapter_number, scaling.request.takes_scaling_passes = 2, True
-    assert BatchShape.from_batch([scaling, plain, some]).adapters is AdapterUse.SCALING_PASS
+    scaling.request.adapter_number, scaling.request.has_mixture_pass = 2, True
+    assert BatchShape.from_batch([scaling, plain, some]).adapters is AdapterUse.MIXTURE_PASS

@@ -17,7 +17,7 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import PacelineError
-from paceline.runtimes.base import FloatArray, ForwardOutput, in_parts
+from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
 from paceline.sampling.draw import Distribution
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
@@ -65,7 +65,7 @@ class AssistantDrafter(Drafter):
             GrowingDraft(request, budget, *draft_shape(budget, self._tree_width), _NO_BLOCKS, 0)
             for request, budget in zip(requests, budgets, strict=True)
         ]
-        for part in in_parts([draft for draft in drafts if self._can_draft(draft)], lambda draft: draft.width):
+        for part in split_into_passes([draft for draft in drafts if self._can_draft(draft)], lambda draft: draft.width):
             self._draft(part)
             trees |= {id(draft.request): draft.to_tree(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]

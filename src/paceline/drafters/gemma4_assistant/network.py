@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from paceline.drafters.gemma4_assistant.checkpoint import Assistant
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence
 from paceline.kv_cache.row_plan import blocks_for
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, Network, RowRange, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import LOGITS, Blocks, Value, decoder_layer
 from paceline.runtimes.ranking import Draws, Ranking
 
@@ -46,13 +46,13 @@ class AssistantNetwork:
 
     def __init__(self, assistant: Assistant, target: Network, *, max_model_len: int) -> None:
         self.assistant, self._target = assistant, target
-        self._network = target.reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
+        self._network = target.shared_kv_reader(self._compose, assistant.config.layers, assistant.weights, max_model_len=max_model_len)
 
     def forward(self, nodes: Sequence[NodeRows], ranking: Ranking | None, draws: Draws | None) -> ForwardOutput:
         """Run one pass; return `feature` [T, E] for each node's children, and `logits` [T, V], or `states` and `centroids` with clusters.
 
         Args:
-            ranking, draws: as in `Wanted`.
+            ranking, draws: as in `LogitsRows`.
         """
         starts = [0, *accumulate(len(one.token_ids) for one in nodes)]
         token_ids = np.array([token for one in nodes for token in one.token_ids], np.int32)
@@ -62,7 +62,7 @@ class AssistantNetwork:
         positions = np.repeat(np.array([one.sequence.committed_len for one in nodes], np.int32), [len(one.token_ids) for one in nodes])
         inputs = {EMBEDDING: self._target.embed(token_ids), FEATURE: features}
         rows = np.arange(starts[-1], dtype=np.int32)
-        return self._network.forward(inputs, ForwardBatch(positions, ranges), Wanted(rows, ranking, draws))
+        return self._network.forward(inputs, ForwardBatch(positions, ranges), LogitsRows(rows, ranking, draws))
 
     def candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
         """Return the tokens of a node's best clusters: ids [N], ascending and below `vocab_size`, and their logits [N]."""

@@ -25,7 +25,7 @@ from paceline.drafters.target import LoadedTarget
 from paceline.errors import ConfigError, PacelineError
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import open_weights
-from paceline.runtimes.base import FloatArray, in_parts
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import RankedRow, Ranking
 from paceline.sampling.residual import TokenProbs, draw_distinct
 from paceline.sampling.truncation import top_probs
@@ -214,7 +214,7 @@ class MedusaDrafter(Drafter):
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
         jobs = [self._job(request, budget) for request, budget in zip(requests, budgets, strict=True)]
-        for active in in_parts([job for job in jobs if job is not None], lambda _: self._network.heads.num_heads):
+        for active in split_into_passes([job for job in jobs if job is not None], lambda _: self._network.heads.num_heads):
             depth = max([job.depth for job in active])
             draws = token_draws([(job.request, d) if job.is_drawn and d < job.depth else None for d in range(depth) for job in active])
             if draws is not None:

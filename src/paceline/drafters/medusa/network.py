@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.drafters.medusa.checkpoint import MedusaHeads
 from paceline.models.config import ModelConfig
-from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, Network, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, IntArray, LogitsRows, Network
 from paceline.runtimes.decoder import LOGITS, RANKED, Blocks, Value
 from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking, ranked_rows
@@ -64,7 +64,7 @@ class MedusaNetwork:
         )
         self._networks: dict[int, Network] = {1: first}
         # a shared vocabulary matrix is read once, for the rows of all heads together
-        self._lm_head = first.beside(self._compose_lm_head) if heads.shares_lm_head else None
+        self._lm_head = first.sibling(self._compose_lm_head) if heads.shares_lm_head else None
 
     def rank(self, ranking: Ranking) -> None:
         """Rank the rows of logits in every later pass."""
@@ -80,13 +80,13 @@ class MedusaNetwork:
         batch_size, is_ranked, heads = len(features), ranking is not None, range(num_heads)
         batch, rows = _rows(batch_size)
         if self._lm_head is None:
-            results = network.forward({"features": features}, batch, Wanted(rows, ranking, draws)).results
+            results = network.forward({"features": features}, batch, LogitsRows(rows, ranking, draws)).results
             ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
             return HeadOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
-        results = network.forward({"features": features}, batch, Wanted(rows)).results
+        results = network.forward({"features": features}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
         batch, rows = _rows(num_heads * batch_size)
-        output = self._lm_head.forward({"hidden": hidden}, batch, Wanted(rows, ranking, draws))
+        output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
         found = output.ranked if is_ranked else []
         ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
         logits = output.logits.reshape(num_heads, batch_size, -1)
@@ -95,7 +95,7 @@ class MedusaNetwork:
     def _network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
-            network = self._networks[num_heads] = self._networks[1].beside(partial(self._compose, num_heads=num_heads))
+            network = self._networks[num_heads] = self._networks[1].sibling(partial(self._compose, num_heads=num_heads))
         return network
 
     def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:

@@ -79,7 +79,7 @@ class PairCache:
 
     def __init__(self, runtime: Network, cache: KVCache, *, feature_size: int, window: int) -> None:
         num_blocks = cache.pool.num_blocks
-        rows = [PagedCache(layer_cache.storage) for layer_cache in runtime.new_key_values(num_blocks + SPARE_BLOCKS)]
+        rows = [PagedCache(layer_cache.storage) for layer_cache in runtime.allocate_kv(num_blocks + SPARE_BLOCKS)]
         self.block_size = cache.block_size
         self.window = window
         self.bytes_per_token = (sum(one.num_bytes for one in rows) + feature_size * 4 * num_blocks) // max(1, cache.max_slots)

@@ -19,7 +19,7 @@ from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, PairCache, Pai
 from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import FloatArray, in_parts
+from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits
 from paceline.speculation.request import Request
@@ -58,7 +58,7 @@ class EagleStyleDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        for part in in_parts(zip(requests, budgets, strict=True), lambda one: self._max_rows(*one)):
+        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._max_rows(*one)):
             group: list[tuple[PairRows, GrowingDraft]] = []
             num_spares = 0
             for request, budget in part:
@@ -120,7 +120,7 @@ class EagleStyleDrafter(Drafter):
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
             group.append(pairs)
-        for part in in_parts(group, lambda pairs: len(pairs.token_ids)):
+        for part in split_into_passes(group, lambda pairs: len(pairs.token_ids)):
             self._run_true(part, wants_logits=False)
 
     def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:

@@ -12,9 +12,9 @@ from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.cache import TrueRows
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
-from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, Network, RowRange, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
+from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.ranking import Draws, RankedRow, Ranking
-from paceline.runtimes.rounding import embedding_rows
 
 EMBEDDING, FEATURE, BOUNDARY = "embedding", "feature", "boundary"
 """Inputs of the networks; `FEATURE` is also a result. Each of several boundaries is an input of its own, `boundary.0` …"""
@@ -180,7 +180,7 @@ class RecurrentHead:
         inputs = self._inputs(_joined([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
         batch = ForwardBatch(positions, _ranges([one.rows for one in pairs], starts))
-        output = self.runtime.forward(inputs, batch, Wanted(wanted, self._ranking, draws))
+        output = self.runtime.forward(inputs, batch, LogitsRows(wanted, self._ranking, draws))
         return PairOutputs(output, output.results[FEATURE])
 
     def run_drafted(self, drafts: Sequence[DraftedRows], draws: Draws | None = None) -> PairOutputs:
@@ -197,7 +197,7 @@ class RecurrentHead:
             token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
             positions = np.array([position for one in drafts for position in one.positions], np.int32)
             features = np.concatenate([one.features for one in drafts])
-        asked = Wanted(np.array(wanted, np.int32), self._ranking, draws)
+        asked = LogitsRows(np.array(wanted, np.int32), self._ranking, draws)
         output = self._drafted.forward({EMBEDDING: self._embed(token_ids), FEATURE: features}, ForwardBatch(positions, ranges), asked)
         features = output.results[FEATURE]
         return PairOutputs(output, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])

@@ -14,11 +14,10 @@ from typing import Any
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import printable
-from paceline.machine import usable_processors
+from paceline.machine import processor_name, usable_processors
 from paceline.models.checkpoint import weight_files
 from paceline.proof.exactness.engine_under_test import EngineUnderTest
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.processor import processor_name
 
 _PACKAGES = ("paceline", "numpy", "tokenizers", "transformers", "torch")
 _UNSAID = ("hf_token",)  # of the settings: a secret

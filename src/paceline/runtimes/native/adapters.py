@@ -1,4 +1,4 @@
-"""Adapters as the kernels read them (kernels/low_rank.c), and which rows of a pass are whose."""
+"""LoRA adapters as the kernels read them (kernels/low_rank.c), and the records of which rows of a pass have which."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Array, addressof, cast, pointer
@@ -9,16 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.adapters.network_adapter import NetworkAdapter
-from paceline.models.config import WeightType
 from paceline.models.weights import to_bf16
-from paceline.runtimes.adapter_rows import rows_by_adapter
-from paceline.runtimes.base import FloatArray, ForwardBatch, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
 from paceline.runtimes.native.library import LANES
-from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, Pass, PassAdapter
-from paceline.runtimes.native.weights import PLAIN_KINDS
+from paceline.runtimes.native.records import AdapterProduct, AdapterSite, Matrix, MatrixKind, Pass, PassAdapter
 
 Sites = tuple[tuple[str, ...], ...]
-"""The products of each operation of a network that adapters add to; of experts those of one after those of the other."""
+"""The products of each operation of a network that adapters can change; of experts one entry each."""
 
 
 _DOWN_OUTPUTS = 8  # as in kernels/low_rank.c
@@ -30,21 +27,21 @@ class NativeAdapter:
     """One adapter in memory, in the narrowest type that holds its values exactly.
 
     Attributes:
-        placed: what it does.
+        placed: its factors by our names.
     """
 
     def __init__(self, placed: NetworkAdapter) -> None:
         self.placed = placed
-        self._memory: list[NDArray[np.uint8]] = []  # of which the records hold addresses
-        self._at = 0  # where the last piece of it is free
+        self._memory: list[NDArray[np.uint8]] = []  # the records hold addresses in it
+        self._at = 0  # offset of the free part of the last piece
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[Sites, Array[AdapterSite]] = {}
-        self._wholes = {name: self._matrix(values) for name, values in placed.saved.items()}
-        self.num_floats = 1  # that `down` gives a row, at most
+        self._replacements = {name: self._matrix(values) for name, values in placed.saved.items()}
+        self.num_floats = 1  # most outputs of `down` at a site
 
     def table(self, sites: Sites) -> "Array[AdapterSite]":
-        """What it does at each operation of a network; made once for all that have the same."""
+        """Return its record for each operation of a network, cached by `sites`."""
         if sites not in self._tables:
             self._tables[sites] = (AdapterSite * len(sites))(*map(self._site, sites))
         return self._tables[sites]
@@ -56,18 +53,18 @@ class NativeAdapter:
 
     def _make_site(self, names: tuple[str, ...]) -> AdapterSite:
         lows, biases = self.placed.products, self.placed.biases
-        wholes = self._wholes if names == ("lm_head",) else {}
-        if not any(name in one for name in names for one in (lows, biases, wholes)):
+        replacements = self._replacements if names == ("lm_head",) else {}
+        if not any(name in one for name in names for one in (lows, biases, replacements)):
             return AdapterSite(None, None, None)
         own = [lows[name] for name in names if name in lows]
         down = self._matrix(np.concatenate([low.down for low in own])) if own else None
         products, first = (AdapterProduct * len(names))(), 0
         for product, name in zip(products, names, strict=True):
-            product.whole = pointer(wholes[name]) if name in wholes else None
+            product.replacement = pointer(replacements[name]) if name in replacements else None
             rank = len(lows[name].down) if name in lows else 0
             product.first, product.rank, first = first, rank, first + rank
             if name in lows:
-                product.kind, product.up = self._panels(lows[name].up)
+                product.kind, product.up = self._up_panels(lows[name].up)
             if name in biases:
                 product.up = product.up or self._address(np.zeros(LANES, np.float32))
                 product.bias = self._address(np.ascontiguousarray(biases[name], np.float32))
@@ -79,7 +76,7 @@ class NativeAdapter:
         return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)), columns)
 
     def _matrix(self, values: NDArray[np.float32]) -> Matrix:
-        """W [outputs, columns] as [outputs / 8][columns / 16][8][16], the last ones padded with zeros."""
+        """Return W [outputs, columns] as [outputs / 8][columns / 16][8][16], padded with zeros."""
         outputs, columns = values.shape
         padded = np.zeros((-(-outputs // _DOWN_OUTPUTS) * _DOWN_OUTPUTS, -(-columns // LANES) * LANES), np.float32)
         padded[:outputs, :columns] = values
@@ -87,8 +84,8 @@ class NativeAdapter:
         stored, kind = _narrowest(np.ascontiguousarray(panels))
         return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._address(stored), None, None, None, None)
 
-    def _panels(self, up: NDArray[np.float32]) -> tuple[int, int]:
-        """Kind and address of `up` [outputs, rank] as [panels][rank][16]."""
+    def _up_panels(self, up: NDArray[np.float32]) -> tuple[MatrixKind, int]:
+        """Return kind and address of `up` [outputs, rank] as [panels][rank][16]."""
         outputs, rank = up.shape
         padded = np.zeros((-(-outputs // LANES) * LANES, rank), np.float32)
         padded[:outputs] = up
@@ -96,7 +93,7 @@ class NativeAdapter:
         return kind, self._address(stored)
 
     def _address(self, array: NDArray[Any]) -> int:
-        """Where a copy of the array lies: side by side with others, since large pieces of memory are read faster, and on a cache line."""
+        """Copy the array to a cache line next to the other ones and return its address; large pieces of memory are read faster."""
         size = -(-array.nbytes // _CACHE_LINE) * _CACHE_LINE
         if size > self._free:
             self._memory.append(np.empty(max(_MEMORY_BYTES, size + _CACHE_LINE), np.uint8))
@@ -111,73 +108,73 @@ class NativeAdapter:
         return len(self._memory[-1]) - self._at if self._memory else 0
 
 
-def _narrowest(values: NDArray[np.float32]) -> tuple[NDArray[Any], int]:
-    """The values in bfloat16 or float16 where that holds each of them, and the kind of matrix it is."""
+def _narrowest(values: NDArray[np.float32]) -> tuple[NDArray[Any], MatrixKind]:
+    """Return the values in bfloat16 or float16 if that is exact, else float32, and the kind."""
     if not (values.view(np.uint32) & np.uint32(0xFFFF)).any():
-        return to_bf16(values), PLAIN_KINDS[WeightType.BF16]
+        return to_bf16(values), MatrixKind.BF16
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     if np.array_equal(halves.astype(np.float32), values):
-        return halves, PLAIN_KINDS[WeightType.F16]
-    return values, PLAIN_KINDS[WeightType.F32]
+        return halves, MatrixKind.F16
+    return values, MatrixKind.F32
 
 
 class AdapterRows:
-    """Describes to the kernels which rows of a pass have which adapter.
+    """Fills the fields of a pass record that tell which rows have which adapter.
 
     Args:
-        adapters: by number; what is in it when a pass is described counts.
+        adapters: by number; read anew for each pass.
         sites: of the network.
-        most_chosen: experts of a row at most; 0 = the network has none.
+        max_chosen: most experts of a row; 0 = the network has none.
     """
 
-    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]], most_chosen: int = 0) -> None:
-        self._adapters, self._sites, self._most_chosen = adapters, tuple(sites), most_chosen
+    def __init__(self, adapters: Mapping[int, NativeAdapter], sites: Sequence[tuple[str, ...]], max_chosen: int = 0) -> None:
+        self._adapters, self._sites, self._max_chosen = adapters, tuple(sites), max_chosen
         self._tables: dict[int, Array[AdapterSite]] = {}
-        self._described: tuple[object, ...] = ()  # alive until the next pass
+        self._kept: tuple[object, ...] = ()  # alive until the next pass
         self._low_rank: FloatArray = np.empty(0, np.float32)
 
-    def describe(
-        self, record: Pass, batch: ForwardBatch, wanted: Wanted, scalings: Mapping[int, FloatArray] = MappingProxyType({})
+    def fill(
+        self, record: Pass, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Mapping[int, FloatArray] = MappingProxyType({})
     ) -> None:
-        """Fill the fields of a pass; they hold until the next call.
+        """Fill the fields for one pass.
 
         Args:
-            scalings: [rows, L * K] of the rows of each X-LoRA adapter, by its number.
+            scalings: [rows, L * K] of the rows of each mixture of adapters, by its number.
         """
         record.num_adapters = 0
-        ranges = rows_by_adapter(batch) if self._adapters else {}
+        ranges = batch.rows_by_adapter() if self._adapters else {}
         if not ranges or not self._sites:
             return
         adapter_of_row = np.full(len(batch.positions), -1, np.int32)
         for index, rows in enumerate(ranges.values()):
             adapter_of_row[rows] = index
-        adapter_of_wanted = adapter_of_row[wanted.rows]
+        adapter_of_logits_row = adapter_of_row[logits_rows.rows]
         pass_adapters, parts, start, num_floats = (PassAdapter * len(ranges))(), list[NDArray[np.int32]](), 0, 1
         for index, (number, rows) in enumerate(ranges.items()):
             own = pass_adapters[index]
             own.sites = cast(self._table(number), POINTER(AdapterSite))
             num_floats = max(num_floats, self._adapters[number].num_floats)
-            for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_wanted == index).astype(np.int32))):
+            for place, numbers in enumerate((rows, np.flatnonzero(adapter_of_logits_row == index).astype(np.int32))):
                 own.first[place], own.count[place], start = start, len(numbers), start + len(numbers)
                 parts.append(numbers)
             if number in scalings:
                 own.scalings, own.num_scalings = scalings[number].ctypes.data, scalings[number].shape[1]
         numbers = np.concatenate(parts)
-        size = max(len(numbers), len(adapter_of_row) * self._most_chosen) * num_floats
+        size = max(len(numbers), len(adapter_of_row) * self._max_chosen) * num_floats
         if size > len(self._low_rank):
             self._low_rank = np.empty(size, np.float32)
-        self._described = pass_adapters, numbers, scalings
-        if self._most_chosen:
+        self._kept = pass_adapters, numbers, scalings
+        if self._max_chosen:
             order = np.concatenate([np.flatnonzero(adapter_of_row < 0).astype(np.int32), *ranges.values()])
-            self._described = *self._described, order, adapter_of_row
+            self._kept = *self._kept, order, adapter_of_row
             record.row_order, record.adapter_of_row = order.ctypes.data, adapter_of_row.ctypes.data
         record.adapters, record.adapter_rows = addressof(pass_adapters), numbers.ctypes.data
         record.low_rank, record.low_rank_floats = self._low_rank.ctypes.data, num_floats
         record.num_adapters = len(pass_adapters)
 
     def _table(self, number: int) -> "Array[AdapterSite]":
-        """What an adapter does at each operation: looked up by its number, since networks with many experts have thousands."""
+        """Return an adapter's records, cached by its number: networks with many experts have thousands of sites."""
         if number not in self._tables:
             self._tables = {one: table for one, table in self._tables.items() if one in self._adapters}
             self._tables[number] = self._adapters[number].table(self._sites)

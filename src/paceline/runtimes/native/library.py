@@ -1,16 +1,21 @@
-"""The compiled kernels of this folder: found, loaded once, checked, and described to ctypes."""
+"""Find, load and check the compiled kernels, and declare their functions for ctypes."""
 
 import ctypes
 import platform
 from ctypes import POINTER, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
+from paceline.machine import processor_flags
+from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, plain_page_sums
 from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
-from paceline.runtimes.processor import processor_flags
 
-# What a processor must have for each of the levels, best first.
+# The processor flags each library needs, best first.
 _V4 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
 _LEVELS = {
@@ -27,15 +32,32 @@ LANES = 16
 """Floats of a vector, as in kernels/vectors.h."""
 
 BLOCK_COLUMNS = 192
-"""Logits of a row of which the largest is kept, as in kernels/block_max.h."""
+"""Logits of a row whose maximum is kept, as in kernels/block_max.h."""
+
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "run": (None, [POINTER(Program), POINTER(Pass)]),
+    "packed_floats": (c_int64, [c_int32, c_int32]),
+    "attention_floats": (c_int64, [c_int32, c_int32, c_int32]),
+    "kv_unit_bytes": (c_int64, [c_int32, c_int32]),
+    "panel_bytes": (c_int64, [c_int32, c_int32, c_int32]),
+    "fill_panels": (None, [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]),
+    "super_block_bytes": (c_int64, [c_int32, c_int32, c_int32]),
+    "fill_super_blocks": (None, [POINTER(SuperBlocksRecord), c_int32, c_int32, c_void_p]),
+    "super_block_rows": (None, [POINTER(Matrix), c_void_p, c_int32, c_void_p]),
+    "pack_gguf_blocks": (c_int32, [POINTER(BlocksRecord), c_int32, c_int32, c_int64, c_void_p]),
+    "page_sums": (None, [c_void_p, c_int64, c_void_p, c_void_p]),
+    "ranking_floats": (c_int32, [c_int32, c_int32]),
+    "sample_paths": (None, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
+}
+"""Result and argument types, by name without `paceline_`."""
 
 
 @cache
 def kernels() -> ctypes.CDLL:
-    """The library for this processor.
+    """Return the library for this processor.
 
     Raises:
-        BackendUnavailableError: it was not built, the processor is none we build for, or its records are not those of this package.
+        BackendUnavailableError: no library was built for this processor, or it is of another version.
     """
     path = kernels_path()
     if path is None:
@@ -46,52 +68,39 @@ def kernels() -> ctypes.CDLL:
 
 
 def open_kernels(path: Path) -> ctypes.CDLL:
-    """A library that this processor runs.
+    """Load a library.
 
     Raises:
-        BackendUnavailableError: its records are not those of this package.
+        BackendUnavailableError: its records differ from those of this package.
     """
     library = ctypes.CDLL(str(path))
     layout = getattr(library, "paceline_layout", None)
     if layout is None or any(layout(index) != expected for index, expected in enumerate(LAYOUT)):
         raise BackendUnavailableError(f"the native kernels {path} are of another build than this package: install paceline again")
-    library.paceline_run.argtypes = [POINTER(Program), POINTER(Pass)]
-    library.paceline_run.restype = None
-    library.paceline_packed_floats.argtypes = [c_int32, c_int32]
-    library.paceline_packed_floats.restype = c_int64
-    library.paceline_attention_floats.argtypes = [c_int32, c_int32, c_int32]
-    library.paceline_attention_floats.restype = c_int64
-    library.paceline_kv_unit_bytes.argtypes = [c_int32, c_int32]
-    library.paceline_kv_unit_bytes.restype = c_int64
-    library.paceline_panel_bytes.argtypes = [c_int32, c_int32, c_int32]
-    library.paceline_panel_bytes.restype = c_int64
-    library.paceline_fill_panels.argtypes = [POINTER(Matrix), c_int32, c_int32, c_int32, c_int32, c_void_p]
-    library.paceline_fill_panels.restype = None
-    library.paceline_super_block_bytes.argtypes = [c_int32, c_int32, c_int32]
-    library.paceline_super_block_bytes.restype = c_int64
-    library.paceline_fill_super_blocks.argtypes = [POINTER(SuperBlocksRecord), c_int32, c_int32, c_void_p]
-    library.paceline_fill_super_blocks.restype = None
-    library.paceline_super_block_rows.argtypes = [POINTER(Matrix), c_void_p, c_int32, c_void_p]
-    library.paceline_super_block_rows.restype = None
-    library.paceline_lay_out_blocks.argtypes = [POINTER(BlocksRecord), c_int32, c_int32, c_int64, c_void_p]
-    library.paceline_lay_out_blocks.restype = c_int32
-    library.paceline_page_sums.argtypes = [c_void_p, c_int64, c_void_p, c_void_p]
-    library.paceline_page_sums.restype = None
-    library.paceline_ranking_floats.argtypes = [c_int32, c_int32]
-    library.paceline_ranking_floats.restype = c_int32
-    library.paceline_sample_paths.argtypes = [c_void_p, c_int32, c_int32, c_void_p, c_int64]
-    library.paceline_sample_paths.restype = None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"paceline_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
 
 
 def kernels_path() -> Path | None:
-    """The best library that was built and that this processor runs."""
+    """Return the best library that was built and that this processor can run."""
     suffix = "dll" if platform.system() == "Windows" else "so"
     paths = (Path(__file__).with_name(f"kernels.{level}.{suffix}") for level in levels())
     return next((path for path in paths if path.is_file()), None)
 
 
 def levels() -> list[str]:
-    """What this processor runs of what we build for, best first."""
+    """Return the instruction sets of our libraries that this processor has, best first."""
     flags = processor_flags()
     return [level for level, needed in _LEVELS.items() if needed <= flags]
+
+
+def fastest_page_sums() -> PageSums:
+    """Return the fastest function for checksums of a file's pages; all give the same sums."""
+    return plain_page_sums if kernels_path() is None else native_page_sums
+
+
+def native_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
+    """Compute checksums of pages, see `models/storage/page_sums.py`."""
+    kernels().paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, sums.ctypes.data)

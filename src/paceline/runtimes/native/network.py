@@ -1,4 +1,4 @@
-"""Networks on our own kernels: weights are read as they are stored, and no row's bits depend on its neighbours."""
+"""Networks on our own CPU kernels: weights are read as they are stored, and a row's bits do not depend on the other rows."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,56 +24,53 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
 from paceline.models.storage.mapped_files import MappedFiles
 from paceline.models.weights import AnyTensor, GroupedTensor, TensorInfo, Weights
-from paceline.runtimes.adapter_rows import ScalingPart, rows_by_adapter
 from paceline.runtimes.base import (
-    NO_MIXTURE_WITH_STATES,
     Capabilities,
     FloatArray,
     ForwardBatch,
     ForwardOutput,
     IntArray,
+    LogitsRows,
     Network,
     Numerics,
-    Wanted,
-    no_room_for_mixture,
 )
 from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LAYER_ROWS, LOGITS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.embedding import layer_rows, scaled_rows, table_rows
+from paceline.runtimes.kv_storage import layer_storage
+from paceline.runtimes.mixture import Inputs, Scalings, check_mixture_enabled, check_supports_mixtures, row_scalings
 from paceline.runtimes.native.adapters import NativeAdapter, Sites
 from paceline.runtimes.native.aligned import zeros
+from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
+from paceline.runtimes.native.kv_blocks import KVBlocks
 from paceline.runtimes.native.library import kernels_path
-from paceline.runtimes.native.mixture import NativeMixture, add_scaling_caches
-from paceline.runtimes.native.packed_rows import PackedRows
-from paceline.runtimes.native.panels import Panels
-from paceline.runtimes.native.program import NativeBlocks, Recorded, share_memory
-from paceline.runtimes.native.records import GRID, Rows
+from paceline.runtimes.native.mixture import NativeClassifier, add_scaling_pass_caches
+from paceline.runtimes.native.packed_weights import PackedWeights
+from paceline.runtimes.native.program import NativeBlocks, Recorded
+from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, Rows
+from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
-from paceline.runtimes.planes import planes_of
 from paceline.runtimes.ranking import Ranking
-from paceline.runtimes.rotary import LEAST_POSITIONS, RotaryTables
-from paceline.runtimes.rounding import layer_rows, scaled_rows, table_rows
 
-Inputs = Mapping[str, NDArray[Any]]
-Scalings = Mapping[int, FloatArray]
 _Place: TypeAlias = tuple[int, Rows, int]
-"""Of a result: buffer, rows and width."""
+"""Buffer, rows and width of a result."""
 
 
 class _Results(Mapping[str, FloatArray]):
-    """The results of a pass where it left them: views, made when they are asked for.
+    """The results of a pass as views of its buffers, made on access.
 
     Args:
         places: of all results of the network.
-        num_rows, num_wanted: of the pass.
+        num_rows, num_logits_rows: of the pass.
     """
 
     __slots__ = ("_execution", "_num_rows", "_places")
 
-    def __init__(self, execution: Execution, places: Mapping[str, _Place], num_rows: int, num_wanted: int) -> None:
-        self._execution, self._places, self._num_rows = execution, places, (num_rows, num_wanted)
+    def __init__(self, execution: Execution, places: Mapping[str, _Place], num_rows: int, num_logits_rows: int) -> None:
+        self._execution, self._places, self._num_rows = execution, places, (num_rows, num_logits_rows)
 
     def address_of(self, name: str) -> int:
-        """Where a result's first row lies; 0 = there is no such result."""
+        """Return the address of a result's first row; 0 = no such result."""
         place = self._places.get(name)
         return 0 if place is None else self._execution.address(place[0])
 
@@ -89,7 +86,7 @@ class _Results(Mapping[str, FloatArray]):
 
 
 class NativeNetwork(Network):
-    """A recorded network and the memory it runs in. Values are float32 between products; weights keep the type they are stored in."""
+    """A recorded network and its buffers. Values are float32 between products; weights keep their stored type."""
 
     weights: Weights
 
@@ -103,44 +100,46 @@ class NativeNetwork(Network):
         max_model_len: int,
         round_to: WeightType = WeightType.F32,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
-        panels: dict[str, Panels] | None = None,
-        cache_of: "NativeNetwork | None" = None,
+        packed: dict[str, PackedWeights] | None = None,
+        kv_owner: "NativeNetwork | None" = None,
         takes_adapters: bool = False,
     ) -> None:
-        """Record the network; the weights stay where they are.
+        """Record the network.
 
         Args:
-            max_model_len: of the longest text there can be.
-            round_to: type the weights' values are rounded to first, where they are stored in another.
+            max_model_len: of the longest text.
+            round_to: compute type; weights of another type are rounded to it.
             kv_cache_dtype: of its keys and values.
-            panels: gets matrices in groups as they are laid out for rows that are rounded to 8 bits (kernels/panels.c), by name. None =
-                groups stay as they are, and so do rows.
-            cache_of: whose keys and values it reads; None = its own.
-            takes_adapters: whether `load_adapter` can be asked.
+            packed: quantised matrices in panels, by name; missing ones are added, and rows are rounded to 8 bits before them. None = no
+                panels and no rounding.
+            kv_owner: the network whose keys and values it reads; None = its own.
+            takes_adapters: whether `load_adapter` is supported.
 
         Raises:
             BackendUnavailableError: there are no kernels for this machine.
         """
         self.config, self.weights = config, weights
         self.capabilities = Capabilities(Numerics.EXACT, TreeLayout.MASK, "cpu", WeightType.F32, kv_cache_dtype)
-        most = max(max_model_len, LEAST_POSITIONS) + MAX_PASS_ROWS
+        max_position = max(max_model_len, MIN_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
-        native_weights = NativeWeights(weights, round_to, panels=panels, num_threads=num_threads)
-        self._shared = _Shared(native_weights, RotaryTables(config, most), num_threads, kv_cache_dtype, {} if takes_adapters else None)
+        native_weights = NativeWeights(weights, round_to, packed=packed, num_threads=num_threads)
+        self._shared = _Shared(
+            native_weights, RotaryTables(config, max_position), num_threads, kv_cache_dtype, {} if takes_adapters else None
+        )
         self._cache_config = config
-        if cache_of is not None:
-            self._cache_config = cache_of.config
-            cache_of._shared.add_reader(self._shared)
+        if kv_owner is not None:
+            self._cache_config = kv_owner.config
+            kv_owner._shared.add_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
         stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.info, weights)})
-        computed = round_to.value if panels is None else "bytes"
+        computed = round_to.value if packed is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
         self._compose(compose)
 
     @property
-    def holds_windows(self) -> bool:
-        """As in `Network`; a path's blocks are known to the cache alone."""
+    def frees_outside_window(self) -> bool:
+        """As in `Network`; not with trees as paths, whose blocks only the cache knows."""
         return self.capabilities.tree_layout is not TreeLayout.PATHS
 
     @property
@@ -151,94 +150,91 @@ class NativeNetwork(Network):
     def num_passes(self, count: int) -> None:
         self._shared.num_passes = count
 
-    def new_key_values(self, num_blocks: int) -> list[FullAttentionCache]:
+    def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
-        layer_caches = [FullAttentionCache(self._new_storage(group, num_blocks), self._rows) for group in groups]
-        self._shared.use_cache(planes_of(self.config, groups, layer_caches))
-        return layer_caches
+        caches = [FullAttentionCache(self._allocate(group, num_blocks), self._kv_blocks) for group in groups]
+        self._shared.set_cache(layer_storage(self.config, groups, caches))
+        return caches
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        cache = self._new_windows(num_blocks, limits) if self.config.windows and self.holds_windows else super().new_cache(num_blocks)
+        cache = (
+            self._new_windows(num_blocks, limits) if self.config.windows and self.frees_outside_window else super().new_cache(num_blocks)
+        )
         if self.config.recurrents:
             if self.capabilities.tree_layout is TreeLayout.PATHS:
-                raise ConfigError("layers with a recurrent state take no trees as paths")
+                raise ConfigError("recurrent layers do not support trees as paths")
             layout = StateLayout.of(self.config.recurrents)
-            state_cache = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=GRID)
-            self._shared.use_states(state_cache)
-            cache.add_layer_cache(state_cache)
+            recurrent = RecurrentStateCache(
+                layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
+            )
+            self._shared.set_states(recurrent)
+            cache.add_layer_cache(recurrent)
         return cache
 
     def _new_windows(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
-        groups, layer_caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
+        groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:
-                layer_caches.append(FullAttentionCache(self._new_storage(group, num_blocks), self._rows))
+                caches.append(FullAttentionCache(self._allocate(group, num_blocks), self._kv_blocks))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(SlidingWindowCache(self._new_storage(group, own_blocks), group.window, BLOCK_SIZE, self._rows))
-                layer_caches.append(windows[-1])
-        self._shared.use_cache(planes_of(self.config, groups, layer_caches), windows)
-        return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)
+                windows.append(SlidingWindowCache(self._allocate(group, own_blocks), group.window, BLOCK_SIZE, self._kv_blocks))
+                caches.append(windows[-1])
+        self._shared.set_cache(layer_storage(self.config, groups, caches), windows)
+        return KVCache(caches, num_blocks, self.capabilities.tree_layout)
 
     @property
-    def num_scaling_passes(self) -> int:
-        return self._shared.num_scaling_passes
+    def num_mixture_passes(self) -> int:
+        return self._shared.num_mixture_passes
 
     @property
-    def takes_mixtures(self) -> bool:
-        return self._shared.scaling_program is not None
+    def supports_mixtures(self) -> bool:
+        return self._shared.mixture_program is not None
 
-    def keep_scaling_passes(self, cache: KVCache) -> None:
-        """As in `Network`: the network is recorded once more, over layer caches like those of the cache."""
+    def enable_mixtures(self, cache: KVCache) -> None:
+        """As in `Network`: record the network again, over a copy of the cache."""
         if self._shared.adapters is None:
-            super().keep_scaling_passes(cache)
-        if self.config.recurrents:
-            raise ConfigError(NO_MIXTURE_WITH_STATES)
-        layer_caches = add_scaling_caches(cache, self._rows)
-        windows = [one for one in layer_caches if isinstance(one, SlidingWindowCache)]
-        planes = planes_of(self.config, self.config.kv_groups(by_window=bool(windows)), layer_caches)
-        self._shared.scaling_program = self._recorded(None)
-        self._shared.scaling_program.execution.use_cache(planes, windows, None, self.capabilities.kv_cache_dtype)
+            super().enable_mixtures(cache)
+        check_supports_mixtures(self.config)
+        caches = add_scaling_pass_caches(cache, self._kv_blocks)
+        windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
+        storage = layer_storage(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
+        self._shared.mixture_program = self._recorded(None)
+        self._shared.mixture_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
     @property
-    def _rows(self) -> PackedRows:
-        return PackedRows(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
+    def _kv_blocks(self) -> KVBlocks:
+        return KVBlocks(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
 
-    def _new_storage(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
+    def _allocate(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
         try:
             return zeros(group.stored_shape(num_blocks, BLOCK_SIZE, self.capabilities.kv_cache_dtype), np.uint8)
         except MemoryError as error:
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower kv_cache_gb") from error
 
-    def forward(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch, wanted: Wanted) -> ForwardOutput:
-        program, shared = self._programs.get(wanted.ranking) or self._record(wanted.ranking), self._shared
+    def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
+        program, shared = self._programs.get(logits_rows.ranking) or self._record(logits_rows.ranking), self._shared
         shared.files.check()
         shared.num_passes += 1
-        scalings = self._scalings(inputs, batch) if shared.mixtures else {}
-        results = self._run(program, inputs, batch, wanted, scalings)
+        scalings = row_scalings(shared.classifiers, inputs, batch, self._run_mixture_pass) if shared.classifiers else {}
+        results = self._run(program, inputs, batch, logits_rows, scalings)
         return ForwardOutput(results, results.address_of)
 
-    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, wanted: Wanted, scalings: Scalings) -> _Results:
+    def _run(self, program: "_Program", inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows, scalings: Scalings) -> _Results:
         num_rows, execution = len(batch.positions), program.execution
-        execution.make_room(num_rows)
+        execution.reserve_rows(num_rows)
         for name, buffer in program.inputs.items():
             execution.rows(buffer, num_rows)[...] = self._input(name, inputs, batch)
-        execution.run(batch, wanted, scalings)
-        return _Results(execution, program.results, num_rows, len(wanted.rows))
+        execution.run(batch, logits_rows, scalings)
+        return _Results(execution, program.results, num_rows, len(logits_rows.rows))
 
-    def _scalings(self, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> dict[int, FloatArray]:
-        """The scalings of all rows with X-LoRA, by the number of their adapter, from a pass over them with keys and values of its own."""
-        shared, program = self._shared, self._shared.scaling_program
-        mixtures = {item.adapter: shared.mixtures[item.adapter] for item in batch.ranges if item.adapter in shared.mixtures}
-        if not mixtures or program is None:
-            return {}
-        part = ScalingPart.of(inputs, batch, {number: mixture.pass_scaling for number, mixture in mixtures.items()})
-        constants = {number: mixtures[number].constant(len(part.rows[number])) for number in part.scaled}
-        hidden = self._run(program, part.inputs, part.batch, Wanted(np.zeros(0, np.int32)), constants)[HIDDEN_STATES]
-        shared.num_scaling_passes += 1
-        return {number: mixture.scalings(hidden[part.rows[number]]) for number, mixture in mixtures.items()}
+    def _run_mixture_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
+        program = self._shared.mixture_program
+        assert program is not None  # no mixture is loaded without it
+        self._shared.num_mixture_passes += 1
+        return self._run(program, inputs, batch, LogitsRows(np.zeros(0, np.int32)), scalings)[HIDDEN_STATES]
 
-    def _input(self, name: str, inputs: Mapping[str, NDArray[Any]], batch: ForwardBatch) -> NDArray[Any]:
+    def _input(self, name: str, inputs: Inputs, batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
             return self._embed_adapted(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
         if name == LAYER_ROWS:
@@ -250,12 +246,12 @@ class NativeNetwork(Network):
 
     def _table_rows(self, token_ids: IntArray) -> FloatArray:
         table = self._embedding
-        return table.rows(token_ids) if isinstance(table, Panels) else table_rows(table, token_ids, self._round_to)
+        return table.rows(token_ids) if isinstance(table, PackedWeights) else table_rows(table, token_ids, self._round_to)
 
     def _embed_adapted(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
-        """As `embed`, each row with its adapter."""
+        """Return embedding rows with each row's adapter applied."""
         embedded = self.embed(token_ids)
-        for number, rows in rows_by_adapter(batch).items():
+        for number, rows in batch.rows_by_adapter().items():
             adapter, ids = self._adapters[number].placed, token_ids[rows]
             if adapter.changes_embedding:
                 own = adapter.embedding_rows(self._table_rows(ids), ids)
@@ -269,35 +265,34 @@ class NativeNetwork(Network):
     def load_adapter(self, adapter: Adapter) -> int:
         if self._shared.adapters is None:
             return super().load_adapter(adapter)
-        if adapter.mixture is not None and not self.takes_mixtures:
-            raise ConfigError(no_room_for_mixture(adapter.name))
+        check_mixture_enabled(self, adapter)
         own = to_network(adapter, self.config)
-        mixture = None if own.mixture is None else NativeMixture(own.mixture, self.config, self._shared.num_threads)
+        classifier = None if own.mixture is None else NativeClassifier(own.mixture, self.config, self._shared.num_threads)
         loaded = NativeAdapter(own)
         for program in self._programs.values():
             loaded.table(program.sites)
         number = next(self._shared.adapter_numbers)
-        if mixture is not None:
-            self._shared.mixtures[number] = mixture
+        if classifier is not None:
+            self._shared.classifiers[number] = classifier
         self._shared.adapters[number] = loaded
         return number
 
     def unload_adapter(self, number: int) -> None:
         del self._adapters[number]
-        self._shared.mixtures.pop(number, None)
+        self._shared.classifiers.pop(number, None)
 
-    def beside(self, compose: Compose) -> "NativeNetwork":
+    def sibling(self, compose: Compose) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
         other.__dict__.update(self.__dict__)
         other._compose(compose)
         return other
 
-    def vocabulary_panels(self, count: int) -> Panels | None:
-        """The first `count` rows of the vocabulary matrix, where it lies in panels."""
-        panels = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
-        return panels.first(count) if isinstance(panels, Panels) else None
+    def packed_vocabulary(self, count: int) -> PackedWeights | None:
+        """Return the first `count` rows of the vocabulary matrix; None = it is not packed."""
+        table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
+        return table.first(count) if isinstance(table, PackedWeights) else None
 
-    def reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
+    def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
         return NativeNetwork(
             compose,
             config,
@@ -305,27 +300,27 @@ class NativeNetwork(Network):
             num_threads=self._shared.num_threads,
             kv_cache_dtype=self.capabilities.kv_cache_dtype,
             max_model_len=max_model_len,
-            cache_of=self,
+            kv_owner=self,
         )
 
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
         self._programs: dict[Ranking | None, _Program] = {}
         program = self._record(None)
-        if TOKEN_IDS in program.inputs:  # a tied matrix is read where products read it
-            self._embedding: AnyTensor | Panels = self._shared.weights.table("embedding")
-            self._shared.read_too(_arrays(self._embedding))
+        if TOKEN_IDS in program.inputs:  # a tied matrix is stored once
+            self._embedding: AnyTensor | PackedWeights = self._shared.weights.table("embedding")
+            self._shared.watch_files(_arrays(self._embedding))
         if LAYER_ROWS in program.inputs:
-            self._shared.read_too(self.weights.stored("layer_embedding.weight"))
+            self._shared.watch_files(self.weights.stored("layer_embedding.weight"))
 
     def _record(self, ranking: Ranking | None) -> "_Program":
         program = self._recorded(ranking)
         self._shared.add(program.execution)
-        self._programs[ranking] = program  # last: an interrupt before leaves no program without a cache
+        self._programs[ranking] = program  # last: an interrupt before this leaves no program without a cache
         return program
 
     def _recorded(self, ranking: Ranking | None) -> "_Program":
-        """A program that has no cache yet."""
+        """Return a new program, without a cache."""
         shared = self._shared
         blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
         results = dict(ranked(self.compose, ranking)(blocks))
@@ -333,7 +328,7 @@ class NativeNetwork(Network):
             block_max = blocks.keep_block_max(results[LOGITS])
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
-        buffers, widths = share_memory(blocks, {value.index for value in results.values()})
+        buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
         recorded = Recorded(blocks.operations, widths, blocks.sites)
         return _Program(
             Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
@@ -345,7 +340,7 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A composition as it was recorded: the buffer of each input; buffer, rows and width of each result; where adapters add to products."""
+    """A recorded composition: the buffer of each input, the place of each result, and the products adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
@@ -359,57 +354,57 @@ def _bits(facts: TensorInfo) -> str:
 
 @dataclass(slots=True)
 class _Shared:
-    """What networks beside one another have in common."""
+    """The state that sibling networks share."""
 
     weights: NativeWeights
     tables: RotaryTables
     num_threads: int
     kv_cache_dtype: KVCacheDtype
-    adapters: dict[int, NativeAdapter] | None = None  # None = there can be none
+    adapters: dict[int, NativeAdapter] | None = None  # None = not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
-    mixtures: dict[int, NativeMixture] = field(default_factory=dict)  # of X-LoRA adapters, by their numbers
-    num_scaling_passes: int = 0
-    scaling_program: _Program | None = None  # None = there are no scaling passes
+    classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # of mixtures, by adapter number
+    num_mixture_passes: int = 0
+    mixture_program: _Program | None = None  # None = mixtures are not enabled
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
     _readers: "list[_Shared]" = field(default_factory=list)
-    _also_read: list[NDArray[Any]] = field(default_factory=list)
+    _watched: list[NDArray[Any]] = field(default_factory=list)
 
-    def use_cache(
-        self, planes: Sequence[NDArray[np.uint8]], windows: Sequence[SlidingWindowCache] = (), states: RecurrentStateCache | None = None
+    def set_cache(
+        self, kv_storage: Sequence[NDArray[np.uint8]], windows: Sequence[SlidingWindowCache] = (), states: RecurrentStateCache | None = None
     ) -> None:
-        self._cache = planes, windows, states
+        self._cache = kv_storage, windows, states
         for execution in self._executions:
-            execution.use_cache(planes, windows, states, self.kv_cache_dtype)
+            execution.set_cache(kv_storage, windows, states, self.kv_cache_dtype)
         for reader in self._readers:
-            reader.use_cache(planes, windows, states)
+            reader.set_cache(kv_storage, windows, states)
 
-    def use_states(self, states: RecurrentStateCache) -> None:
-        """Use this state cache of recurrent layers next to the keys and values in use."""
+    def set_states(self, states: RecurrentStateCache) -> None:
+        """Use these states of recurrent layers with the current keys and values."""
         if self._cache is not None:
-            self.use_cache(*self._cache[:2], states)
+            self.set_cache(*self._cache[:2], states)
 
     def add_reader(self, reader: "_Shared") -> None:
-        """Others that use this cache, whichever it is."""
+        """Let a network of other weights use the current and all later caches."""
         self._readers.append(reader)
         if self._cache is not None:
-            reader.use_cache(*self._cache)
+            reader.set_cache(*self._cache)
 
     def add(self, execution: Execution) -> None:
         if self._cache is not None:
-            execution.use_cache(*self._cache, self.kv_cache_dtype)
+            execution.set_cache(*self._cache, self.kv_cache_dtype)
         self._executions.append(execution)
-        self.read_too(())
+        self.watch_files(())
 
-    def read_too(self, arrays: tuple[NDArray[Any], ...]) -> None:
-        """Watch the files of what products read, and of these."""
-        self._also_read += arrays
-        self.files = MappedFiles([*self.weights.arrays, *self._also_read])
+    def watch_files(self, arrays: tuple[NDArray[Any], ...]) -> None:
+        """Check before each pass that the mapped files of these arrays, and of all weights, were not truncated."""
+        self._watched += arrays
+        self.files = MappedFiles([*self.weights.arrays, *self._watched])
 
 
-def _arrays(embedding: AnyTensor | Panels) -> tuple[NDArray[Any], ...]:
-    if isinstance(embedding, Panels):
+def _arrays(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
+    if isinstance(embedding, PackedWeights):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

@@ -1,4 +1,4 @@
-"""Sampling along draft trees by the kernels: all paths of a step in one call."""
+"""Sample along the draft trees of all requests in one call of the kernels."""
 
 from collections.abc import Sequence
 from ctypes import addressof, sizeof
@@ -14,17 +14,17 @@ from paceline.sampling.path_sampler import LogitsView, PathRequest, Rows, Sample
 
 _MAX_INT = 2**31 - 1
 _PATH = Struct("=QQqqQQQQQQii")  # the fields of `records.SamplePath`
-_RESULT = sizeof(SamplePath) // 4 - 1  # `num_tokens` among its 32-bit numbers
-_MIN_SHARED = 1 << 18  # floats to read from which on other threads are woken
-_SAMPLED_COST = 4  # of a sampled row, in greedy rows without block_max
+_NUM_TOKENS = sizeof(SamplePath) // 4 - 1  # index of `num_tokens` among its 32-bit numbers
+_MIN_SHARED = 1 << 18  # floats to read; below that, waking other threads costs more than it saves
+_SAMPLED_COST = 4  # of a sampled row relative to a greedy one
 
 
 class CompiledBatchPathSampler:
-    """Implements `BatchPathSampler`. Its memory is reused: one call at a time.
+    """Implements `BatchPathSampler`. Not thread-safe: calls share memory.
 
     Args:
         vocab_size: V of the rows.
-        num_threads: that share the paths of several requests.
+        num_threads: threads that share the requests.
     """
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
@@ -37,7 +37,7 @@ class CompiledBatchPathSampler:
 
     @classmethod
     def if_available(cls, vocab_size: int, num_threads: int = 1) -> "CompiledBatchPathSampler | None":
-        """None where there are no kernels for this machine."""
+        """Return a sampler, or None if there are no kernels for this machine."""
         try:
             return cls(vocab_size, num_threads)
         except BackendUnavailableError:
@@ -50,12 +50,12 @@ class CompiledBatchPathSampler:
         return CompiledPathSampler(self, options)
 
     def sample(self, requests: Sequence[PathRequest], rows: LogitsView) -> list[SampledPath | None]:
-        """As `BatchPathSampler.sample`; None for all where the kernels cannot read the rows."""
+        """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the rows."""
         logits, block_max, logits_at, block_max_at = rows
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
         logits_at, row_bytes = logits_at or _address_of(logits), logits.strides[0]
-        block_max_at, block_max_bytes = self._place_of(block_max, block_max_at)
+        block_max_at, block_max_bytes = self._block_max_address(block_max, block_max_at)
         sizes = [len(request.token_ids) for request in requests]
         if _PATH.size * len(requests) > len(self._records):
             self._allocate_records(2 * len(requests))
@@ -71,7 +71,7 @@ class CompiledBatchPathSampler:
                 self._view, index * _PATH.size,
                 logits_at + row_bytes * first_row, block_max_at and block_max_at + block_max_bytes * first_row,
                 row_bytes // 4, block_max_bytes // 4, sampler.options_at, self._trees_at + 4 * begin,
-                seed, sample_index, position, self._found_at + 4 * begin, size, 0,
+                seed, sample_index, position, self._result_at + 4 * begin, size, 0,
             )  # fmt: skip
             begin += 2 * size
             work += BLOCK_COLUMNS if sampler.is_greedy and block_max_at else self.vocab_size * (1 if sampler.is_greedy else _SAMPLED_COST)
@@ -79,17 +79,17 @@ class CompiledBatchPathSampler:
         self._run(self._records_at, len(requests), num_threads, self._scratch_at, self._scratch.shape[1])
         return self._paths(sizes)
 
-    def _place_of(self, block_max: Rows | None, address: int) -> tuple[int, int]:
-        """The address of `block_max` and the bytes between rows; 0 where the kernels have to find it themselves."""
+    def _block_max_address(self, block_max: Rows | None, address: int) -> tuple[int, int]:
+        """Return the address of `block_max` and its row stride; 0 if the kernels must compute it."""
         if block_max is None or block_max.shape[1] * BLOCK_COLUMNS < self.vocab_size or block_max.strides[1] != 4:
             return 0, 0
         return address or _address_of(block_max), block_max.strides[0]
 
     def _paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
-        """Read the results for trees of so many nodes."""
-        found, begin = self._found[: 2 * sum(sizes)].tolist(), 0
+        """Return the results for trees of these sizes."""
+        found, begin = self._result_tokens[: 2 * sum(sizes)].tolist(), 0
         paths: list[SampledPath | None] = []
-        for count, size in zip(self._results[: len(sizes)].tolist(), sizes, strict=True):
+        for count, size in zip(self._num_tokens[: len(sizes)].tolist(), sizes, strict=True):
             nodes = begin + size
             paths.append(SampledPath(found[begin : begin + count], found[nodes : nodes + count - 1]) if count else None)
             begin += 2 * size
@@ -98,12 +98,12 @@ class CompiledBatchPathSampler:
     def _allocate_records(self, count: int) -> None:
         self._records = np.zeros(count * _PATH.size, np.uint8)
         self._view, self._records_at = self._records.data, self._records.ctypes.data
-        self._results = self._records.view(np.int32)[_RESULT :: _RESULT + 1]
+        self._num_tokens = self._records.view(np.int32)[_NUM_TOKENS :: _NUM_TOKENS + 1]
 
     def _allocate_trees(self, count: int) -> None:
-        """Memory for so many numbers of trees, and of what is found along them."""
-        self._trees, self._found = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        self._trees_at, self._found_at = self._trees.ctypes.data, self._found.ctypes.data
+        """Allocate memory for `count` numbers of trees and of results."""
+        self._trees, self._result_tokens = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        self._trees_at, self._result_at = self._trees.ctypes.data, self._result_tokens.ctypes.data
 
 
 class CompiledPathSampler:

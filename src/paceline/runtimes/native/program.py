@@ -1,4 +1,4 @@
-"""The blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
+"""Record the blocks of `runtimes/decoder.py` as a list of operations over buffers, which kernels/program.c runs."""
 
 from collections.abc import Sequence
 from ctypes import c_int32
@@ -23,9 +23,10 @@ from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
 from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
 from paceline.runtimes.native.library import BLOCK_COLUMNS, LANES, kernels
-from paceline.runtimes.native.panels import NARROW_KINDS, PANEL_KINDS, TABLE_KINDS
+from paceline.runtimes.native.packed_weights import NARROW_KINDS, TABLE_KINDS
 from paceline.runtimes.native.records import (
-    GRID,
+    CHECKPOINT_INTERVAL,
+    PANEL_KINDS,
     AddOperation,
     AttentionOperation,
     ColumnsOperation,
@@ -37,6 +38,7 @@ from paceline.runtimes.native.records import (
     GatherOperation,
     LinearOperation,
     Matrix,
+    MatrixKind,
     NormOperation,
     Operation,
     Packing,
@@ -50,7 +52,7 @@ from paceline.runtimes.native.records import (
     SoftCapOperation,
     StateOperation,
 )
-from paceline.runtimes.native.weights import BF16_KIND, NativeWeights
+from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.ranking import Ranking
 
 _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID: 3, Activation.NONE: 4, Activation.RELU: 5}
@@ -58,7 +60,7 @@ _ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.SIGMOID:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Rows of `width` floats, the result of one operation."""
+    """The result of one operation: rows of `width` floats."""
 
     index: int
     width: int
@@ -66,43 +68,45 @@ class Value:
 
 
 class NativeBlocks:
-    """Records operations; every value has a number. `share_memory` gives values a buffer."""
+    """Records operations on numbered values. `buffers.assign_buffers` then maps values to buffers."""
 
     def __init__(
         self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, takes_adapters: bool = False
     ) -> None:
-        """
+        """Start with no operations.
+
         Args:
-            takes_adapters: whether rows may have one.
+            cache_config: of the network that owns the cache; None = `config`.
+            takes_adapters: whether rows may have adapters.
         """
-        self._config, self._cache_config = config, cache_config or config  # the latter is of the network whose cache it is
+        self._config, self._cache_config = config, cache_config or config
         self._weights = weights
         self._states = StateLayout.of(self._cache_config.recurrents)
         self.values: list[Value] = []
-        self.inputs: dict[str, Value] = {}  # values that the runtime fills
+        self.inputs: dict[str, Value] = {}  # written before the pass
         self.operations: list[Operation] = []
         self._takes_adapters = takes_adapters
-        self.sites: list[tuple[str, ...]] = []  # the products of each operation of adapters, of experts those of each
+        self.sites: list[tuple[str, ...]] = []  # the products of each operation that adapters can change; of experts one entry each
         self._num_rankings = 0
-        self._shown: dict[int, int] = {}  # floats of values that are wider than what they hold in the end
+        self._result_widths: dict[int, int] = {}  # of values whose rows also hold scratch memory
 
     def result_width(self, value: Value) -> int:
-        """Floats of a row that are the result; the rest is memory its operation works in."""
-        return self._shown.get(value.index, value.width)
+        """Return the floats of a row that are the result; the rest is scratch memory of its operation."""
+        return self._result_widths.get(value.index, value.width)
 
     def value(self, width: int, rows: Rows = Rows.ALL) -> Value:
         self.values.append(Value(len(self.values), width, rows))
         return self.values[-1]
 
     def embedding(self, name: str) -> Value:
-        """The rows are looked up by whoever runs the pass."""
+        """Return an input; the runtime looks up the rows before the pass."""
         return self.input(TOKEN_IDS, self._config.hidden_size)
 
     def layer_embedding(self, name: str) -> Value:
         return self.input(LAYER_ROWS, self._config.num_layers * self._config.layer_input_size)
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
-        return self._add(ColumnsOperation(x=x.index, x_width=x.width, begin=begin, width=width), x, width)
+        return self._append(ColumnsOperation(x=x.index, x_width=x.width, begin=begin, width=width), x, width)
 
     def input(self, name: str, width: int) -> Value:
         if name not in self.inputs:
@@ -113,11 +117,11 @@ class NativeBlocks:
         joined = values[0]
         for value in values[1:]:
             operation = ConcatOperation(x=joined.index, y=value.index, x_width=joined.width, y_width=value.width)
-            joined = self._add(operation, joined, joined.width + value.width)
+            joined = self._append(operation, joined, joined.width + value.width)
         return joined
 
     def silu_residual(self, x: Value, y: Value) -> Value:
-        return self._add(SiluResidualOperation(x=x.index, y=y.index, width=x.width), x)
+        return self._append(SiluResidualOperation(x=x.index, y=y.index, width=x.width), x)
 
     def rank(self, logits: Value, ranking: Ranking) -> Value:
         columns, ids = min(ranking.columns, logits.width), None
@@ -127,32 +131,32 @@ class NativeBlocks:
             x=logits.index, width=logits.width, number=self._num_rankings, columns=columns, count=ranking.count, target_ids=ids
         )
         self._num_rankings += 1
-        out = self._add(operation, logits, kernels().paceline_ranking_floats(columns, ranking.count))
-        self._shown[out.index] = 2 + 2 * ranking.count
+        out = self._append(operation, logits, kernels().paceline_ranking_floats(columns, ranking.count))
+        self._result_widths[out.index] = 2 + 2 * ranking.count
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
         return self._products(x, names, names)
 
     def _products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
-        """Products with the matrices `names`, which adapters know as `adapted`."""
+        """Record products with the matrices `names`, whose names in adapters are `adapted`."""
         outs = []
-        alike: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
+        by_packing: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
         for name, own in zip(names, adapted, strict=True):
             matrix = self._weights.matrix(name, len(self.values))
             outs.append(self.value(matrix.outputs, x.rows))
-            alike.setdefault(self._packing(matrix), []).append((matrix, own))
-        for (packing, *_), pairs in alike.items():
+            by_packing.setdefault(self._packing(matrix), []).append((matrix, own))
+        for (packing, *_), pairs in by_packing.items():
             array, site = (Matrix * len(pairs))(*(matrix for matrix, _ in pairs)), -1
             if self._takes_adapters:
                 site = len(self.sites)
                 self.sites.append(tuple(own for _, own in pairs))
             operation = LinearOperation(x=x.index, num_matrices=len(array), packing=packing, site=site, block_max=-1, matrices=array)
-            self._record(operation, outs[0])
+            self._append_to(operation, outs[0])
         return tuple(outs)
 
     def keep_block_max(self, logits: Value) -> Value | None:
-        """The largest of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None where no single product made the logits."""
+        """Return the maximum of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None if no single product."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
                 block_max = self.value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
@@ -174,9 +178,9 @@ class NativeBlocks:
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
-            conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.columns(name + ".weight"), bias=bias,
+            conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.transposed(name + ".weight"), bias=bias,
         )  # fmt: skip
-        return self._add(operation, x)
+        return self._append(operation, x)
 
     def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
         return self._state(x, a, b, mixer, layer)
@@ -187,7 +191,7 @@ class NativeBlocks:
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         head_size = x.width // num_heads
         half, table = rope.rotary_size(head_size) // 2, self._config.rotations.index((rope, head_size))
-        return self._add(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
+        return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
@@ -198,7 +202,7 @@ class NativeBlocks:
             scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
-        return self._add(operation, q)
+        return self._append(operation, q)
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         number, slope, limit = 2, 0.0, 0.0
@@ -207,38 +211,38 @@ class NativeBlocks:
         else:
             number = _ACTIVATIONS[activation]
         operation = GatedOperation(x=gate.index, up=up.index, width=gate.width, activation=number, slope=slope, limit=limit)
-        return self._add(operation, gate)
+        return self._append(operation, gate)
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
         routes = self._routes(logits, routing, prefix)
         *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        *gates, up = self._of_experts(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
+        *gates, up = self._expert_products(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
         active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
-        (down,) = self._of_experts(active, routes, routing, back, of_pairs=True)
+        (down,) = self._expert_products(active, routes, routing, back, of_pairs=True)
         width = down.width // routing.num_chosen
-        return self._add(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
+        return self._append(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
 
     def sigmoid_gate(self, x: Value, y: Value) -> Value:
-        return self._add(SigmoidGateOperation(x=x.index, y=y.index, width=x.width), x)
+        return self._append(SigmoidGateOperation(x=x.index, y=y.index, width=x.width), x)
 
     def add(self, x: Value, y: Value) -> Value:
-        return self._add(AddOperation(x=x.index, y=y.index, width=x.width), x)
+        return self._append(AddOperation(x=x.index, y=y.index, width=x.width), x)
 
     def scale(self, x: Value, factor: float) -> Value:
-        return self._add(ScaleOperation(x=x.index, width=x.width, factor=factor), x)
+        return self._append(ScaleOperation(x=x.index, width=x.width, factor=factor), x)
 
     def scale_by(self, x: Value, name: str) -> Value:
-        return self.scale(x, self._weights.number(name + ".weight"))
+        return self.scale(x, self._weights.scalar(name + ".weight"))
 
     def logits_rows(self, x: Value) -> Value:
-        return self._record(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.WANTED))
+        return self._append_to(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LOGITS))
 
     def lm_head(self, x: Value, name: str) -> Value:
         return self._products(x, (name,), (LM_HEAD,))[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
-        return self._add(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
+        return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
     def _norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
         config = self._config
@@ -251,53 +255,53 @@ class NativeBlocks:
             weighted_heads=weighted_heads,
             weight=weight,
         )
-        return self._add(operation, x)
+        return self._append(operation, x)
 
     def _state(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
         state, place, prefix = mixer.state, self._states.places[layer], f"layers.{layer}."
-        work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * GRID * state.key_heads)
-        least, most = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
+        work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
+        min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
             x=x.index, a=a.index, b=-1 if b is None else b.index, work=work.index, channels=mixer.channels, heads=state.heads,
             key_heads=state.key_heads, rows_of_state=state.rows, columns=state.columns, block=place.block,
             is_delta=isinstance(mixer, GatedDeltaConfig), matrices_at=place.matrices_at, keys_at=place.record_at + mixer.channels,
-            work_floats=work.width, least=least, most=most,
+            work_floats=work.width, min_step=min_step, max_step=max_step,
             decay=self._weights.vector(prefix + "decay.weight", exact=True), bias=self._weights.vector(prefix + "decay.bias", exact=True),
             skip=self._weights.vector(prefix + "skip.weight", exact=True) if isinstance(mixer, Mamba2Config) else None,
         )  # fmt: skip
-        return self._add(operation, x, state.value_width)
+        return self._append(operation, x, state.value_width)
 
     def _routes(self, logits: Value, routing: Routing, prefix: str) -> Value:
-        """What kernels/experts.c finds: 8 numbers for each row and chosen expert, and one for all."""
+        """Record the choice of experts: 8 numbers for each pair of a row and an expert, and one for all (`Routes` in kernels/native.h)."""
         correction, scales = (
-            self._weights.vector(f"{prefix}router.{name}", exact=True) if is_there else None
-            for name, is_there in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
+            self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
+            for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
         )
         operation = RouteOperation(
             x=logits.index, experts=routing.num_experts, chosen=routing.num_chosen,
             scoring=(Scoring.SOFTMAX, Scoring.SIGMOID).index(routing.scoring),
-            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, least=routing.epsilon,
+            groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, epsilon=routing.epsilon,
             factor=routing.factor, correction=correction, scales=scales,
         )  # fmt: skip
-        return self._add(operation, logits, 8 * routing.num_chosen + 1)
+        return self._append(operation, logits, 8 * routing.num_chosen + 1)
 
-    def _of_experts(self, x: Value, routes: Value, routing: Routing, *names: str, of_pairs: bool) -> tuple[Value, ...]:
-        """Products of each pair of a row and an expert: a row of the pass has `num_chosen`, whose results lie side by side in any order.
+    def _expert_products(self, x: Value, routes: Value, routing: Routing, *names: str, of_pairs: bool) -> tuple[Value, ...]:
+        """Record products of each pair of a row and an expert. A value's row has room for `num_chosen` pairs, in any order.
 
         Args:
-            of_pairs: x is such a result; else it has the rows of the pass.
-            names: of the matrices, with a place for the expert's number.
+            of_pairs: x has a row for each pair; else for each row of the pass.
+            names: of the matrices, with a placeholder for the expert's number.
         """
         outs: list[Value] = []
-        alike: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
+        by_packing: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
         for name in names:
             matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
             packings = {self._packing(matrix) for matrix in matrices}
             if len(packings) > 1:
-                raise ConfigError(f"the experts' matrices {name.format('*')} are stored in several ways: quantise all of them alike")
+                raise ConfigError(f"the experts' matrices {name.format('*')} have different formats: quantise all of them the same way")
             outs.append(self.value(matrices[0].outputs * routing.num_chosen, x.rows))
-            alike.setdefault(packings.pop(), []).append((name, matrices))
-        for (packing, *_), own in alike.items():
+            by_packing.setdefault(packings.pop(), []).append((name, matrices))
+        for (packing, *_), own in by_packing.items():
             array, site = (Matrix * (len(own) * routing.num_experts))(*(matrix for _, matrices in own for matrix in matrices)), -1
             if self._takes_adapters:
                 site = len(self.sites)
@@ -306,24 +310,24 @@ class NativeBlocks:
                 x=x.index, routes=routes.index, chosen=routing.num_chosen, experts=routing.num_experts,
                 num_matrices=len(own), packing=packing, of_pairs=of_pairs, site=site, matrices=array,
             )  # fmt: skip
-            self._record(operation, outs[0])
+            self._append_to(operation, outs[0])
         return tuple(outs)
 
     def _packing(self, matrix: Matrix) -> tuple[int, ...]:
-        """How its rows are packed: what is the same for two matrices can serve both.
+        """Return how input rows are packed for a matrix; matrices with equal results can share packed rows.
 
-        Rows are rounded to bfloat16 where that is the type of computation, for products with bfloat16 weights alone, and to bytes for
-        those with panels.
+        Rows are rounded to 8 bits for panels, and to bfloat16 for bfloat16 weights if that is the compute type.
         """
         if matrix.kind in PANEL_KINDS:
             return Packing.BYTES, matrix.group, matrix.zero_point, matrix.kind in NARROW_KINDS, matrix.kind in TABLE_KINDS
-        return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == BF16_KIND else Packing.FLOATS,)
+        return (Packing.BF16 if self._weights.rounds_to_bf16 and matrix.kind == MatrixKind.BF16 else Packing.FLOATS,)
 
-    def _add(self, operation: Operation, like: Value, width: int | None = None) -> Value:
-        """Record an operation on the rows of a value, whose result is as wide unless `width` says otherwise."""
-        return self._record(operation, self.value(like.width if width is None else width, like.rows))
+    def _append(self, operation: Operation, like: Value, width: int | None = None) -> Value:
+        """Append an operation on the rows of `like` and return its result; its width is that of `like` by default."""
+        return self._append_to(operation, self.value(like.width if width is None else width, like.rows))
 
-    def _record(self, operation: Operation, out: Value) -> Value:
+    def _append_to(self, operation: Operation, out: Value) -> Value:
+        """Append an operation that writes `out`."""
         operation.out, operation.rows = out.index, out.rows
         self.operations.append(operation)
         return out
@@ -334,9 +338,9 @@ class Recorded:
     """A network as operations.
 
     Attributes:
-        operations: they and their matrices name buffers, not values.
-        widths: floats a row of each buffer.
-        sites: the products of each operation of adapters, of experts those of each.
+        operations: with buffer numbers, not value numbers.
+        widths: floats of a row of each buffer.
+        sites: the products of each operation that adapters can change; of experts one entry each.
     """
 
     operations: list[Operation]
@@ -344,52 +348,9 @@ class Recorded:
     sites: Sequence[tuple[str, ...]] = ()
 
 
-def share_memory(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
-    """Let operations and matrices name buffers, not values.
-
-    Args:
-        kept: the values that are results.
-
-    Returns:
-        the buffer of every value, and each buffer's width.
-    """
-    buffers, widths = _assign_buffers(blocks, kept | {value.index for value in blocks.inputs.values()})
-    for operation in blocks.operations:
-        for field in dict.fromkeys((*operation.INPUTS, *operation.OUTS)):
-            if (value := getattr(operation, field)) >= 0:
-                setattr(operation, field, buffers[value])
-        for matrix in matrices_of(operation):
-            matrix.out = buffers[matrix.out]
-    return buffers, widths
-
-
 def matrices_of(operation: Operation) -> list[Matrix]:
-    """Those of a product; no other operation has any."""
+    """Return the matrices of a product; empty for other operations."""
     count = 0
     if isinstance(operation, LinearOperation | ExpertsOperation):
         count = operation.num_matrices * (operation.experts if isinstance(operation, ExpertsOperation) else 1)
     return operation.matrices[:count] if count else []
-
-
-def _assign_buffers(blocks: NativeBlocks, kept: set[int]) -> tuple[list[int], list[int]]:
-    """One is free again once the last reader of its value has run."""
-    reads = [{getattr(operation, field) for field in operation.INPUTS} - {-1} for operation in blocks.operations]
-    last_read = {value: index for index, values in enumerate(reads) for value in values}
-    buffers = [0] * len(blocks.values)
-    widths = [value.width for value in blocks.inputs.values()]
-    for index, value in enumerate(blocks.inputs.values()):
-        buffers[value.index] = index
-    free: dict[int, list[int]] = {}
-    for index, operation in enumerate(blocks.operations):
-        outs = [matrix.out for matrix in matrices_of(operation)] or [operation.out]
-        outs += [out for field in operation.OUTS if field != "out" and (out := getattr(operation, field)) >= 0]
-        for out in dict.fromkeys(outs):
-            width = blocks.values[out].width
-            if not free.get(width):
-                free.setdefault(width, []).append(len(widths))
-                widths.append(width)
-            buffers[out] = free[width].pop()
-        for read in reads[index]:
-            if last_read[read] == index and read not in kept:
-                free.setdefault(blocks.values[read].width, []).append(buffers[read])
-    return buffers, widths

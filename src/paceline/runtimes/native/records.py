@@ -1,44 +1,43 @@
-"""The records that the kernels are given: those of kernels/native.h, field by field."""
+"""The C structures of kernels/native.h, field by field, for ctypes."""
 
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from enum import IntEnum
 from typing import Any, ClassVar
 
+from paceline.runtimes.ranking import DRAW
 
-class Code(IntEnum):
-    """What an operation does."""
+MatrixKind = IntEnum(
+    "MatrixKind",
+    "F32 F16 BF16 U8 U8_MINIMUM "
+    "PANELS_8_BITS PANELS_8_BITS_MINIMUM PANELS_4_BITS PANELS_4_BITS_MINIMUM PANELS_4_BITS_TABLE "
+    "PANELS_4_BITS_FLOAT16 PANELS_4_BITS_TABLE_FLOAT16 "
+    "PANELS_Q4_K PANELS_Q5_K PANELS_Q6_K PANELS_Q2_K PANELS_Q3_K PANELS_IQ4_XS",
+    start=0,
+)
+"""How a matrix is stored: row by row as floats or 8-bit codes, or in panels (kernels/panels.h)."""
 
-    LINEAR = 0
-    NORM = 1
-    ROPE = 2
-    ATTENTION = 3
-    GATED = 4
-    ADD = 5
-    GATHER = 6
-    SOFT_CAP = 7
-    CONCAT = 8
-    SILU_RESIDUAL = 9
-    RANK = 10
-    SCALE = 11
-    COLUMNS = 12
-    ROUTE = 13
-    EXPERTS = 14
-    COMBINE = 15
-    SIGMOID_GATE = 16
-    CONVOLUTION = 17
-    STATE = 18
+PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PANELS"))
+
+
+Code = IntEnum(
+    "Code",
+    "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL RANK SCALE COLUMNS ROUTE EXPERTS COMBINE SIGMOID_GATE "
+    "CONVOLUTION STATE",
+    start=0,
+)
+"""The kind of an operation."""
 
 
 class Packing(IntEnum):
-    """How a product takes its rows."""
+    """The form of a product's input rows."""
 
     FLOATS = 0
-    BF16 = 1  # rounded to bfloat16
-    BYTES = 2  # rounded to 8-bit codes in groups
+    BF16 = 1
+    BYTES = 2  # 8-bit codes, one scale a group
 
 
 class KVKind(IntEnum):
-    """How numbers of keys and values are stored."""
+    """The type of stored keys and values."""
 
     F32 = 0
     BF16 = 1
@@ -47,64 +46,72 @@ class KVKind(IntEnum):
 
 
 PHASES = 3
-"""Of an operation, whose pieces count apart."""
+"""Phases of an operation; each counts its pieces of work separately."""
+
+CHECKPOINT_INTERVAL = 8
+"""Recurrent states are stored after a multiple of so many rows of their text."""
 
 
 class Rows(IntEnum):
-    """Which rows an operation works on."""
+    """The rows an operation works on."""
 
-    ALL = 0  # of the pass
-    WANTED = 1  # those whose logits are wanted
+    ALL = 0
+    LOGITS = 1  # those whose logits are computed
+
+
+_TYPES: dict[str, Any] = {
+    "int32": c_int32, "int64": c_int64, "uint64": c_uint64, "float": c_float, "double": c_double, "pointer": c_void_p,
+    "int32*": POINTER(c_int32), "int32[2]": c_int32 * 2,
+}  # fmt: skip
+
+
+def _fields(declarations: str) -> tuple[tuple[str, Any], ...]:
+    """Return ctypes fields from declarations as in C, `type name name; type name`."""
+    return tuple((name, _TYPES[kind]) for kind, *names in map(str.split, declarations.split(";")) for name in names)
 
 
 class Matrix(Structure):
-    """W [outputs, columns] as stored."""
+    """W [outputs, columns]."""
 
-    _fields_ = (
-        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("group", c_int32), ("zero_point", c_int32), ("out", c_int32),
-        ("block", c_int32), ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p),
-        ("bias", c_void_p), ("table", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 kind outputs columns group zero_point out block; int64 row_bytes; pointer codes scales minimums bias table")
+
+
+_TYPES["Matrix*"] = POINTER(Matrix)
 
 
 class SuperBlocksRecord(Structure):
-    """What panels of K-quants are filled from."""
+    """A K-quant as models/grouped.py holds it, which panels are filled from."""
 
-    _fields_ = (
-        ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("block", c_int32), ("zero_point", c_int32),
-        ("row_bytes", c_int64), ("codes", c_void_p), ("scales", c_void_p), ("minimums", c_void_p), ("factors", c_void_p),
-        ("minimum_factors", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields(
+        "int32 kind outputs columns block zero_point; int64 row_bytes; pointer codes scales minimums factors minimum_factors"
+    )
 
 
 class BlocksRecord(Structure):
-    """Rows of GGUF's blocks that become panels."""
+    """Rows of GGUF blocks, which panels are filled from."""
 
-    _fields_ = (
-        ("type", c_int32), ("kind", c_int32), ("outputs", c_int32), ("columns", c_int32), ("zero_point", c_int32), ("block", c_int32),
-        ("flipped", c_int32), ("row_bytes", c_int64), ("rows", c_void_p), ("order", c_void_p), ("places", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 type kind outputs columns zero_point block flipped; int64 row_bytes; pointer rows order places")
 
 
 class Operation(Structure):
-    """What every operation begins with.
+    """The common head of all operations.
 
     Attributes:
-        CODE: of the kind of operation.
-        INPUTS: the fields that name a value; they are numbers of values while a network is recorded, then of buffers.
-        OUTS: those that name what is written; what is only worked in is among both.
+        CODE: the kind of operation.
+        INPUTS: fields that name a value that is read. They hold value numbers while a network is recorded, then buffer numbers.
+        OUTS: fields that name a value that is written; scratch values are in both.
     """
 
     CODE: ClassVar[Code]
     INPUTS: ClassVar[tuple[str, ...]]
     OUTS: ClassVar[tuple[str, ...]] = ("out",)
-    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (("code", c_int32), ("out", c_int32), ("rows", c_int32))
+    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = _fields("int32 code out rows")
 
     def __init__(self, **fields: object) -> None:
-        """Set what is its own; the rest is set when it is recorded.
+        """Set the fields of the subclass; `out` and `rows` are set when it is recorded.
 
         Raises:
-            TypeError: a field is missing, or there is none of the name.
+            TypeError: a field is missing or unknown.
         """
         names = {name for name, _ in self._fields_}
         if names != fields.keys():
@@ -113,285 +120,239 @@ class Operation(Structure):
 
 
 class LinearOperation(Operation):
-    """Products with matrices of the same columns, whose rows are packed alike; `site`: which of those that adapters add to, -1 = none.
+    """Products with matrices of the same columns and packing.
 
-    `block_max`: gets the largest of each BLOCK_COLUMNS results of a row, where there is one matrix; -1 = nothing does.
+    `site`: its index among the operations that adapters can change; -1 = none does. `block_max`: buffer for the maximum of each
+    BLOCK_COLUMNS results of a row, if there is one matrix; -1 = not kept.
     """
 
     CODE, INPUTS, OUTS = Code.LINEAR, ("x",), ("out", "block_max")
-    _fields_ = (
-        ("x", c_int32), ("num_matrices", c_int32), ("packing", c_int32), ("site", c_int32), ("block_max", c_int32),
-        ("matrices", POINTER(Matrix)),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x num_matrices packing site block_max; Matrix* matrices")
 
 
 class NormOperation(Operation):
-    """RMS norm of every head; one head is the whole row. Without a weight nothing is multiplied behind it."""
+    """RMS norm of every head; one head is the whole row. `weight` may be null."""
 
     CODE, INPUTS = Code.NORM, ("x",)
-    _fields_ = (
-        ("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("epsilon", c_float), ("weighted_heads", c_int32), ("weight", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x heads head_size; float epsilon; int32 weighted_heads; pointer weight")
 
 
 class RopeOperation(Operation):
-    """Heads of which `rotary_half` pairs are turned by the angles of a table."""
+    """Rotate `rotary_half` pairs of each head by the angles of a table."""
 
     CODE, INPUTS = Code.ROPE, ("x",)
-    _fields_ = (("x", c_int32), ("heads", c_int32), ("head_size", c_int32), ("rotary_half", c_int32), ("table", c_int32))
+    _fields_ = _fields("int32 x heads head_size rotary_half table")
 
 
 class AttentionOperation(Operation):
-    """Attention over a layer of the cache; window and soft cap 0 = none; `tables`: which of a pass's block tables name its blocks.
-
-    k and v -1: nothing is written, another operation has.
-    """
+    """Attention over a layer of the cache. Window and soft cap 0 = none; `tables`: block table set of the pass; k = v = -1: read only."""
 
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
-    _fields_ = (
-        ("q", c_int32), ("k", c_int32), ("v", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 q k v heads kv_heads head_size layer tables window; float scale soft_cap; pointer sinks")
 
 
 class GatedOperation(Operation):
     """activation(x) * up; activation 0 = SiLU, 1 = GELU by tanh, 2 = clamped SwiGLU (slope, limit), 3 = sigmoid, 4 = none, 5 = ReLU."""
 
     CODE, INPUTS = Code.GATED, ("x", "up")
-    _fields_ = (
-        ("x", c_int32), ("up", c_int32), ("width", c_int32), ("activation", c_int32), ("slope", c_float), ("limit", c_float),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x up width activation; float slope limit")
 
 
 class AddOperation(Operation):
     """x + y."""
 
     CODE, INPUTS = Code.ADD, ("x", "y")
-    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x y width")
 
 
 class SiluResidualOperation(Operation):
     """x + silu(y)."""
 
     CODE, INPUTS = Code.SILU_RESIDUAL, ("x", "y")
-    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x y width")
 
 
 class GatherOperation(Operation):
-    """The wanted rows of x one behind another."""
+    """Copy the rows whose logits are computed."""
 
     CODE, INPUTS = Code.GATHER, ("x",)
-    _fields_ = (("x", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x width")
 
 
 class SoftCapOperation(Operation):
     """cap * tanh(x / cap)."""
 
     CODE, INPUTS = Code.SOFT_CAP, ("x",)
-    _fields_ = (("x", c_int32), ("width", c_int32), ("cap", c_float))
+    _fields_ = _fields("int32 x width; float cap")
 
 
 class ScaleOperation(Operation):
     """x * factor."""
 
     CODE, INPUTS = Code.SCALE, ("x",)
-    _fields_ = (("x", c_int32), ("width", c_int32), ("factor", c_float))
+    _fields_ = _fields("int32 x width; float factor")
 
 
 class ConcatOperation(Operation):
-    """x and y side by side."""
+    """[x, y] along columns."""
 
     CODE, INPUTS = Code.CONCAT, ("x", "y")
-    _fields_ = (("x", c_int32), ("y", c_int32), ("x_width", c_int32), ("y_width", c_int32))
+    _fields_ = _fields("int32 x y x_width y_width")
 
 
 class RouteOperation(Operation):
-    """The `chosen` experts of every row by the scores of its logits x; scoring 0 = softmax, 1 = sigmoid. See kernels/experts.c."""
+    """Choose experts by the router's logits x; scoring 0 = softmax, 1 = sigmoid. See kernels/experts.c."""
 
     CODE, INPUTS = Code.ROUTE, ("x",)
-    _fields_ = (
-        ("x", c_int32), ("experts", c_int32), ("chosen", c_int32), ("scoring", c_int32), ("groups", c_int32), ("chosen_groups", c_int32),
-        ("is_normalized", c_int32), ("least", c_float), ("factor", c_float), ("correction", c_void_p), ("scales", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x experts chosen scoring groups chosen_groups is_normalized; float epsilon factor; pointer correction scales")
 
 
 class ExpertsOperation(Operation):
-    """Products of rows with matrices of the experts they have chosen, packed alike; results have a row for each pair of the two."""
+    """Products of rows with matrices of their experts; the results have a row for each pair of a row and an expert."""
 
     CODE, INPUTS = Code.EXPERTS, ("x", "routes")
-    _fields_ = (
-        ("x", c_int32), ("routes", c_int32), ("chosen", c_int32), ("experts", c_int32), ("num_matrices", c_int32), ("packing", c_int32),
-        ("of_pairs", c_int32), ("site", c_int32), ("matrices", POINTER(Matrix)),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x routes chosen experts num_matrices packing of_pairs site; Matrix* matrices")
 
 
 class CombineOperation(Operation):
-    """Of every row the sum of its pairs' rows of x times their weights."""
+    """The weighted sum of each row's experts."""
 
     CODE, INPUTS = Code.COMBINE, ("x", "routes")
-    _fields_ = (("x", c_int32), ("routes", c_int32), ("chosen", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x routes chosen width")
 
 
 class SigmoidGateOperation(Operation):
     """x * sigmoid(y), y one number a row."""
 
     CODE, INPUTS = Code.SIGMOID_GATE, ("x", "y")
-    _fields_ = (("x", c_int32), ("y", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x y width")
 
 
 class ConvolutionOperation(Operation):
-    """A causal convolution of each channel over the rows of a text; `conv_at`, `record_at`: floats of states and records before it."""
+    """A causal convolution of each channel over time; `conv_at`, `record_at`: the layer's offsets in a state and in a record."""
 
     CODE, INPUTS = Code.CONVOLUTION, ("x",)
-    _fields_ = (
-        ("x", c_int32), ("channels", c_int32), ("kernel_size", c_int32), ("is_activated", c_int32), ("conv_at", c_int32),
-        ("record_at", c_int32), ("weight", c_void_p), ("bias", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x channels kernel_size is_activated conv_at record_at; pointer weight bias")
 
 
 class StateOperation(Operation):
-    """Recurrent matrices: a gated delta rule, or Mamba-2. See kernels/state_blocks.c."""
+    """Recurrent matrices: gated delta rule or Mamba-2. See kernels/state_blocks.c."""
 
     CODE, INPUTS, OUTS = Code.STATE, ("x", "a", "b", "work"), ("out", "work")
-    _fields_ = (
-        ("x", c_int32), ("a", c_int32), ("b", c_int32), ("work", c_int32), ("channels", c_int32), ("heads", c_int32),
-        ("key_heads", c_int32), ("rows_of_state", c_int32), ("columns", c_int32), ("block", c_int32), ("is_delta", c_int32),
-        ("matrices_at", c_int32), ("keys_at", c_int32), ("work_floats", c_int32), ("least", c_float), ("most", c_float),
-        ("decay", c_void_p), ("bias", c_void_p), ("skip", c_void_p),
-    )  # fmt: skip
+    _fields_ = _fields(
+        "int32 x a b work channels heads key_heads rows_of_state columns block is_delta matrices_at keys_at work_floats;"
+        "float min_step max_step; pointer decay bias skip"
+    )
 
 
 class AdapterProduct(Structure):
-    """What an adapter adds to one product: `up` of the `rank` numbers from `first` on, a bias; or a matrix in its place."""
+    """What an adapter adds to one product: `up` times `rank` numbers from `first` on, and a bias; or a replacement of the matrix."""
 
-    _fields_ = (
-        ("kind", c_int32), ("first", c_int32), ("rank", c_int32), ("unused", c_int32), ("up", c_void_p), ("bias", c_void_p),
-        ("whole", POINTER(Matrix)),
-    )  # fmt: skip
+    _fields_ = _fields("int32 kind first rank unused; pointer up bias; Matrix* replacement")
+
+
+_TYPES["AdapterProduct*"] = POINTER(AdapterProduct)
 
 
 class AdapterSite(Structure):
-    """What an adapter does to the products of one operation; `columns`: of each rank, of X-LoRA."""
+    """What an adapter does to the products of one operation; `scaling_columns`: which of a row's scalings multiplies each rank."""
 
-    _fields_ = (("down", POINTER(Matrix)), ("products", POINTER(AdapterProduct)), ("columns", c_void_p))
+    _fields_ = _fields("Matrix* down; AdapterProduct* products; pointer scaling_columns")
+
+
+_TYPES["AdapterSite*"] = POINTER(AdapterSite)
 
 
 class PassAdapter(Structure):
-    """An adapter with rows in a pass: of all of them, and of those whose logits are wanted; X-LoRA's with scalings of all."""
+    """An adapter of some rows of a pass: its rows among all, and among those whose logits are computed, and their scalings if any."""
 
-    _fields_ = (
-        ("sites", POINTER(AdapterSite)), ("first", c_int32 * 2), ("count", c_int32 * 2), ("scalings", c_void_p), ("num_scalings", c_int64),
-    )  # fmt: skip
+    _fields_ = _fields("AdapterSite* sites; int32[2] first count; pointer scalings; int64 num_scalings")
 
 
 class ColumnsOperation(Operation):
     """Columns [begin, begin + width) of x."""
 
     CODE, INPUTS = Code.COLUMNS, ("x",)
-    _fields_ = (("x", c_int32), ("x_width", c_int32), ("begin", c_int32), ("width", c_int32))
+    _fields_ = _fields("int32 x x_width begin width")
 
 
 class RankOperation(Operation):
-    """What guessing needs of rows of logits, see `runtimes.ranking.Ranking`; `number`: which ranking of the network it is."""
+    """Summarise rows of logits, see `runtimes.ranking.Ranking`; `number`: index of the ranking in the network."""
 
     CODE, INPUTS = Code.RANK, ("x",)
-    _fields_ = (
-        ("x", c_int32), ("width", c_int32), ("number", c_int32), ("columns", c_int32), ("count", c_int32), ("target_ids", POINTER(c_int32)),
-    )  # fmt: skip
+    _fields_ = _fields("int32 x width number columns count; int32* target_ids")
 
 
 class Range(Structure):
-    """Rows of a pass that continue one sequence; the offsets are those of its block table and its mask, -1 = none."""
+    """Rows of one path; `table` and `mask` are offsets of its block table and mask, mask -1 = causal."""
 
-    _fields_ = (
-        ("start", c_int32), ("rows", c_int32), ("cached_len", c_int32), ("table", c_int32), ("mask", c_int32), ("first_slot", c_int32),
-    )  # fmt: skip
-
-
-class Draw(Structure):
-    """How the token of a row is drawn: the key of its noise, and what logits are divided by; 0 = it is not drawn."""
-
-    _fields_ = (("key", c_uint64), ("temperature", c_float), ("unused", c_int32))
+    _fields_ = _fields("int32 start rows cached_len table mask first_slot")
 
 
 class SampleOptions(Structure):
     """The sampling parameters of a request; temperature 0 is greedy."""
 
-    _fields_ = (
-        ("top_p", c_double), ("min_p", c_double), ("temperature", c_float), ("top_k", c_int32), ("columns", c_int32), ("unused", c_int32),
-    )  # fmt: skip
+    _fields_ = _fields("double top_p min_p; float temperature; int32 top_k columns unused")
 
 
 class SamplePath(Structure):
     """A path to sample, see kernels/native.h."""
 
-    _fields_ = (
-        ("logits", c_void_p), ("block_max", c_void_p), ("stride", c_int64), ("block_max_stride", c_int64), ("options", c_void_p),
-        ("tree", c_void_p), ("seed", c_uint64), ("sample_index", c_uint64), ("position", c_uint64), ("found", c_void_p),
-        ("num_nodes", c_int32), ("num_tokens", c_int32),
-    )  # fmt: skip
-
-
-GRID = 8
-"""Rows that states take in at a time: a state is that behind a multiple of so many rows of its text."""
+    _fields_ = _fields(
+        "pointer logits block_max; int64 stride block_max_stride; pointer options tree; uint64 seed sample_index position;"
+        "pointer result; int32 num_nodes num_tokens"
+    )
 
 
 class Step(Structure):
-    """What is done with a state, see kernels/native.h."""
+    """One sweep over a recurrent state, see kernels/native.h."""
 
-    _fields_ = (
-        ("from", c_int32), ("to", c_int32), ("path", c_int32), ("first_row", c_int32), ("num_rows", c_int32), ("first_save", c_int32),
-        ("num_saves", c_int32),
-    )  # fmt: skip
+    _fields_ = _fields("int32 from to path first_row num_rows first_save num_saves")
 
 
 class Save(Structure):
-    """Where the state behind the first `count` pending and known rows is written."""
+    """Where to write the state after the first `count` pending and new rows."""
 
-    _fields_ = (("state", c_void_p), ("count", c_int64))
+    _fields_ = _fields("pointer state; int64 count")
 
 
 class StateRange(Structure):
-    """What the rows of a range do to the state of their sequence; what is numbered lies in arrays of the pass."""
+    """What the rows of a range do to the recurrent state of their sequence."""
 
-    _fields_ = (
-        ("state", c_void_p), ("records", c_void_p), ("pending", c_void_p), ("rows", c_void_p), ("parents", c_void_p), ("order", c_void_p),
-        ("ancestors", c_void_p), ("paths", c_void_p), ("steps", c_void_p), ("saves", c_void_p), ("has_run", c_void_p),
-        ("record_floats", c_int64), ("num_pending", c_int32), ("num_applied", c_int32), ("num_steps", c_int32), ("num_saves", c_int32),
-    )  # fmt: skip
+    _fields_ = _fields(
+        "pointer state records pending rows parents order ancestors paths steps saves has_run; int64 record_floats;"
+        "int32 num_pending num_folded num_steps num_saves"
+    )
 
 
 class Pass(Structure):
-    """The rows of one pass. Each of several caches has a block table for every range, `blocks_of_tables` after the previous one's."""
+    """The rows of one pass. Block tables come in sets, one for each pool of blocks, `blocks_per_table_set` apart."""
 
-    _fields_ = (
-        ("rows", c_int32), ("selected_rows", c_int32), ("num_ranges", c_int32), ("blocks_of_tables", c_int32),
-        ("ranges", c_void_p), ("range_of_row", c_void_p), ("block_tables", c_void_p), ("masks", c_void_p), ("selected", c_void_p),
-        ("cos", c_void_p), ("sin", c_void_p), ("draws", c_void_p), ("states", c_void_p),
-        ("adapters", c_void_p), ("adapter_rows", c_void_p), ("row_order", c_void_p), ("adapter_of_row", c_void_p), ("low_rank", c_void_p),
-        ("num_adapters", c_int32), ("low_rank_floats", c_int32),
-    )  # fmt: skip
+    _fields_ = _fields(
+        "int32 rows num_logits_rows num_ranges blocks_per_table_set;"
+        "pointer ranges range_of_row block_tables masks logits_rows cos sin draws states"
+        " adapters adapter_rows row_order adapter_of_row low_rank; int32 num_adapters low_rank_floats"
+    )
 
 
 class Program(Structure):
-    """A network with its buffers and its cache."""
+    """A recorded network with its buffers and its cache."""
 
-    _fields_ = (
-        ("operations", c_void_p), ("num_operations", c_int32), ("num_threads", c_int32),
-        ("buffers", c_void_p), ("packed", c_void_p), ("packed_rows", c_void_p), ("scratch", c_void_p), ("planes", c_void_p),
-        ("parts", c_void_p), ("parts_floats", c_int64), ("kv_kind", c_int32), ("most_columns", c_int32), ("tickets", c_void_p),
-        ("taken", c_void_p), ("taken_a_thread", c_int64), ("state_scratch", c_void_p), ("state_floats", c_int64),
-    )  # fmt: skip
+    _fields_ = _fields(
+        "pointer operations; int32 num_operations num_threads; pointer buffers packed packed_rows scratch kv_storage split_results;"
+        "int64 split_results_floats; int32 kv_kind max_columns; pointer tickets claims; int64 claims_per_thread;"
+        "pointer state_scratch; int64 state_floats"
+    )
 
 
-VERSION = 18
+VERSION = 19
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
-    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, Draw, SampleOptions, SamplePath, Step, Save, StateRange, Pass, Program,
+    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, Step, Save, StateRange, Pass, Program,
 )  # fmt: skip
-LAYOUT = (VERSION, *map(sizeof, _RECORDS), -1)
-"""What `paceline_layout` of the kernels answers for 0, 1, …"""
+LAYOUT = (VERSION, *map(sizeof, _RECORDS), DRAW.itemsize, -1)
+"""What `paceline_layout` of the kernels returns for 0, 1, ..."""

@@ -1,4 +1,4 @@
-"""What a pass does to the states of sequences, as kernels/native.h wants it."""
+"""Plan what a pass does to recurrent states: which rows extend which stored state, in which order (kernels/state_blocks.c)."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paceline.kv_cache.recurrent_state import RecurrentStateCache, StateUpdate
 from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
 from paceline.runtimes.native.aligned import address_of
-from paceline.runtimes.native.records import GRID
+from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
 
 _RANGE = Struct("=11qq4i")  # the fields of `records.StateRange`
 _SAVE = Struct("=2q")
@@ -20,27 +20,27 @@ IN_PLACE, NOWHERE = -1, -2
 
 
 class PassStates:
-    """The `records.StateRange` of every range of a pass, and the arrays they name.
+    """The `StateRange` records of a pass and the arrays they point to.
 
     Attributes:
-        num_slots: copies of a block that some steps make for others.
+        num_slots: temporary states of a block that must be held at a time.
     """
 
     def __init__(self) -> None:
         self.num_slots = 0
         self._kept: list[object] = []
 
-    def describe(self, cache: RecurrentStateCache, batch: ForwardBatch) -> int:
-        """The address of the records; they hold until the next call."""
+    def fill(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
+        """Fill the records for one pass and return their address."""
         ranges = np.empty(len(batch.ranges) * _RANGE.size, np.uint8)
         kept: list[object] = [ranges]
         num_slots = 0
         for index, item in enumerate(batch.ranges):
-            update = cache.plan_update(item.sequence_id)
-            if len(update.rows) != item.num_rows:  # the kernels would read what is not there
-                raise RuntimeError(f"{item.num_rows} rows run of a plan of {len(update.rows)}: reserve what runs")
-            parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else parents_of(item.mask)
-            schedule = schedule_of(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
+            update = recurrent.plan_update(item.sequence_id)
+            if len(update.rows) != item.num_rows:  # the kernels would read out of bounds
+                raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.rows)}: reserve the rows that run")
+            parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else tree_parents(item.mask)
+            schedule = plan_schedule(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
             num_slots = max(num_slots, schedule.num_slots)
             records, saves = np.array([*update.pending, *update.rows], np.int32), _saves(update)
             kept += [update, schedule, records, saves]
@@ -49,7 +49,7 @@ class PassStates:
                 ranges.data, index * _RANGE.size,
                 0 if update.state is None else address_of(update.state), 0 if update.records is None else address_of(update.records),
                 numbers_at, numbers_at + 4 * len(update.pending), *schedule.addresses, address_of(saves), address_of(update.has_run),
-                cache.record_size, len(update.pending), update.num_applied, len(schedule.steps), len(update.saves),
+                recurrent.record_size, len(update.pending), update.num_applied, len(schedule.steps), len(update.saves),
             )  # fmt: skip
         self._kept, self.num_slots = kept, num_slots
         return address_of(ranges)
@@ -57,15 +57,16 @@ class PassStates:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """In which order a range's rows run through a state. Nodes are rows, and -2 - i the pending row i.
+    """The order in which a range's rows run. A node is a row of the range, or -2 - i for the pending row i.
 
     Attributes:
-        parents: [num_rows] of each row; -1 = the last pending row.
-        order: [num_rows] rows, those of a step side by side.
-        ancestors: [num_rows, GRID] nodes before a row that the state of its step has not taken in, the first of them first; then -1.
-        paths: [num_paths, GRID] nodes that steps take in.
+        parents: [num_rows] parent of each row; -1 = the last pending row.
+        order: [num_rows] rows, those of a step next to one another.
+        ancestors: [num_rows, CHECKPOINT_INTERVAL] earlier nodes on a row's path that its step's state does not include, oldest first,
+            padded with -1.
+        paths: [num_paths, CHECKPOINT_INTERVAL] nodes that steps add to a state.
         steps: [num_steps, 7] `records.Step`.
-        num_slots: states of a block that are alive at a time, besides the one kept in place.
+        num_slots: temporary states of a block that must be held at a time.
         addresses: of the arrays, in this order.
     """
 
@@ -82,38 +83,39 @@ class Schedule:
         object.__setattr__(self, "addresses", tuple(map(address_of, arrays)))
 
 
-def parents_of(mask: BoolArray) -> tuple[int, ...]:
-    """Of each row the last one before it that it sees; -1 = none."""
+def tree_parents(mask: BoolArray) -> tuple[int, ...]:
+    """Return the parent of each row of a tree mask: the last earlier row it attends to; -1 = none."""
     before = np.tril(mask, -1)
     last = before.shape[1] - 1 - before[:, ::-1].argmax(axis=1)
     return tuple(np.where(before.any(axis=1), last, NONE).tolist())
 
 
 @lru_cache(maxsize=512)
-def schedule_of(num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
-    """The schedule of a range whose state is behind a multiple of GRID rows.
+def plan_schedule(num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
+    """Return the schedule of a range. The stored state covers a multiple of CHECKPOINT_INTERVAL rows.
 
     Args:
-        num_applied: pending rows that are applied to the state in place; a multiple of GRID.
+        num_applied: pending rows to add to the stored state in place; a multiple of CHECKPOINT_INTERVAL.
         parents: of each row; -1 = the last pending row.
-        counts: of pending rows and rows, which are a chain so far, behind which the state is saved; multiples of GRID.
+        counts: save the state after so many pending and new rows (a chain up to there); multiples of CHECKPOINT_INTERVAL.
     """
     return _Planner(num_pending, num_applied, parents, counts).schedule()
 
 
 class _Planner:
-    """Makes a schedule. Here nodes are numbered from the first pending row on; the root, number -1, is the state as it is found.
+    """Makes a schedule. Here nodes are numbered from the first pending row on; -1 is the stored state.
 
-    Nodes of one stretch of GRID rows that go on from one state are run together; the state is that behind their `base`.
+    Every CHECKPOINT_INTERVAL rows of a path a new state is computed. Rows that extend the same state run together; the last node that
+    state includes is their `base`.
     """
 
     def __init__(self, num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> None:
         self._num_pending, self._num_folded, self._counts = num_pending, num_applied, counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
-        self._before: list[list[int]] = []  # of each node, those behind its base
+        self._before: list[list[int]] = []  # of each node, the earlier nodes after its base
         for parent in self._parents:
-            is_first = parent < 0 or len(self._before[parent]) == GRID - 1
+            is_first = parent < 0 or len(self._before[parent]) == CHECKPOINT_INTERVAL - 1
             self._bases.append(parent if is_first else self._bases[parent])
             self._before.append([] if is_first else [*self._before[parent], parent])
         self._rows: dict[int, list[int]] = {}
@@ -138,49 +140,49 @@ class _Planner:
         while todo:  # depth first
             base, place, free = todo.pop()
             todo += self._below(base, *self._enter(base, place, free))
-        ancestors = np.full((num_rows, GRID), NONE, np.int32)
+        ancestors = np.full((num_rows, CHECKPOINT_INTERVAL), NONE, np.int32)
         for row in range(num_rows):
             before = self._before[self._num_pending + row]
             ancestors[row, : len(before)] = self._named(before)
         return Schedule(
             np.array(self._named(self._parents[self._num_pending :], is_parent=True), np.int32), np.array(self._order, np.int32),
-            ancestors, np.array(self._paths, np.int32).reshape(-1, GRID), np.array(self._steps, np.int32), self._num_slots,
+            ancestors, np.array(self._paths, np.int32).reshape(-1, CHECKPOINT_INTERVAL), np.array(self._steps, np.int32), self._num_slots,
         )  # fmt: skip
 
     def _below(self, base: int, place: int, free: int) -> list[tuple[int, int, int]]:
-        """The bases that go on from one, the last first; the last of all may take its place."""
+        """Return the bases that extend one, in reverse. The one visited last may reuse its slot."""
         children = self._children.get(base, [])
         return [(child, place, free - (not number and place >= 0)) for number, child in enumerate(reversed(children))]
 
     def _enter(self, base: int, place: int, free: int) -> tuple[int, int]:
-        """Take in the path to a base, and run its rows; where its state is kept, and the first free slot behind that."""
+        """Compute the state of a base and run its rows. Return where the state is kept and the next free slot."""
         rows = self._rows.get(base, [])
         saves = [number for number, count in enumerate(self._counts) if count - 1 == base]
         to = NOWHERE
         if base < self._num_folded:
             to = IN_PLACE
-        elif saves or len(rows) > GRID or self._children.get(base):
+        elif saves or len(rows) > CHECKPOINT_INTERVAL or self._children.get(base):
             to = free
             self._num_slots = max(self._num_slots, free + 1)
         self._paths.append(self._named([*self._before[base], base]))
         self._run_rows(base, place, to, len(self._paths) - 1)
         if saves:
-            index = len(self._steps) - max(1, -(-len(rows) // GRID))
+            index = len(self._steps) - max(1, -(-len(rows) // CHECKPOINT_INTERVAL))
             self._steps[index][_FIRST_SAVE:] = [saves[0], len(saves)]
         return to, free + (to >= 0)
 
     def _run_rows(self, base: int, place: int, to: int = NOWHERE, path: int = NONE) -> None:
-        """Steps of the rows behind a base, the first of which takes the path to it in; none where there is nothing to do."""
+        """Append the steps of the rows that extend a base. The first one also computes its state from `path`."""
         rows = self._rows.get(base, [])
-        for first in range(0, max(len(rows), path != NONE), GRID):
-            part = rows[first : first + GRID]
+        for first in range(0, max(len(rows), path != NONE), CHECKPOINT_INTERVAL):
+            part = rows[first : first + CHECKPOINT_INTERVAL]
             self._steps.append([place, to, path, len(self._order), len(part), 0, 0])
             self._order += [node - self._num_pending for node in part]
             if path != NONE:
                 place, to, path = to, NOWHERE, NONE
 
     def _named(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
-        """Nodes as the kernels number them; a parent that is pending is -1."""
+        """Return nodes as the kernels number them; a pending parent is -1."""
         first = self._num_pending
         return [node - first if node >= first else NONE if is_parent else -2 - node for node in nodes]
 

@@ -1,4 +1,4 @@
-"""Adapters as tensors, and what they add to the rows of a pass; computed in float32, whatever the type of the network."""
+"""LoRA adapters as tensors; what they add to the rows of a pass is computed in float32, whatever the network's type."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from paceline.models.adapters.adapter import Mixture
 from paceline.models.adapters.network_adapter import EMBEDDING, LM_HEAD, NetworkAdapter
-from paceline.runtimes.adapter_rows import rows_by_adapter
-from paceline.runtimes.base import ForwardBatch, Wanted
+from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
+from paceline.runtimes.mixture import Classifier, Scalings
 
 
 class TorchAdapter:
@@ -19,8 +19,9 @@ class TorchAdapter:
     Attributes:
         products: down [rank, in] and up [out, rank] by our names.
         biases: [out], likewise.
-        saved: matrices in the place of the target's.
-        mixture: of X-LoRA, what makes the scalings of its rows; None = a plain one.
+        saved: matrices that replace the target's.
+        columns: [rank] of each product of a mixture, the columns of a row's scalings; empty for a plain adapter.
+        classifier: of a mixture, which computes the scalings; None = a plain adapter.
     """
 
     def __init__(self, placed: NetworkAdapter, device: torch.device) -> None:
@@ -30,25 +31,28 @@ class TorchAdapter:
         self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in placed.products.items()}
         self.biases = {name: tensor(values) for name, values in placed.biases.items()}
         self.saved = {name: tensor(values) for name, values in placed.saved.items()}
-        self.mixture = None if placed.mixture is None else TorchMixture(placed.mixture, device)
+        mixture = placed.mixture
+        self.classifier = None if mixture is None else TorchClassifier(mixture, device)
+        columns = {} if mixture is None else mixture.columns
+        self.columns = {name: torch.from_numpy(own.astype("int64")).to(device) for name, own in columns.items()}
 
     def product(self, name: str, x: torch.Tensor, y: torch.Tensor, scalings: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows y of the product `name` with rows x, as the adapter has them, float32.
+        """Return y, the product `name` of rows x, with the adapter applied, float32.
 
         Args:
-            scalings: [rows, L * K] of X-LoRA.
+            scalings: [rows, L * K] of a mixture.
         """
         found = x @ self.saved[name].T if name in self.saved else y
         if name in self.products:
             down, up = self.products[name]
             low = x @ down.T
-            if self.mixture is not None and scalings is not None:
-                low = low * scalings[:, self.mixture.columns[name]]
+            if scalings is not None:
+                low = low * scalings[:, self.columns[name]]
             found = found + low @ up.T
         return found + self.biases[name] if name in self.biases else found
 
     def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, not scaled, float32."""
+        """Return rows of the embedding with the adapter applied, not scaled, float32."""
         if EMBEDDING in self.saved:
             return self.saved[EMBEDDING][token_ids]
         if EMBEDDING not in self.products:
@@ -57,56 +61,30 @@ class TorchAdapter:
         return rows + down[:, token_ids].T @ up.T
 
 
-class TorchMixture:
-    """X-LoRA's scalings, computed on a device in float32: what each row multiplies the ranks of its adapters by.
-
-    Source: PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
-
-    Attributes:
-        columns: [rank] of each product, which of a row's scalings is whose.
-        pass_scaling: every scaling of the scaling pass; 0 = that is a pass of the target alone.
-    """
+class TorchClassifier(Classifier):
+    """A mixture's classifier, computed on a device in float32."""
 
     def __init__(self, mixture: Mixture, device: torch.device) -> None:
-        self._mixture, self.pass_scaling = mixture, mixture.pass_scaling
-        self._classifier = [
+        super().__init__(mixture)
+        self._layers = [
             (torch.from_numpy(weight.copy()).to(device), torch.from_numpy(bias.copy()).to(device)) for weight, bias in mixture.classifier
         ]
-        self.columns = {name: torch.from_numpy(own.astype("int64")).to(device) for name, own in mixture.columns.items()}
 
-    def constant(self, num_rows: int) -> torch.Tensor:
-        """The scalings [rows, L * K] of a scaling pass."""
-        mixture, device = self._mixture, self._classifier[0][0].device
-        return torch.full((num_rows, mixture.num_layers * mixture.num_adapters), self.pass_scaling, device=device)
-
-    def scalings(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The scalings [rows, L * K] of the real pass.
-
-        Args:
-            hidden_states: [rows, E] of the scaling pass, after the final norm.
-        """
-        mixture, values = self._mixture, hidden_states.float()
-        for number, (weight, bias) in enumerate(self._classifier):
+    def logits(self, hidden_states: torch.Tensor) -> FloatArray:
+        values = hidden_states.float()
+        for number, (weight, bias) in enumerate(self._layers):
             values = torch.nn.functional.linear(values if number == 0 else values.relu(), weight, bias)
-        scalings = values.reshape(-1, mixture.num_layers, mixture.num_adapters)
-        if mixture.temperature is not None:
-            scalings = (scalings / mixture.temperature).softmax(dim=-1)
-        if mixture.top_k is not None:
-            chosen = scalings.sort(dim=-1, descending=True, stable=True).indices[..., : mixture.top_k]  # the first of equal ones
-            scalings = scalings * torch.zeros_like(scalings).scatter(-1, chosen, 1.0)
-        if mixture.has_softmax_of_top_k:
-            is_zero = scalings == 0
-            scalings = scalings.masked_fill(is_zero, -torch.inf).softmax(dim=-1).masked_fill(is_zero, 0.0)
-        return scalings.flatten(1)
+        found: FloatArray = values.cpu().numpy()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnRows:
-    """The rows of one adapter, of all and of those whose logits are wanted, and the scalings of all where it is X-LoRA's."""
+    """The rows of one adapter, among all and among those whose logits are computed, and their scalings if it is a mixture."""
 
     adapter: TorchAdapter
     rows: torch.Tensor
-    wanted: torch.Tensor
+    logits_rows: torch.Tensor
     scalings: torch.Tensor | None
 
 
@@ -115,32 +93,37 @@ class AdaptedRows:
 
     Args:
         adapters: by number.
-        scalings: of the rows of each X-LoRA adapter, by its number.
+        scalings: of the rows of each mixture, by adapter number.
     """
 
     def __init__(
         self,
         adapters: Mapping[int, TorchAdapter],
         batch: ForwardBatch,
-        wanted: Wanted,
+        logits_rows: LogitsRows,
         device: torch.device,
-        scalings: Mapping[int, torch.Tensor],
+        scalings: Scalings,
     ) -> None:
         def on_device(numbers: NDArray[np.integer]) -> torch.Tensor:
             return torch.from_numpy(numbers.astype(np.int64)).to(device)
 
         self._own = [
-            _OwnRows(adapters[number], on_device(rows), on_device(np.flatnonzero(np.isin(wanted.rows, rows))), scalings.get(number))
-            for number, rows in rows_by_adapter(batch).items()
+            _OwnRows(
+                adapters[number],
+                on_device(rows),
+                on_device(np.flatnonzero(np.isin(logits_rows.rows, rows))),
+                torch.from_numpy(scalings[number]).to(device) if number in scalings else None,
+            )
+            for number, rows in batch.rows_by_adapter().items()
         ]
 
     def linear(
         self, x: torch.Tensor, names: Sequence[str], outs: tuple[torch.Tensor, ...], chosen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Products of x as each row's adapter has them.
+        """Return the products of x with each row's adapter applied.
 
         Args:
-            chosen: the rows of the pass that x has, in its order; None = all.
+            chosen: the pass's rows that x holds, in its order; None = all.
         """
         for own in self._own:
             changed = [pair for pair in zip(names, outs, strict=True) if pair[0] in own.adapter.products or pair[0] in own.adapter.biases]
@@ -152,9 +135,9 @@ class AdaptedRows:
         return outs
 
     def lm_head(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows that are wanted."""
+        """Return logits with each row's adapter applied."""
         for own in self._own:
-            logits[own.wanted] = own.adapter.product(LM_HEAD, x[own.wanted].float(), logits[own.wanted])
+            logits[own.logits_rows] = own.adapter.product(LM_HEAD, x[own.logits_rows].float(), logits[own.logits_rows])
         return logits
 
     def embedding(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

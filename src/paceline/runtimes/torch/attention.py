@@ -1,7 +1,7 @@
-"""Attention over the paged cache: a plain form that reads like its definition, and one batched form for CUDA held to it by a test.
+"""Attention over the paged cache: a readable form, and a padded form for CUDA that a test compares with it.
 
-Both are built once per pass from its row ranges and then called once per layer with
-q [T, H, D], keys and values [num_blocks, K, block_size, D] of that layer, the pass's own rows already written; they return [T, H, D].
+An object is built for each pass and called for each layer, after the pass's keys and values were written. It takes q [T, H, D] and the
+layer's keys and values [num_blocks, K, block_size, D], and returns [T, H, D].
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,25 @@ from paceline.runtimes.base import BoolArray, RowRange
 
 
 class Attention(Protocol):
-    """One pass's attention."""
+    """Attention of one pass."""
 
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """
+        """Return attention [T, H, D] of one layer.
+
         Args:
-            config: of the layer: its scale, soft cap and window count here.
-            sinks: [H] scores of a key without a value that every row sees; None = there is none.
+            config: of the layer; its scale, soft cap and window are used.
+            sinks: [H] scores of a key without a value that every row attends to; None = no sinks.
         """
         ...
 
 
 def visible_slots(rows: RowRange, window: int | None = None) -> BoolArray:
-    """[num_rows, cached_len + num_rows], True = the row may attend: what is cached, then causally or by the range's mask.
+    """Return [num_rows, cached_len + num_rows], True = may attend: to cached rows, then causally or by the range's mask.
 
     Args:
-        window: the last so many of these alone; they are a path, each one position behind the one before.
+        window: only the last `window` rows of each row's path; None = all.
     """
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)
     mask[:, : rows.first_slot] = False
@@ -51,7 +52,7 @@ def attend(
     config: AttentionConfig,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcastable to [B, H, T, slots], True = may attend; sinks [H].
+    """Return attention of q [B, H, T, D] over keys and values [B, K, slots, D]; mask broadcasts to [B, H, T, slots], True = may attend.
 
     Source: the soft cap is that of Gemma 2 (Gemma Team 2024, section 2), sinks are those of gpt-oss (OpenAI 2025, section 2).
     """
@@ -72,7 +73,7 @@ def attend(
 
 
 class PlainAttention:
-    """Range by range: gather its blocks, mask, attend."""
+    """Computes each range by itself: gather its blocks, mask, attend."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
@@ -107,7 +108,7 @@ class PlainAttention:
 
 
 class PaddedAttention:
-    """All ranges in one call, padded to the longest: few launches, at the price of reading padding."""
+    """Computes all ranges in one call, padded to the longest: few launches, but reads padding."""
 
     def __init__(self, ranges: Sequence[RowRange], block_size: int, device: torch.device) -> None:
         self._ranges = ranges
@@ -118,7 +119,7 @@ class PaddedAttention:
         row_in_range: list[int] = []
         for index, rows in enumerate(ranges):
             own_blocks = rows.block_table[:num_blocks]
-            tables[index] = own_blocks[0]  # padding repeats a block of its own: what others keep must not reach it, not even NaN
+            tables[index] = own_blocks[0]  # pad with a block of its own: another sequence's values, NaN even, must not be read
             tables[index, : len(own_blocks)] = own_blocks
             row_range.extend([index] * rows.num_rows)
             row_in_range.extend(range(rows.num_rows))
@@ -147,9 +148,9 @@ class PaddedAttention:
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
 
     def _mask(self, window: int | None) -> BoolArray:
-        """[ranges, 1, rows, slots]"""
+        """Return [ranges, 1, rows, slots]."""
         mask = np.zeros((len(self._ranges), 1, self._num_rows, self._num_slots), np.bool_)
-        mask[..., 0] = True  # a padding row must see something, or its softmax is 0/0
+        mask[..., 0] = True  # a padding row must attend to something, or its softmax is 0/0
         for index, rows in enumerate(self._ranges):
             mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows, window)
         return mask

@@ -1,4 +1,4 @@
-"""The blocks of `runtimes/decoder.py`, computed with tensors: this file is the definition the other runtime is compared with."""
+"""The blocks of `runtimes/decoder.py` computed with tensors; the reference that the native runtime is tested against."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from paceline.models.layers import (
 )
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
-from paceline.runtimes.base import ForwardBatch, Wanted
+from paceline.runtimes.base import ForwardBatch, LogitsRows
 from paceline.runtimes.decoder import TOKEN_IDS
-from paceline.runtimes.ranking import Ranking
+from paceline.runtimes.mixture import Scalings
+from paceline.runtimes.ranking import Draws, Ranking
 from paceline.runtimes.torch.adapters import AdaptedRows, TorchAdapter
 from paceline.runtimes.torch.attention import Attention
-from paceline.runtimes.torch.ranking import rank_rows
 from paceline.runtimes.torch.recurrent import RecurrentPass
 from paceline.runtimes.torch.weights import TorchWeights
 
@@ -42,32 +42,37 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.NONE: lambda gate: gate,
 }
 
+# SplitMix64 (`sampling/noise.py`) as int64, whose products wrap.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTOR_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_FACTOR_2 = 0x94D049BB133111EB - (1 << 64)
+
 
 class TorchBlocks:
-    """One pass: its rows, the weights and the cache. Rows are [T, width] in the weights' type."""
+    """The blocks of one pass. Rows are [T, width] in the weights' type."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: TorchWeights,
-        planes: Sequence[torch.Tensor],
+        kv_storage: Sequence[torch.Tensor],
         attention: Attention,
         states: RecurrentPass,
         inputs: Mapping[str, NDArray[Any]],
         batch: ForwardBatch,
-        wanted: Wanted,
+        logits_rows: LogitsRows,
         adapters: Mapping[int, TorchAdapter],
-        scalings: Mapping[int, torch.Tensor],
+        scalings: Scalings,
     ) -> None:
-        self._config, self._weights, self._planes, self._attention, self._states = config, weights, planes, attention, states
+        self._config, self._weights, self._kv_storage, self._attention, self._states = config, weights, kv_storage, attention, states
         device = weights.device
         self._token_ids = inputs.get(TOKEN_IDS)
         self._inputs = {name: torch.from_numpy(np.array(rows)).to(device) for name, rows in inputs.items()}
-        self._logits_rows = torch.from_numpy(wanted.rows.astype(np.int64)).to(device)
-        self._draws = None if wanted.draws is None else wanted.draws.reshape(-1)
-        self._num_drawn = 0  # rows of the rankings so far
+        self._logits_rows = torch.from_numpy(logits_rows.rows.astype(np.int64)).to(device)
+        self._draws = None if logits_rows.draws is None else logits_rows.draws.reshape(-1)
+        self._num_drawn = 0  # rows of earlier rankings
         self._batch = batch
-        self._adapted = AdaptedRows(adapters, batch, wanted, device, scalings)
+        self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
         self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
@@ -78,9 +83,9 @@ class TorchBlocks:
         return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.plain(name))), self._config)
 
     def layer_embedding(self, name: str) -> torch.Tensor:
-        """Only the rows that are asked for leave the file."""
+        """As in `Blocks`; only these rows are read from the file."""
         if self._token_ids is None:
-            raise ValueError("a network with inputs of layers needs token ids")
+            raise ValueError("a network with layer inputs needs the input token_ids")
         rows = self._weights.rows(name, self._token_ids)
         return rows * torch.tensor(self._config.layer_input_size**0.5, dtype=rows.dtype)
 
@@ -105,7 +110,7 @@ class TorchBlocks:
         return self._linear(x, names)
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Mean square in float32, then back to the type of x, then times the weight, or these two the other way round."""
+        """As in `Blocks`: the mean square is float32; the result is converted to the type of x before or after the weight."""
         scaled = _normed(x, self._config.norm_eps)
         weight = self._weights.plain(name)
         return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
@@ -115,25 +120,25 @@ class TorchBlocks:
         return (_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
-        """Rotate the pairs (j, j + R/2) of the first R values of each head; the temperature comes after it."""
+        """Rotate the pairs (j, j + R/2) of the first R values of each head, then multiply by the temperature."""
         key = rope, x.shape[-1] // num_heads
         if key not in self._rotations:
             self._rotations[key] = _rotations(*key, self._positions, x.dtype)
         cos, sin = self._rotations[key]
         heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
-        turned = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
+        rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
         if rope.temperature == 0.0:
-            return turned
+            return rotated
         if rope not in self._scales:
             self._scales[rope] = torch.from_numpy(query_scales(rope, self._batch.positions)).to(x)[:, None]
-        return turned * self._scales[rope]
+        return rotated * self._scales[rope]
 
     def attention(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None, attention: AttentionConfig, layer: int
     ) -> torch.Tensor:
         owner = layer if attention.kv_layer is None else attention.kv_layer
-        keys, values = self._planes[2 * owner], self._planes[2 * owner + 1]
+        keys, values = self._kv_storage[2 * owner], self._kv_storage[2 * owner + 1]
         if kv is not None:
             keys[self._block_of_row, :, self._slot_of_row] = _heads(kv[0], attention.num_kv_heads)
             values[self._block_of_row, :, self._slot_of_row] = _heads(kv[1], attention.num_kv_heads)
@@ -150,7 +155,7 @@ class TorchBlocks:
         return self._states.mamba2(x, dt, mixer, layer, self._weights)
 
     def group_norm(self, x: torch.Tensor, name: str, num_groups: int) -> torch.Tensor:
-        """As `rms_norm`, but the weight is as wide as all groups."""
+        """As in `Blocks`; the weight is as wide as the row."""
         normed = _normed(_heads(x, num_groups), self._config.norm_eps).flatten(-2)
         return self._weights.plain(name) * normed.to(x.dtype)
 
@@ -197,7 +202,7 @@ class TorchBlocks:
         return soft_cap(x, cap)
 
     def _linear(self, x: torch.Tensor, names: tuple[str, ...], chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """The target's products, with what adapters add to them; chosen: the rows of the pass that x has, None = all."""
+        """Return products with adapters applied. `chosen`: the pass's rows that x holds; None = all."""
         fused = self._weights.fused(names)
         outs = torch.split(F.linear(x, fused.weight, fused.bias), list(fused.sizes), dim=-1)
         return self._adapted.linear(x, names, outs, chosen)
@@ -205,24 +210,24 @@ class TorchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Which `experts` [T, chosen] int64 each row chooses, and their `weights` [T, chosen] float32."""
+    """The `experts` [T, chosen] int64 of each row and their `weights` [T, chosen] float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
 
 
 def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
-    """The choice of every row.
+    """Return the experts of every row.
 
     Args:
         logits: [T, experts].
-        correction, scales: [experts] float32 where the routing has them.
+        correction, scales: [experts] float32; None = the routing has none.
     """
     scores = logits.float().softmax(dim=-1) if routing.scoring is Scoring.SOFTMAX else logits.float().sigmoid()
     compared = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         compared = _without_other_groups(compared, routing)
-    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # the first of equal ones
+    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # ties: the lower index
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
@@ -231,37 +236,38 @@ def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Te
 
 
 def _without_other_groups(compared: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return scores with -inf outside the groups whose two best experts have the largest sums."""
     groups = compared.reshape(len(compared), routing.num_groups, -1)
     sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
     is_other = torch.ones_like(sums, dtype=torch.bool).scatter(1, best, value=False)
-    left: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
-    return left
+    masked: torch.Tensor = groups.masked_fill(is_other[..., None], -torch.inf).flatten(-2)
+    return masked
 
 
 def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / rms(x) of the last dimension, in float32."""
+    """Return x / rms(x) of the last dimension, in float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(x / cap): x, bent so that it stays between -cap and cap."""
+    """Return cap * tanh(x / cap)."""
     return torch.tanh(x / cap) * cap
 
 
 def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Embedding rows as the first layer gets them; the factor is rounded to their type, as the models were trained."""
+    """Return embedding rows times `config.embedding_scale`, rounded to their type as in training."""
     return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
 
 
 def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[T, heads, D] from [T, heads * D]."""
+    """Return [T, heads, D] from [T, heads * D]."""
     return x.reshape(len(x), num_heads, -1)
 
 
 def _rotations(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [T, 1, R], computed in float32."""
+    """Return cos and sin [T, 1, R], computed in float32."""
     frequencies, attention_factor = inverse_frequencies(rope, head_size)
     angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)
     angles = torch.cat((angles, angles), dim=-1)[:, None]
@@ -269,7 +275,7 @@ def _rotations(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype:
 
 
 def _slots_of_rows(batch: ForwardBatch, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each row's key and value go: block [T] and slot in the block [T]."""
+    """Return the block [T] and the slot in it [T] of each row's key and value."""
     blocks, slots = [], []
     for rows in batch.ranges:
         own = np.arange(rows.cached_len, rows.cached_len + rows.num_rows)
@@ -279,3 +285,60 @@ def _slots_of_rows(batch: ForwardBatch, block_size: int, device: torch.device) -
         torch.from_numpy(np.concatenate(blocks).astype(np.int64)).to(device),
         torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(device),
     )
+
+
+def rank_rows(logits: torch.Tensor, ranking: Ranking, draws: Draws | None) -> torch.Tensor:
+    """Return summaries [R, 2 + 2 * count] of rows [R, V], as kernels/ranking.c does; see `ranked_rows`.
+
+    Args:
+        draws: [R]; None = no sampling.
+    """
+    columns = min(ranking.columns, logits.shape[1])
+    scores = logits[:, :columns].float()
+    ids = torch.arange(columns, device=logits.device)
+    if ranking.target_ids is not None:
+        ids = torch.from_numpy(ranking.target_ids[:columns]).to(logits.device)
+    drawn = torch.full((len(logits),), -1, device=logits.device)
+    if draws is not None:
+        temperatures = torch.from_numpy(draws["temperature"].copy()).to(logits.device)
+        is_drawn = temperatures > 0
+        scores = scores / torch.where(is_drawn, temperatures, 1.0)[:, None]
+        keys = torch.from_numpy(draws["key"].view(np.int64).copy()).to(logits.device)
+        drawn = torch.where(is_drawn, ids[_gumbel_scores(scores, keys, ids).argmax(dim=1)], drawn)
+    log_sum = scores.logsumexp(dim=1)
+    values, best = _top_n(scores, ranking.count)
+    token_ids = torch.where(values > -torch.inf, ids[best], -1)
+    numbers = torch.cat((drawn[:, None], token_ids), dim=1).to(torch.int32).view(torch.float32)
+    return torch.cat((log_sum[:, None], numbers[:, :1], values, numbers[:, 1:]), dim=1)
+
+
+def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest scores [R, count] and their columns, the lower column first on ties."""
+    left = scores.clone()
+    columns = []
+    for _ in range(count):
+        columns.append(left.argmax(dim=1, keepdim=True))
+        left.scatter_(1, columns[-1], -torch.inf)
+    best = torch.cat(columns, dim=1)
+    is_first = torch.ones_like(best, dtype=torch.bool)
+    for rank in range(1, count):  # once all are -inf, argmax repeats a column
+        is_first[:, rank] = (best[:, :rank] != best[:, rank : rank + 1]).all(dim=1)
+    return torch.where(is_first, scores.gather(1, best), -torch.inf), best
+
+
+def _gumbel_scores(scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return [R, V] float64 score - log E, E exponential noise from each row's key (`sampling/noise.py`)."""
+    mixed = _mix(keys[:, None] + (ids >> 1) * _GAMMA)
+    bits = (mixed >> ((ids & 1) << 5)) & 0xFFFFFFFF
+    return scores.double() - torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-32))
+
+
+def _mix(state: torch.Tensor) -> torch.Tensor:
+    state = (state ^ _logical_shift(state, 30)) * _FACTOR_1
+    state = (state ^ _logical_shift(state, 27)) * _FACTOR_2
+    return state ^ _logical_shift(state, 31)
+
+
+def _logical_shift(state: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `state` shifted right, filled with zeros."""
+    return (state >> count) & ((1 << (64 - count)) - 1)

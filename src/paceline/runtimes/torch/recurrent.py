@@ -1,4 +1,4 @@
-"""Recurrent layers row by row, as their definitions read: each row goes on from the state behind its parent. States are float32."""
+"""Recurrent layers computed row by row as they are defined: each row extends its parent's state. States are float32."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -18,30 +18,30 @@ _L2_EPS = 1e-6
 
 
 class _Part(Protocol):
-    """One part of a layer's state: what a row makes of it, and gives."""
+    """One part of a layer's state (a convolution's inputs or a matrix) and its update by a row."""
 
     def read(self, state: torch.Tensor | None) -> torch.Tensor:
-        """A copy of it; None = the state in front of a text."""
+        """Return a copy of the part in `state`; None = the state before a text, zeros."""
         ...
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """What the row that left a record made of it."""
+        """Return the part after the committed row of a record."""
         ...
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """What a row of the pass makes of it; its output is noted, and its record is left."""
+        """Return the part after a row of the pass, store the row's output, and write its record if there is one."""
         ...
 
 
 class RecurrentPass:
-    """What one pass does to the states of its sequences."""
+    """Runs the recurrent layers of one pass over the states of its sequences."""
 
     def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
         self._layout, self._cache, self._ranges = layout, cache, ranges
         self._updates: dict[int, StateUpdate] = {}
-        self._applied: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
+        self._advanced: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
         place, name = self._layout.places[layer], f"layers.{layer}.conv"
@@ -55,7 +55,7 @@ class RecurrentPass:
     ) -> torch.Tensor:
         state, num_rows = mixer.state, len(x)
         q, k, v = torch.split(x.float(), [state.key_width, state.key_width, state.value_width], dim=-1)
-        q, k = (_of_length_one(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
+        q, k = (_l2_normalized(part.reshape(num_rows, state.key_heads, -1)) for part in (q, k))
         softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * softened)
         values = v.reshape(num_rows, state.heads, -1)
@@ -76,8 +76,8 @@ class RecurrentPass:
         return (part.out + skipped).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """The pass has run: states take in what they were to, in place."""
-        for part, value, state in self._applied:
+        """Write the states that this pass advances in place."""
+        for part, value, state in self._advanced:
             part.write(value, state)
         for update in self._updates.values():
             update.has_run[0] = 1
@@ -89,7 +89,7 @@ class RecurrentPass:
             for count, record in enumerate(update.pending, 1):
                 value = part.replay(value, update.records[record])
                 if count == update.num_applied:
-                    self._applied.append((part, value, update.state))
+                    self._advanced.append((part, value, update.state))
                 _save(part, value, count, update)
             for rows in self._ranges:
                 if rows.sequence_id == sequence_id:
@@ -104,30 +104,30 @@ class RecurrentPass:
 
 
 def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
-    """The rows of one range, each from its parent's state; a state is held as long as rows go on from it."""
+    """Run the rows of a range, each from its parent's state. A state is freed after its last child."""
     parents = list(_parents(rows))
     last_child = {parent: row for row, parent in enumerate(parents)}
-    behind = {-1: committed}
+    states = {-1: committed}
     for row, parent in enumerate(parents):
         record = update.rows[rows.plan_row + row]
-        value = part.step(behind[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
+        value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
         if rows.plan_row == 0:
             _save(part, value, len(update.pending) + row + 1, update)
         if last_child[parent] == row:
-            del behind[parent]
+            del states[parent]
         if row in last_child:
-            behind[row] = value
+            states[row] = value
 
 
 def _save(part: _Part, value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write what is behind the first `count` rows wherever it is to be saved: a chunk that ends with a block has two such places."""
+    """Write the state after `count` rows to each place that saves it: two if a chunk ends with a block."""
     for end, state in update.saves:
         if end == count:
             part.write(value, state)
 
 
 def _parents(rows: RowRange) -> Iterator[int]:
-    """The row in front of each, -1 = what is committed."""
+    """Yield the parent of each row; -1 = the committed state."""
     for row in range(rows.num_rows):
         if rows.mask is None:
             yield row - 1
@@ -137,7 +137,7 @@ def _parents(rows: RowRange) -> Iterator[int]:
 
 
 class _Convolution:
-    """The last inputs [kernel_size - 1, C], the oldest first."""
+    """A convolution; its part of the state is the last inputs [kernel_size - 1, C], oldest first."""
 
     def __init__(self, place: LayerStateLayout, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._place, self._x, self._weight, self._bias = place, x, weight.T, bias
@@ -169,13 +169,13 @@ class _Convolution:
 
 
 class _Matrices:
-    """A matrix S [rows, columns] for each head. A row decays it, adds the product of its key with an update, and its query reads it.
+    """Matrices S [rows, columns], one for each head: S = decay * S + key update^T, output = S^T query.
 
     Args:
         keys, queries: [T, key_heads, rows].
-        values: [T, heads, columns], the updates themselves, or what the delta rule makes them of.
+        values: [T, heads, columns]; the updates, or the input of the delta rule.
         decays: [T, heads].
-        rates: [T, heads] of the delta rule: the update is rate * (value - S^T key); None = it is the value.
+        rates: [T, heads] of the delta rule, whose update is rate * (value - S^T key); None = the update is the value.
     """
 
     def __init__(
@@ -205,32 +205,32 @@ class _Matrices:
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
         key, update, decay = self._fields(record)
-        return _updated(value * decay[:, None, None], self._of_heads(key), update)
+        return _updated(value * decay[:, None, None], self._repeat_for_heads(key), update)
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        key, update, decay = self._of_heads(self._keys[row]), self._values[row], self._decays[row]
+        key, update, decay = self._repeat_for_heads(self._keys[row]), self._values[row], self._decays[row]
         value = value * decay[:, None, None]
         if self._rates is not None:
-            update = self._rates[row, :, None] * (update - _read_by(key, value))
+            update = self._rates[row, :, None] * (update - _read_with(key, value))
         value = _updated(value, key, update)
-        self.out[row] = _read_by(self._of_heads(self._queries[row]), value)
+        self.out[row] = _read_with(self._repeat_for_heads(self._queries[row]), value)
         if record is not None:
-            for place, noted in zip(self._fields(record), (self._keys[row], update, decay), strict=True):
-                place[:] = noted
+            for field, number in zip(self._fields(record), (self._keys[row], update, decay), strict=True):
+                field[:] = number
         return value
 
-    def _of_heads(self, key: torch.Tensor) -> torch.Tensor:
-        """[heads, rows] of [key_heads, rows]."""
+    def _repeat_for_heads(self, key: torch.Tensor) -> torch.Tensor:
+        """Return [heads, rows] from [key_heads, rows]."""
         return key.repeat_interleave(self._sizes.heads // self._sizes.key_heads, dim=0)
 
     def _view(self, state: torch.Tensor) -> torch.Tensor:
-        """[heads, blocks, rows, block]"""
+        """Return a view [heads, blocks, rows, block]."""
         place = self._place
         matrices = state[place.matrices_at : place.matrices_at + place.matrices_size]
         return matrices.view(self._sizes.heads, place.num_blocks, self._sizes.rows, place.block)
 
     def _fields(self, record: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Its key [key_heads, rows], update [heads, columns] and decay [heads]."""
+        """Return views of a record's key [key_heads, rows], update [heads, columns] and decay [heads]."""
         sizes, begin = self._sizes, self._place.record_at + self._place.mixer.channels
         own = record[begin : begin + sizes.key_width + sizes.value_width + sizes.heads]
         key, update, decay = torch.split(own, [sizes.key_width, sizes.value_width, sizes.heads])
@@ -238,14 +238,14 @@ class _Matrices:
 
 
 def _updated(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """S + k u^T for each head."""
+    """Return S + k u^T for each head."""
     return matrices + key[:, :, None] * update[:, None]
 
 
-def _read_by(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """S^T k for each head: [heads, columns]."""
+def _read_with(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Return S^T k for each head, [heads, columns]."""
     return (key[:, :, None] * matrices).sum(1)
 
 
-def _of_length_one(x: torch.Tensor) -> torch.Tensor:
+def _l2_normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS)

@@ -1,4 +1,4 @@
-"""A network's weights as tensors of one type on one device, made when they are first asked for."""
+"""A network's weights as tensors of one type on one device, converted on first use."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ DTYPES = {WeightType.F32: torch.float32, WeightType.F16: torch.float16, WeightTy
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """Several matrices with the same input, stacked: weight [sum of sizes, in], bias [sum of sizes] or None."""
+    """Matrices with the same input, stacked: weight [sum of sizes, in], bias [sum of sizes] or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -25,10 +25,10 @@ class FusedLinear:
 
 
 class TorchWeights:
-    """What `TorchBlocks` computes with; the separate copies of fused matrices are not kept.
+    """Returns weights as tensors; of fused matrices only the fused one is kept.
 
     Args:
-        norms_in_float32: whatever the type of the other weights.
+        norms_in_float32: keep norm weights in float32, whatever `dtype`.
     """
 
     def __init__(self, weights: Weights, *, dtype: torch.dtype, device: torch.device, norms_in_float32: bool) -> None:
@@ -38,10 +38,10 @@ class TorchWeights:
         self._fused: dict[tuple[str, ...], FusedLinear] = {}
 
     def plain(self, name: str) -> torch.Tensor:
-        """The embedding, a norm or `lm_head`, by our name without `.weight`.
+        """Return the embedding, a norm or `lm_head`, by our name without `.weight`.
 
         Raises:
-            CapacityError: the device's memory does not hold the weights.
+            CapacityError: the weights do not fit in the device's memory.
         """
         if name not in self._plain:
             wide = self._norms_in_float32 and name.endswith("norm")
@@ -50,10 +50,10 @@ class TorchWeights:
         return self._plain[name]
 
     def vector(self, name: str) -> torch.Tensor:
-        """A vector that stays float32, by our whole name.
+        """Return a vector in float32, by our full name.
 
         Raises:
-            CapacityError: as above.
+            CapacityError: the weights do not fit in the device's memory.
         """
         if name not in self._plain:
             with self._within_memory():
@@ -61,18 +61,18 @@ class TorchWeights:
         return self._plain[name]
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this whole name."""
+        """Return whether there is a tensor of this full name."""
         return self._weights.has(name)
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
-        """Rows of a matrix that stays where it is."""
+        """Return rows of a matrix that is not copied to the device."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:
-        """The matrices of these names as one.
+        """Return the matrices of these names, stacked.
 
         Raises:
-            CapacityError: as above.
+            CapacityError: the weights do not fit in the device's memory.
         """
         if names not in self._fused:
             with self._within_memory():
@@ -95,7 +95,7 @@ class TorchWeights:
         stored = self._weights[name]
         if isinstance(stored, GroupedTensor):
             copied = torch.from_numpy(as_float32(stored))
-        else:  # a copy, because torch has no read-only tensors and the file must stay as it is
+        else:  # a copy: torch has no read-only tensors, and the mapped file must not change
             is_bf16 = stored.weight_type is WeightType.BF16
             copied = torch.from_numpy(np.array(stored.array.view(np.int16) if is_bf16 else stored.array, order="C"))
             copied = copied.view(torch.bfloat16) if is_bf16 else copied

@@ -82,7 +82,7 @@ class AdapterUse(IntEnum):
 
     NONE = auto()
     SOME_ROWS = auto()
-    SCALING_PASS = auto()  # X-LoRA: each row runs twice
+    MIXTURE_PASS = auto()  # the adapter is a mixture: each row runs twice
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class BatchShape:
             is_decoding = is_decoding and rows.num_new_tokens == 1 and rows.tree is not None
             cached_len += max(0, request.sequence.committed_len - PROFILED_CONTEXT_LEN)
             if request.adapter_number > 0:
-                adapters = max(adapters, AdapterUse.SCALING_PASS if request.takes_scaling_passes else AdapterUse.SOME_ROWS)
+                adapters = max(adapters, AdapterUse.MIXTURE_PASS if request.has_mixture_pass else AdapterUse.SOME_ROWS)
         return cls(num_rows, len(batch), is_decoding, cached_len, adapters)
 
 
@@ -174,7 +174,7 @@ class CostModel:
         if speed is None:
             plain = self._speed.get(AdapterUse.NONE)
             a, b = (1.0, 1.0) if plain is None else (plain.a, plain.b)
-            factor = 2.0 if adapters is AdapterUse.SCALING_PASS else 1.0
+            factor = 2.0 if adapters is AdapterUse.MIXTURE_PASS else 1.0
             first, more = self.profile.seconds_at(1), max(1e-6, self.profile.seconds_at(5) - self.profile.seconds_at(1))
             speed = self._speed[adapters] = LinearCost(ratio=1.0, usual_y=more)
             speed.observe(first, more, factor * (a * first + b * more))

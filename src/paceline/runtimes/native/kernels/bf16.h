@@ -1,6 +1,6 @@
-/* Dot products of bfloat16: 32 values in 16 lanes of two, and their products added to 16 sums, bit for bit as the instruction vdpbf16ps does
- * it: first the second values' product, then the first ones', each with one rounding (a product of two bfloat16 is exact in float32). Only what is
- * below the normal numbers of float32 differs: the instruction takes it for zero. */
+/* Dot products of bfloat16: 16 lanes of two values each, added to 16 sums. All processors give the bits of the instruction vdpbf16ps: the second
+ * values' product is added first, then the first ones', each with one rounding. Only denormal float32 numbers differ: the instruction flushes
+ * them to zero. */
 #ifndef PACELINE_BF16_H
 #define PACELINE_BF16_H
 
@@ -13,7 +13,7 @@
 #define BF16_STEP (2 * LANES)
 
 #ifdef __AVX512BF16__
-typedef words bf16s; /* the first value of each lane in the low half */
+typedef words bf16s; /* the first value of each lane is in the low half */
 
 INLINE bf16s join_bf16(floats first, floats second) { return (words)first >> 16 | (words)second; }
 
@@ -25,10 +25,10 @@ typedef struct {
     floats first, second;
 } bf16s;
 
-/* Both exact in bfloat16. */
+/* Both must be exact in bfloat16. */
 INLINE bf16s join_bf16(floats first, floats second) { return (bf16s){first, second}; }
 
-/* 32 bfloat16 as they lie in memory. */
+/* Convert 32 bfloat16 as stored. */
 INLINE bf16s bf16_of(words stored) { return (bf16s){(floats)(stored << 16), (floats)(stored & 0xFFFF0000u)}; }
 
 INLINE floats dot_bf16(bf16s w, bf16s x, floats sum) { return fused(w.first, x.first, fused(w.second, x.second, sum)); }
@@ -40,10 +40,10 @@ INLINE bf16s load_bf16(const float *from) {
     return v;
 }
 
-/* Floats that a step of 32 packed columns takes. */
+/* Floats of 32 packed columns. */
 #define BF16_STEP_FLOATS (sizeof(bf16s) / sizeof(float))
 
-/* The nearest bfloat16, ties to the even one. */
+/* Round to the nearest bfloat16, ties to even. */
 INLINE floats round_to_bf16(floats x) {
     const words bits = (words)x, not_a_number = (words)(x != x);
     const words nearest = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u;

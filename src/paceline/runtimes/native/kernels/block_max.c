@@ -1,3 +1,4 @@
+/* The maximum of each block of a row of logits (block_max.h). */
 #include "block_max.h"
 
 #include "vectors.h"
@@ -5,9 +6,9 @@
 #include <math.h>
 
 INLINE floats larger_of(floats a, floats b) { return __builtin_elementwise_max(a, b); }
-INLINE words size_of(floats x) { return (words)x & 0x7FFFFFFFu; } /* as a number it grows with |x|; that of NaN is the largest */
+INLINE words size_of(floats x) { return (words)x & 0x7FFFFFFFu; } /* as an integer: monotonic in |x|, largest for NaN */
 
-/* The largest of `count` numbers; NaN if there is one. */
+/* Return the maximum of `count` numbers; NaN if any is NaN. */
 float max_of(const float *x, int count) {
     floats most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
     words sizes[4] = {{0}, {0}, {0}, {0}};
@@ -33,12 +34,12 @@ float max_of(const float *x, int count) {
     return __builtin_reduce_max(larger_of(larger_of(most[0], most[1]), larger_of(most[2], most[3])));
 }
 
-/* max_of each `size` of `count` numbers; the last block may be shorter. */
+/* Compute max_of of each `size` numbers; the last block may be shorter. */
 void find_block_max(const float *x, int count, int size, float *block_max) {
     for (int begin = 0; begin < count; begin += size) *block_max++ = max_of(x + begin, begin + size < count ? size : count - begin);
 }
 
-/* max_of one block of BLOCK_COLUMNS, from column `begin` on, in each of `rows` rows of `width` numbers. */
+/* Store max_of of the block that begins at column `begin`, in each of `rows` rows of `width` numbers. */
 void keep_block_max(const float *x, int width, int rows, int begin, float *block_max) {
     const int count = width - begin < BLOCK_COLUMNS ? width - begin : BLOCK_COLUMNS, blocks = (width + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
     for (int row = 0; row < rows; row++)

@@ -1,8 +1,8 @@
-/* The largest logit of each block of a row, for sampling that reads a block only where it can matter. */
+/* The maximum of each block of a row of logits. Sampling reads a block only if its maximum can matter. */
 #ifndef PACELINE_BLOCK_MAX_H
 #define PACELINE_BLOCK_MAX_H
 
-#define BLOCK_COLUMNS 192 /* of a block, and of a piece of a product that keeps them: whole tiles and panels */
+#define BLOCK_COLUMNS 192 /* of a block; a multiple of the outputs of tiles and panels, and a piece of work of products that compute block_max */
 
 float max_of(const float *x, int count);
 void find_block_max(const float *x, int count, int size, float *block_max);

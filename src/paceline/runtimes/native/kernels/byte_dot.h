@@ -1,9 +1,9 @@
-/* Dot products of bytes: 16 lanes of four unsigned codes (of weights), times four signed ones (a quad of a row), added to 16 integer sums.
- * Integers are exact, so every instruction set has the same sums. Arm's instruction takes signed weights: they are lowered by DOT_SHIFT, and
- * sums begin higher to make up for it. Where there is no such instruction, 16-bit numbers are multiplied, the even bytes and the odd ones
- * apart, and a packed quad takes two words. Narrow codes, of at most six bits, are multiplied as bytes there too (HAS_PAIRS): two products
- * are added in 16 bits, which hold several such sums before they are widened. Of values of a table 16 bits hold one such sum, of their sizes
- * and a row's codes with their signs (HAS_SIGNS). */
+/* Dot products of bytes: 16 lanes of four unsigned weight codes times four signed codes of a row (a quad), added to 16 integer sums.
+ *
+ * Sums are exact, so all instruction sets agree. x86 VNNI and Arm's dot product do it in one instruction (HAS_DOT); Arm's takes signed
+ * weights, so codes are lowered by DOT_SHIFT and the sums' start values corrected. Without one, even and odd bytes are multiplied as 16-bit
+ * numbers. Narrow codes of at most six bits use maddubs there (HAS_PAIRS), whose 16-bit sums are widened after several quads; for table
+ * values, maddubs multiplies |w| with sign(w) * x so that products fit in 16 bits (HAS_SIGNS, AVX2 only). */
 #ifndef PACELINE_BYTE_DOT_H
 #define PACELINE_BYTE_DOT_H
 
@@ -31,8 +31,8 @@
 #define HAS_SIGNS 0
 #endif
 #define DOT_WORDS (HAS_DOT ? 1 : 2)
-#define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS) /* of a quad for narrow codes */
-#define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)  /* for values of a table */
+#define NARROW_WORDS (HAS_PAIRS ? 1 : DOT_WORDS) /* words of a packed quad for narrow codes */
+#define TABLE_WORDS (HAS_SIGNS ? 1 : DOT_WORDS)  /* for table values */
 #if defined(__ARM_FEATURE_DOTPROD)
 #define DOT_SHIFT 128
 #else
@@ -44,8 +44,7 @@ typedef int16_t shorts __attribute__((vector_size(64)));
 
 INLINE ints broadcast_int(int32_t x) { return (ints){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-/* Four quads of signed codes, each between -127 and 127, as products take them, `step` words apart: in one word each, or the even and the odd
- * codes in one each. */
+/* Store four quads of signed codes in [-127, 127], `step` words apart: one word each, or one for even and one for odd codes. */
 INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     if (num_words == 1) {
         const signed_bytes quads = __builtin_convertvector(codes, signed_bytes);
@@ -58,7 +57,7 @@ INLINE void store_quads(int32_t *to, ints codes, size_t step, int num_words) {
     for (size_t i = 0; i < 4; i++) memcpy(to + i * step, (const uint8_t *)&both + 8 * i, 8);
 }
 
-/* Of each byte, a number below 16, the value that a table has for it. */
+/* Look up each byte, an index below 16, in a table. */
 INLINE words look_up(words numbers, bytes table) {
 #if defined(__AVX512BW__)
     return (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)numbers);
@@ -78,7 +77,7 @@ INLINE words look_up(words numbers, bytes table) {
 #endif
 }
 
-/* What is the same for all rows: codes as they are, or the even and the odd ones apart. */
+/* Weight codes prepared once for all rows: as they are, or even and odd ones apart. */
 typedef struct {
     words part[DOT_WORDS];
 } weight_codes;
@@ -93,10 +92,10 @@ INLINE weight_codes split_codes(words codes) {
 #endif
 }
 
-/* The values of a table, unsigned, as they are; or, lowered by TABLE_SHIFT, their sizes, and what a row's codes take over: signs, in one
- * instruction, of which two units make one each cycle, or (TURNED) all bits of negative values. Codes whose bits are turned over, which four
- * units do, are -q - 1 instead of -q; what is missing, `count_negative`, is the same for all rows and worth its while for many. */
-enum { SIGNED, TURNED };
+/* A table of values: unsigned, or (HAS_SIGNS) lowered by TABLE_SHIFT and split into magnitude and sign. A row's codes take the sign by psignb,
+ * which has two execution ports (SIGNED), or by xor, which has four (INVERTED). Xor gives -q - 1 for -q; `count_negative` computes the missing
+ * sum once for all rows, which pays for many rows. */
+enum { SIGNED, INVERTED };
 typedef struct {
     bytes part[2];
 } code_table;
@@ -104,7 +103,7 @@ typedef struct {
 INLINE code_table split_table(bytes values, const int form) {
 #if HAS_SIGNS
     const signed_bytes lowered = (signed_bytes)(values ^ 0x80), negative = lowered < 0;
-    return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(form == TURNED ? negative : lowered)}};
+    return (code_table){{(bytes)((lowered ^ negative) - negative), (bytes)(form == INVERTED ? negative : lowered)}};
 #else
     (void)form;
     return (code_table){{values}};
@@ -127,7 +126,7 @@ INLINE table_values look_up_values(words codes, code_table table) {
 }
 
 #if DOT_WORDS == 2
-/* Pairs of 16-bit numbers multiplied and added. */
+/* Multiply 16-bit numbers and add neighbouring products. */
 INLINE ints multiply_shorts(words w, ints x) {
 #if defined(__AVX512BW__)
     return (ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
@@ -162,8 +161,8 @@ typedef struct {
 #define BROADCAST_QUAD(quad) _mm256_set1_epi32(quad)
 #endif
 
-/* Of narrow codes and one packed quad the sums of two products, at most 2 * 63 * 127, added to others or, of the first, to nothing. The empty
- * instruction keeps compilers from adding in an order that needs more registers. */
+/* Add the 16-bit sums of two products (at most 2 * 63 * 127) of narrow codes and one packed quad. The empty asm keeps compilers from an order of
+ * additions that needs more registers. */
 INLINE void add_pairs(pair_sums *sums, words codes, int32_t packed, const int is_first) {
     pair_sums w;
     memcpy(&w, &codes, sizeof w);
@@ -181,7 +180,7 @@ INLINE ints widen_pairs(const pair_sums *sums) {
 }
 #endif
 
-/* `packed`: one quad, for all 16 lanes. */
+/* Add the products of one packed quad, broadcast to all 16 lanes. */
 INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w.part[0], _mm512_set1_epi32(packed[0]));
@@ -207,7 +206,7 @@ INLINE ints dot_bytes(weight_codes w, const int32_t *packed, ints sum) {
 #endif
 }
 
-/* The same of values of a table. */
+/* Add the products of one packed quad with table values. */
 INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const int form) {
 #if HAS_SIGNS
     __m256i sums[2], size[2], sign[2];
@@ -216,8 +215,8 @@ INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const in
     memcpy(sign, &w.part[1], sizeof sign);
     const __m256i x = _mm256_set1_epi32(packed[0]);
     for (int i = 0; i < 2; i++) {
-        const __m256i turned = form == TURNED ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
-        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size[i], turned), _mm256_set1_epi16(1)));
+        const __m256i signed_x = form == INVERTED ? _mm256_xor_si256(x, sign[i]) : _mm256_sign_epi8(x, sign[i]);
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_maddubs_epi16(size[i], signed_x), _mm256_set1_epi16(1)));
         __asm__("" : "+x"(sums[i])); /* as in add_pairs */
     }
     memcpy(&sum, sums, sizeof sum);
@@ -230,7 +229,7 @@ INLINE ints dot_values(table_values w, const int32_t *packed, ints sum, const in
 #endif
 }
 
-/* Minus the sizes of negative values (TURNED): what `dot_values` of them has too much. 16 bits hold sums of 256 values. */
+/* The sum of negative values, which INVERTED products have too much; 16 bits hold sums of 256 values. */
 typedef struct {
 #if HAS_SIGNS
     pair_sums pairs;

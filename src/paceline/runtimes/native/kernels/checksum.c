@@ -1,4 +1,4 @@
-/* Sums of a file's pages, for a checksum that every byte and its place enter (models/storage/page_sums.py says why it notices what). */
+/* Sums of a file's pages, for checksums that depend on every byte and its position (models/storage/page_sums.py). */
 #include <stdint.h>
 #include <string.h>
 

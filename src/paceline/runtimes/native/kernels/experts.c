@@ -1,4 +1,4 @@
-/* Which experts compute which rows. A row's choice and weights depend on its own logits alone. */
+/* Mixture of experts: choose each row's experts and sort the pairs of rows and experts. A row's choice depends on its op logits only. */
 #include "native.h"
 #include "vectors.h"
 
@@ -14,7 +14,7 @@ Routes routes_of(float *buffer, int rows, int chosen) {
 static int is_taken(const uint64_t *taken, int number) { return taken[number / 64] >> (number % 64) & 1; }
 static void take(uint64_t *taken, int number) { taken[number / 64] |= (uint64_t)1 << (number % 64); }
 
-/* The largest of the values in [begin, end) that nobody has taken, the first of equal ones. */
+/* Return the index of the largest value in [begin, end) that is not taken; ties: the lower index. */
 static int best_of(const float *values, const uint64_t *taken, int begin, int end) {
     int best = -1;
     for (int i = begin; i < end; i++)
@@ -22,48 +22,48 @@ static int best_of(const float *values, const uint64_t *taken, int begin, int en
     return best;
 }
 
-/* Take the experts of all groups but the best ones. */
-static void leave_groups(const RouteOperation *own, const float *compared, uint64_t *taken) {
-    const int size = own->experts / own->groups;
+/* Mark the experts outside the best groups as taken. */
+static void exclude_groups(const RouteOperation *op, const float *compared, uint64_t *taken) {
+    const int size = op->experts / op->groups;
     float sums[MAX_EXPERTS];
     uint64_t groups[MAX_EXPERTS / 64] = {0};
-    for (int group = 0; group < own->groups; group++) {
+    for (int group = 0; group < op->groups; group++) {
         uint64_t none[MAX_EXPERTS / 64] = {0};
         const int begin = group * size, first = best_of(compared, none, begin, begin + size);
         take(none, first);
         const int second = best_of(compared, none, begin, begin + size);
         sums[group] = compared[first] + (second < 0 ? 0.0f : compared[second]);
     }
-    for (int i = 0; i < own->chosen_groups; i++) take(groups, best_of(sums, groups, 0, own->groups));
-    for (int expert = 0; expert < own->experts; expert++)
+    for (int i = 0; i < op->chosen_groups; i++) take(groups, best_of(sums, groups, 0, op->groups));
+    for (int expert = 0; expert < op->experts; expert++)
         if (!is_taken(groups, expert / size)) take(taken, expert);
 }
 
-/* The experts of one row and their weights, by ascending expert.
+/* Choose the experts of one row, ascending, and compute their weights.
  * Source: Shazeer et al. 2017, section 2.1; groups and the correction: DeepSeek-V3 (2024), section 2.1.2. */
-void choose_experts(const RouteOperation *own, const float *logits, int32_t *experts, float *weights) {
-    const int count = own->experts;
+void choose_experts(const RouteOperation *op, const float *logits, int32_t *experts, float *weights) {
+    const int count = op->experts;
     float scores[MAX_EXPERTS], corrected[MAX_EXPERTS];
     const float *compared = scores;
     uint64_t taken[MAX_EXPERTS / 64] = {0};
     memcpy(scores, logits, (size_t)count * sizeof(float));
-    if (own->scoring == SIGMOID) EACH_16(i, some, count) {
+    if (op->scoring == SIGMOID) EACH_16(i, some, count) {
         const floats score = sigmoid(load_first(logits + i, some));
         memcpy(scores + i, &score, (size_t)some * sizeof(float));
     }
-    if (own->correction) {
-        for (int i = 0; i < count; i++) corrected[i] = scores[i] + own->correction[i];
+    if (op->correction) {
+        for (int i = 0; i < count; i++) corrected[i] = scores[i] + op->correction[i];
         compared = corrected;
     }
-    if (own->groups > 1) leave_groups(own, compared, taken);
-    for (int i = 0; i < own->chosen; i++) {
+    if (op->groups > 1) exclude_groups(op, compared, taken);
+    for (int i = 0; i < op->chosen; i++) {
         const int best = best_of(compared, taken, 0, count);
         take(taken, best);
         int place = i;
         for (; place && experts[place - 1] > best; place--) experts[place] = experts[place - 1];
         experts[place] = best;
     }
-    if (own->scoring == SOFTMAX) {
+    if (op->scoring == SOFTMAX) {
         float largest = scores[0];
         for (int i = 1; i < count; i++) largest = scores[i] > largest ? scores[i] : largest;
         EACH_16(i, some, count) {
@@ -71,24 +71,24 @@ void choose_experts(const RouteOperation *own, const float *logits, int32_t *exp
             memcpy(scores + i, &power, (size_t)some * sizeof(float));
         }
     }
-    float sum = own->least;
-    if (own->is_normalized)
-        for (int i = 0; i < own->chosen; i++) sum += scores[experts[i]];
-    else if (own->scoring == SOFTMAX)
+    float sum = op->epsilon;
+    if (op->is_normalized)
+        for (int i = 0; i < op->chosen; i++) sum += scores[experts[i]];
+    else if (op->scoring == SOFTMAX)
         for (int i = 0; i < count; i++) sum += scores[i];
     else
         sum = 1.0f;
-    for (int i = 0; i < own->chosen; i++)
-        weights[i] = scores[experts[i]] / sum * own->factor * (own->scales ? own->scales[experts[i]] : 1.0f);
+    for (int i = 0; i < op->chosen; i++)
+        weights[i] = scores[experts[i]] / sum * op->factor * (op->scales ? op->scales[experts[i]] : 1.0f);
 }
 
-/* Number the pairs of all rows; order: of the rows among those of an expert, NULL = as they are. */
-void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *order, int rows) {
-    const int pairs = rows * own->chosen;
+/* Sort the pairs of all rows by expert; order: of the rows within an expert, NULL = ascending. */
+void sort_pairs(const RouteOperation *op, const Routes *routes, const int32_t *order, int rows) {
+    const int pairs = rows * op->chosen;
     int32_t next[MAX_EXPERTS] = {0};
     for (int pair = 0; pair < pairs; pair++) next[routes->experts[pair]]++;
     int first = 0, packed = 0, active = 0;
-    for (int expert = 0; expert < own->experts; expert++) {
+    for (int expert = 0; expert < op->experts; expert++) {
         const int count = next[expert];
         next[expert] = first;
         if (!count) continue;
@@ -98,8 +98,8 @@ void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *
     }
     *routes->num_active = active;
     for (int i = 0; i < rows; i++) {
-        const int row = order ? order[i] : i, first_pair = row * own->chosen;
-        for (int pair = first_pair; pair < first_pair + own->chosen; pair++) {
+        const int row = order ? order[i] : i, first_pair = row * op->chosen;
+        for (int pair = first_pair; pair < first_pair + op->chosen; pair++) {
             const int place = next[routes->experts[pair]]++;
             routes->places[pair] = place;
             routes->rows[place] = row;

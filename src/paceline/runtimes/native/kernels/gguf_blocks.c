@@ -1,22 +1,22 @@
-/* GGUF's blocks laid out as panels while a file is opened: 16 rows at a time are unpacked, into memory that stays in the processor's cache, as
- * models/gguf/blocks.py unpacks them, and put into a panel by those who know how it lies (panels.c, super_blocks.c). */
+/* Repack GGUF blocks as panels when a model is loaded: 16 rows at a time are unpacked into cached memory, as models/gguf/blocks.py does, and then
+ * written to a panel by panels.c or super_blocks.c. */
 #include <stdlib.h>
 
 #include "panels.h"
 #include "vectors.h"
 
 #define RUN 32
-#define MOST_FACTORS (SUPER_BLOCK / 16)
+#define MAX_FACTORS (SUPER_BLOCK / 16)
 
-/* The format's numbers of its types. */
+/* GGUF's type numbers. */
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39 };
 
 typedef uint32_t run_codes __attribute__((vector_size(RUN))); /* bytes, four in a word */
 typedef uint8_t run_bytes __attribute__((vector_size(RUN)));
 typedef uint32_t half_run __attribute__((vector_size(RUN / 2)));
 
-/* Rows in groups, as panels are filled from them: codes of 4 bits in runs of 32 or bytes; of small blocks a scale and a minimum each, of
- * super-blocks two float16 and whole factors. Types that have no minimums leave theirs alone. */
+/* Unpacked rows, from which panels are filled: codes of 4 bits in runs of 32, or bytes; float scales and minimums of small blocks, or float16 scales
+ * and integer factors of super-blocks. Types without minimums do not write them. */
 typedef struct {
     uint8_t *codes;
     float *scales, *minimums;
@@ -25,9 +25,9 @@ typedef struct {
 } Groups;
 
 typedef struct {
-    int32_t type, columns, bytes; /* of a block */
+    int32_t type, columns, bytes; /* columns and bytes of a block */
     int32_t code_bits, group, has_minimum;
-    void (*unpack)(const uint8_t *from, const Groups *to); /* one block */
+    void (*unpack)(const uint8_t *from, const Groups *to); /* unpacks one block */
 } Type;
 
 static float float_at(const uint8_t *from) {
@@ -56,10 +56,10 @@ static half_run load_half_run(const uint8_t *from) {
     return codes;
 }
 
-/* Bits [at, at + count) of every byte, `to` bits up; a macro because both kinds of vectors take it. */
+/* Move bits [at, at + count) of every byte to bit `to`; a macro because it is used with two vector types. */
 #define BITS(codes, at, count, to) (((codes) >> (at) & ((1u << (count)) - 1) * 0x01010101u) << (to))
 
-/* 32 codes: four bits in each half of 16 bytes, and a bit each in a word: four of them, in the lowest bits, are spread over bytes. */
+/* Join 32 codes: low four bits in the nibbles of 16 bytes, fifth bits in a word, spread over bytes by a multiplication. */
 static void join_5_bits(const uint8_t *low, uint32_t fifth_bits, uint8_t offset, uint8_t *to) {
     const run_codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
     const run_codes spread = ((((run_codes){0} + fifth_bits) >> shifts & 15) * 0x00204081u & 0x01010101u) << 4;
@@ -94,14 +94,14 @@ static void unpack_q8_0(const uint8_t *from, const Groups *to) {
     memcpy(to->codes, from + 2, RUN);
 }
 
-/* 2^(e - 128); 255 stands for no number. */
+/* The scale is 2^(e - 128); e = 255 is NaN. */
 static void unpack_mxfp4(const uint8_t *from, const Groups *to) {
     const uint32_t exponent = *from, bits = exponent == 255 ? 0x7FC00000u : exponent > 1 ? (exponent - 1) << 23 : 0x00200000u << exponent;
     memcpy(to->scales, &bits, sizeof bits);
     memcpy(to->codes, from + 1, 16);
 }
 
-/* Of codes of two bits, of which each half of a super-block has four layers in 32 bytes, run `run`; with a third bit each, or NULL. */
+/* Unpack run `run` of 2-bit codes, four runs in 32 bytes, with third bits or NULL. */
 static void join_3_bits(const uint8_t *low, const uint8_t *third_bits, int run, uint8_t *to) {
     run_codes codes = BITS(load_run(low + run / 4 * RUN), run % 4 * 2, 2, 0);
     if (third_bits) codes |= BITS(load_run(third_bits), run, 1, 2);
@@ -132,7 +132,7 @@ static void unpack_6_bits(const uint8_t *from, const Groups *to) {
     }
 }
 
-/* 32 bytes of the format hold a run in their low halves and the next one in the high ones. */
+/* 32 stored bytes hold a run in their low nibbles and the next one in the high nibbles. */
 static void unpack_q4_k(const uint8_t *from, const Groups *to) {
     unpack_6_bits(from, to);
     for (int pair = 0; pair < 4; pair++) {
@@ -153,7 +153,7 @@ static void unpack_q5_k(const uint8_t *from, const Groups *to) {
 
 static void unpack_q6_k(const uint8_t *from, const Groups *to) {
     copy_half(from + 208, to->halves);
-    memcpy(to->factors, from + 192, MOST_FACTORS);
+    memcpy(to->factors, from + 192, MAX_FACTORS);
     for (int run = 0; run < 8; run++) {
         const run_codes low = load_run(from + run / 4 * 64 + run % 2 * RUN), high = load_run(from + 128 + run / 4 * RUN);
         const run_bytes codes = (run_bytes)(BITS(low, run % 4 / 2 * 4, 4, 0) | BITS(high, run % 4 * 2, 2, 4)) - 32;
@@ -180,14 +180,14 @@ static const Type TYPES[] = {
 
 static size_t groups_in(const Type *type, size_t columns) { return columns / (size_t)type->group; }
 
-/* From row `row` of `columns` columns on, and from a column of it that begins a block of so many. */
-static Groups behind(const Groups *from, const Type *type, size_t row, size_t columns, size_t column, size_t block) {
+/* Return pointers to row `row` of `columns` columns, at a column that begins a block of `block` columns. */
+static Groups groups_at(const Groups *from, const Type *type, size_t row, size_t columns, size_t column, size_t block) {
     const size_t at = row * columns + column, groups = groups_in(type, at), blocks = at / block;
     return (Groups){from->codes + at * (size_t)type->code_bits / 8, from->scales + groups, from->minimums + groups, from->halves + blocks,
                     from->half_minimums + blocks, from->factors + groups, from->minimum_factors + groups};
 }
 
-/* Room for rows of so many columns together; NULL = there is no memory. The result is to be freed. */
+/* Allocate memory for rows of `columns` columns in total; NULL = out of memory. The caller frees the result. */
 static void *allocate(size_t columns, Groups *to) {
     const size_t groups = columns / 16, blocks = columns / RUN;
     uint8_t *const memory = malloc(columns + groups * (2 * sizeof(float) + 2) + blocks * 2 * sizeof(uint16_t));
@@ -199,13 +199,13 @@ static void *allocate(size_t columns, Groups *to) {
     return memory;
 }
 
-/* A row whose runs stand in another order, or whose scales are stored one by one, from one unpacked as it is stored. */
+/* Copy an unpacked row with its runs in another order, or with the scale of each group computed. */
 static void rearrange(const Blocks *from, const Type *type, const Groups *stored, const Groups *to) {
     const int is_small = type->columns == RUN, run_groups = RUN / type->group;
     for (int run = 0; run < from->columns / RUN; run++) {
         const size_t column = (size_t)(from->places ? from->places[run] : run) * RUN;
-        const Groups own = behind(stored, type, 0, 0, (size_t)run * RUN, (size_t)type->columns);
-        const Groups there = behind(to, type, 0, 0, column, from->block ? (size_t)from->block : RUN);
+        const Groups own = groups_at(stored, type, 0, 0, (size_t)run * RUN, (size_t)type->columns);
+        const Groups there = groups_at(to, type, 0, 0, column, from->block ? (size_t)from->block : RUN);
         memcpy(there.codes, own.codes, (size_t)(RUN * type->code_bits / 8));
         if (from->block) *there.halves = *own.halves, *there.half_minimums = *own.half_minimums;
         for (int g = 0; g < run_groups; g++) {
@@ -234,12 +234,12 @@ static int has_finite_scales(const Groups *own, const Type *type, int columns) {
     return found;
 }
 
-/* Returns whether the scales of a stored row are finite. `spare`: a row. */
+/* Unpack a row; return whether its scales are finite. `spare`: memory for a row. */
 static int unpack_row(const Blocks *from, const Type *type, const uint8_t *stored, const Groups *spare, const Groups *to) {
     const int is_direct = !from->places && (from->block == SUPER_BLOCK || type->columns == RUN);
     const Groups *const first = is_direct ? to : spare;
     for (int column = 0; column < from->columns; column += type->columns, stored += type->bytes) {
-        const Groups own = behind(first, type, 0, 0, (size_t)column, (size_t)type->columns);
+        const Groups own = groups_at(first, type, 0, 0, (size_t)column, (size_t)type->columns);
         type->unpack(stored, &own);
     }
     const int found = has_finite_scales(first, type, from->columns);
@@ -261,9 +261,8 @@ static void fill(const Blocks *from, const Type *type, const Groups *rows, int c
     paceline_fill_panels(&own, from->kind, from->flipped, 0, 1, to);
 }
 
-/* Panels [begin, end) of a matrix. Returns -1, or the number of the first output that has a scale which is no finite number, or -2: there is no
- * memory; -3: the type is not known. */
-int32_t paceline_lay_out_blocks(const Blocks *from, int32_t begin, int32_t end, int64_t panel_bytes, uint8_t *to) {
+/* Fill panels [begin, end). Return -1; or the number of the first output whose scale is not finite; or -2 = out of memory; or -3 = unknown type. */
+int32_t paceline_pack_gguf_blocks(const Blocks *from, int32_t begin, int32_t end, int64_t panel_bytes, uint8_t *to) {
     const Type *type = TYPES, *const after = TYPES + sizeof TYPES / sizeof *TYPES;
     while (type < after && type->type != from->type) type++;
     if (type == after) return -3;
@@ -271,13 +270,13 @@ int32_t paceline_lay_out_blocks(const Blocks *from, int32_t begin, int32_t end, 
     Groups rows;
     void *const memory = allocate((LANES + 1) * columns, &rows);
     if (!memory) return -2;
-    const Groups spare = behind(&rows, type, LANES, columns, 0, RUN);
+    const Groups spare = groups_at(&rows, type, LANES, columns, 0, RUN);
     int32_t wrong = -1;
     for (int panel = begin; panel < end && wrong < 0; panel++) {
         const int first = panel * LANES, count = from->outputs - first < LANES ? from->outputs - first : LANES;
         for (int row = 0; row < count && wrong < 0; row++) {
             const int64_t number = from->order ? from->order[first + row] : first + row;
-            const Groups to_row = behind(&rows, type, (size_t)row, columns, 0, block);
+            const Groups to_row = groups_at(&rows, type, (size_t)row, columns, 0, block);
             if (!unpack_row(from, type, from->rows + number * from->row_bytes, &spare, &to_row)) wrong = first + row;
         }
         if (wrong < 0) fill(from, type, &rows, count, to + panel * panel_bytes);

@@ -1,8 +1,8 @@
-/* Rows of keys and values as the cache keeps them. */
+/* Write keys and values to the cache (kv_blocks.h has the layout). */
 #include "kv_blocks.h"
 #include "row_codes.h"
 
-/* Up to 16 floats in bfloat16; zeros behind them. */
+/* Round up to 16 floats to bfloat16, padded with zeros. */
 static void round_columns(const float *x, int count, uint32_t *bits) {
     const words rounded = (words)round_to_bf16(load_part(x, count)) >> 16;
     memcpy(bits, &rounded, sizeof rounded);
@@ -58,10 +58,10 @@ void write_kv(const Program *program, const Pass *pass, const AttentionOperation
     const int slot = range->cached_len + row - range->start;
     const size_t block = (size_t)table_of(pass, own, range)[slot / SLOTS] * block_bytes(program, own);
     for (int head = 0; head < own->kv_heads; head++) {
-        write_keys(side_of(program, own, 0, head) + block, program->kv_kind, slot % SLOTS, k + (size_t)head * size, own->head_size);
-        write_values(side_of(program, own, 1, head) + block, program->kv_kind, slot % SLOTS, v + (size_t)head * size, own->head_size);
+        write_keys(kv_base(program, own, 0, head) + block, program->kv_kind, slot % SLOTS, k + (size_t)head * size, own->head_size);
+        write_values(kv_base(program, own, 1, head) + block, program->kv_kind, slot % SLOTS, v + (size_t)head * size, own->head_size);
     }
 }
 
-/* Bytes of the keys, or of the values, of one block and head. */
+/* Return the bytes of a unit: the keys, or the values, of one block and head. */
 int64_t paceline_kv_unit_bytes(int32_t kind, int32_t head_size) { return (int64_t)unit_bytes(kind, head_size); }

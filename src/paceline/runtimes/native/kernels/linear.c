@@ -1,189 +1,213 @@
-/* Matrix products y = x W^T with W as it is stored: float32, float16, bfloat16, or integer codes in groups.
+/* Matrix products y = x W^T with row-major W: float32, float16, bfloat16, or 8-bit codes in groups (only for `--dtype f32` and for heads).
  *
- * Weights are decoded to their exact float32 values in registers, once for up to MAX_ROWS rows of x, and multiplied in float32. Where
- * bfloat16 is the type of computation, rows of x are rounded to it and multiplied with bfloat16 weights as they are (bf16.h). Every output is
- * one sum in 16 lanes over ascending columns, whatever the number of rows: a row's bits never depend on its neighbours. Rows of x are packed
- * first (pack_rows), so that what one step needs of all rows lies side by side. */
-#include "native.h"
-#include "bf16.h"
-#include "plain.h"
-#include "vectors.h"
+ * A tile is some outputs times some rows whose sums stay in registers; weights are converted to float32 once for up to MAX_ROWS rows. With
+ * bfloat16 as the compute type, rows are rounded and multiplied as bfloat16 (bf16.h). Every output is one sum in 16 lanes over ascending
+ * columns, whatever the number of rows: a row's bits do not depend on the other rows. Rows of x are packed first (pack_rows), interleaved by
+ * steps of 16 or 32 columns. */
+#include "float_weights.h"
+#include "linear.h"
 
-INLINE ints load_bytes(const uint8_t *codes) {
-    bytes from;
-    memcpy(&from, codes, sizeof from);
-    return __builtin_convertvector(from, ints);
-}
+#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
+#define EACH_ROW _Pragma("unroll") for (int row = 0; row < rows; row++)
+/* Prefetch the next tile's weights to the second-level cache: the hardware prefetcher starts anew with every row of W. */
+#define PREFETCH_NEXT(n, offset) __builtin_prefetch(codes[n] + next_tile + (offset), 0, 2);
 
-INLINE floats decode_8_bits(const int kind, const uint8_t *codes, int zero_point) {
-    if (kind != S8) return __builtin_convertvector(load_bytes(codes) - zero_point, floats);
-    signed_bytes from;
-    memcpy(&from, codes, sizeof from);
-    return __builtin_convertvector(__builtin_convertvector(from, ints), floats);
-}
-
-/* What turns the 4-bit codes of one group into values: with AVX-512 the values of all 16 codes. */
-typedef struct {
-#ifdef __AVX512F__
-    floats table;
-#else
-    floats codes, scale, minimum;
-#endif
-} GroupOf4Bits;
-
-/* The values of the codes of U4_TABLE, before they are scaled. */
-INLINE floats table_of(const Matrix *matrix) {
-    signed_bytes values;
-    memcpy(&values, matrix->table, sizeof values);
-    return __builtin_convertvector(__builtin_convertvector(values, ints), floats);
-}
-
-INLINE GroupOf4Bits group_of_4_bits(floats code_values, float scale, float minimum, const int kind) {
-#ifdef __AVX512F__
-    const floats table = code_values * broadcast(scale);
-    return (GroupOf4Bits){kind == U4_MINIMUM ? table + broadcast(minimum) : table};
-#else
-    (void)kind;
-    return (GroupOf4Bits){code_values, broadcast(scale), broadcast(minimum)};
-#endif
-}
-
-/* The values of the low 4 bits of each code. */
-INLINE floats decode_4_bits(ints codes, GroupOf4Bits group, int zero_point, const int kind) {
-#ifdef __AVX512F__
-    (void)zero_point, (void)kind;
-    return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)group.table);
-#else
-    if (kind == U4_TABLE) {
-        floats value;
-        for (int lane = 0; lane < LANES; lane++) value[lane] = group.codes[codes[lane] & 15];
-        return value * group.scale;
+INLINE void multiply_add(floats *sum, const floats *w, const float *packed, const int rows, const int outputs) {
+    EACH_ROW {
+        const floats xs = load(packed + row * LANES);
+        EACH_OUTPUT sum[n * rows + row] = fused(w[n], xs, sum[n * rows + row]);
     }
-    const floats value = __builtin_convertvector((codes & 15) - zero_point, floats) * group.scale;
-    return kind == U4_MINIMUM ? value + group.minimum : value;
-#endif
 }
 
-/* `count` bfloat16 of a row, the rest zero. */
-INLINE words load_words(const uint8_t *codes, int count) {
-    words bits = {0};
-    memcpy(&bits, codes, 2 * (size_t)count);
-    return bits;
-}
-
-/* The lanes of the sums [outputs][rows] of a tile added up, with the bias, for the rows that are there. */
-INLINE void finish(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
-    float totals[8 * MAX_ROWS];
-    _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {
-        floats some[LANES];
-        _Pragma("unroll") for (int i = 0; i < LANES; i++) some[i] = from + i < outputs * rows ? sums[from + i] : broadcast(0.0f);
-        store(totals + from, lane_sums(some));
+/* A tile of F32, F16 or BF16: outputs [first, first + outputs) of packed rows. */
+INLINE void float_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int kind, const int rows, const int outputs) {
+    const int columns = matrix->columns;
+    floats sum[MAX_TILE_OUTPUTS * MAX_ROWS], w[MAX_TILE_OUTPUTS];
+    const uint8_t *codes[MAX_TILE_OUTPUTS];
+    const size_t next_tile = (size_t)outputs * (size_t)matrix->row_bytes;
+    EACH_OUTPUT {
+        codes[n] = matrix->codes + (size_t)(first + n) * (size_t)matrix->row_bytes;
+        EACH_ROW sum[n * rows + row] = broadcast(0.0f);
     }
-    for (int row = 0; row < real_rows; row++)
-        _Pragma("unroll") for (int n = 0; n < outputs; n++) {
-            const float bias = matrix->bias ? matrix->bias[first + n] : 0.0f;
-            y[(size_t)row * (size_t)matrix->outputs + (size_t)(first + n)] = totals[n * rows + row] + bias;
+    int column = 0;
+    for (; column + LANES <= columns; column += LANES, x += rows * LANES) {
+        EACH_OUTPUT {
+            PREFETCH_NEXT(n, (kind == F32 ? 4 : 2) * (size_t)column)
+            w[n] = load_weights(kind, codes[n], column, LANES);
         }
+        multiply_add(sum, w, x, rows, outputs);
+    }
+    if (column < columns) {
+        EACH_OUTPUT w[n] = load_weights(kind, codes[n], column, columns - column);
+        multiply_add(sum, w, x, rows, outputs);
+    }
+    store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
 }
 
-#define PRODUCT product
-#define TILE "tile.h"
-#define KIND F32
-#include "tiles_of_kind.h"
-#define KIND F16
-#include "tiles_of_kind.h"
-#define KIND BF16
-#include "tiles_of_kind.h"
-#define KIND S8
-#include "tiles_of_kind.h"
-#define KIND U8
-#include "tiles_of_kind.h"
-#define KIND U8_MINIMUM
-#include "tiles_of_kind.h"
-#define KIND U4
-#include "tiles_of_kind.h"
-#define KIND U4_MINIMUM
-#include "tiles_of_kind.h"
-#define KIND U4_TABLE
-#include "tiles_of_kind.h"
-#undef PRODUCT
-#undef TILE
+/* A tile of U8 or U8_MINIMUM: values are scale * (code - zero_point) + minimum, each operation rounded. */
+INLINE void code_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int kind, const int rows, const int outputs) {
+    const int columns = matrix->columns, group = matrix->group;
+    const size_t groups = (size_t)(columns / group), next_tile = (size_t)outputs * (size_t)matrix->row_bytes;
+    const float *scales = matrix->scales + (size_t)first * groups;
+    const float *minimums = kind == U8_MINIMUM ? matrix->minimums + (size_t)first * groups : scales;
+    floats sum[MAX_TILE_OUTPUTS * MAX_ROWS], w[MAX_TILE_OUTPUTS];
+    const uint8_t *codes[MAX_TILE_OUTPUTS];
+    EACH_OUTPUT {
+        codes[n] = matrix->codes + (size_t)(first + n) * (size_t)matrix->row_bytes;
+        EACH_ROW sum[n * rows + row] = broadcast(0.0f);
+    }
+    size_t g = 0;
+    for (int begin = 0; begin < columns; begin += group, g++)
+        for (int column = begin; column < begin + group; column += LANES, x += rows * LANES) {
+            EACH_OUTPUT {
+                PREFETCH_NEXT(n, column)
+                bytes stored;
+                memcpy(&stored, codes[n] + column, sizeof stored);
+                const ints code = __builtin_convertvector(stored, ints) - matrix->zero_point;
+                w[n] = __builtin_convertvector(code, floats) * broadcast(scales[(size_t)n * groups + g]);
+                if (kind == U8_MINIMUM) w[n] = w[n] + broadcast(minimums[(size_t)n * groups + g]);
+            }
+            multiply_add(sum, w, x, rows, outputs);
+        }
+    store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
+}
 
-/* Outputs that one row packed as bfloat16 is multiplied with at once: nothing but memory is waited for, which is fastest where it is read in
- * the order it lies in. Two sums hide how long one addition takes, which counts where weights are in a cache. */
+/* Outputs of one bfloat16 row at a time. Such a pass is bound by memory, which is fastest in storage order; two sums hide the latency of an
+ * addition when the weights are in a cache. */
 #ifdef __AVX512BF16__
 #define ROW_OUTPUTS 2
 #else
 #define ROW_OUTPUTS 4
 #endif
 
-#define BYTES_AHEAD 3072 /* of what is asked for where one output follows another */
+#define BYTES_AHEAD 3072 /* prefetch distance when outputs are read one after another */
 
-/* sums [outputs] of one row. What comes next is asked for meanwhile, in the order it lies in. */
-INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats (*sums)[1], const int outputs) {
+/* sums [outputs] of one bfloat16 row; prefetches what follows in storage order. */
+INLINE void bf16_row(const Matrix *matrix, int first, const float *x, floats *sums, const int outputs) {
     const int columns = matrix->columns;
     const size_t row_bytes = (size_t)matrix->row_bytes;
     const uint8_t *const codes = matrix->codes + (size_t)first * row_bytes;
     const uint8_t *next = codes + (outputs > 1 ? (size_t)outputs * row_bytes : BYTES_AHEAD);
-    _Pragma("unroll") for (int n = 0; n < outputs; n++) sums[n][0] = broadcast(0.0f);
+    EACH_OUTPUT sums[n] = broadcast(0.0f);
     int column = 0;
     for (; column + BF16_STEP <= columns; column += BF16_STEP, x += BF16_STEP_FLOATS)
         _Pragma("unroll") for (int n = 0; n < outputs; n++, next += sizeof(words)) {
             __builtin_prefetch(next, 0, 2);
             const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, BF16_STEP));
-            sums[n][0] = dot_bf16(w, load_bf16(x), sums[n][0]);
+            sums[n] = dot_bf16(w, load_bf16(x), sums[n]);
         }
     if (column < columns)
-        _Pragma("unroll") for (int n = 0; n < outputs; n++) {
+        EACH_OUTPUT {
             const bf16s w = bf16_of(load_words(codes + (size_t)n * row_bytes + 2 * (size_t)column, columns - column));
-            sums[n][0] = dot_bf16(w, load_bf16(x), sums[n][0]);
+            sums[n] = dot_bf16(w, load_bf16(x), sums[n]);
         }
 }
 
-/* With one instruction a cache line a lone sum keeps up with memory: a row of a pass alone then reads a large matrix, which one expects in no
- * cache, output by output. */
+INLINE void multiply_add_bf16(floats *sum, const bf16s *w, const float *packed, const int rows, const int outputs) {
+    EACH_ROW {
+        const bf16s xs = load_bf16(packed + row * (int)BF16_STEP_FLOATS);
+        EACH_OUTPUT sum[n * rows + row] = dot_bf16(w[n], xs, sum[n * rows + row]);
+    }
+}
+
+/* A tile of bfloat16 weights and rows. Prefetches the next tile's weights to the second-level cache, this tile's from there to the first. */
+INLINE void bf16_tile(const Matrix *matrix, int first, const float *x, float *y, int real_rows, const int rows, const int outputs) {
+    floats sum[MAX_TILE_OUTPUTS * MAX_ROWS];
+    if (rows == 1) {
+        const int at_once = outputs < ROW_OUTPUTS ? outputs : ROW_OUTPUTS;
+        _Pragma("unroll") for (int n = 0; n < outputs; n += at_once) bf16_row(matrix, first + n, x, sum + n, at_once);
+        store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
+        return;
+    }
+    const int columns = matrix->columns;
+    bf16s w[MAX_TILE_OUTPUTS];
+    const uint8_t *codes[MAX_TILE_OUTPUTS];
+    const size_t next_tile = (size_t)outputs * (size_t)matrix->row_bytes;
+    EACH_OUTPUT {
+        codes[n] = matrix->codes + (size_t)(first + n) * (size_t)matrix->row_bytes;
+        EACH_ROW sum[n * rows + row] = broadcast(0.0f);
+    }
+    int column = 0;
+    for (; column + BF16_STEP <= columns; column += BF16_STEP, x += (size_t)rows * BF16_STEP_FLOATS) {
+        EACH_OUTPUT {
+            PREFETCH_NEXT(n, 2 * (size_t)column)
+            __builtin_prefetch(codes[n] + 2 * (size_t)column + 512, 0, 3);
+            w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, BF16_STEP));
+        }
+        multiply_add_bf16(sum, w, x, rows, outputs);
+    }
+    if (column < columns) {
+        EACH_OUTPUT w[n] = bf16_of(load_words(codes[n] + 2 * (size_t)column, columns - column));
+        multiply_add_bf16(sum, w, x, rows, outputs);
+    }
+    store_lane_sums(matrix, first, sum, outputs, rows, y, real_rows);
+}
+
+/* Reads a large matrix output by output for a single row: with one instruction a cache line, a single sum keeps up with memory. */
 #ifdef __AVX512BF16__
-#define IN_ORDER(matrix, rows) ((rows) == 1 && (size_t)(matrix)->outputs * (size_t)(matrix)->row_bytes >= 2 << 20)
+#define READS_IN_ORDER(matrix, rows) ((rows) == 1 && (size_t)(matrix)->outputs * (size_t)(matrix)->row_bytes >= 2 << 20)
 #else
-#define IN_ORDER(matrix, rows) 0
+#define READS_IN_ORDER(matrix, rows) 0
 #endif
 
-/* Outputs [n, end) of one row. */
-static void bf16_in_order(const Matrix *matrix, int n, int end, const float *x, float *y) {
-    enum { outputs = 8 };
-    floats sums[outputs][1];
+/* Outputs [n, end) of one bfloat16 row, in storage order. */
+static void multiply_bf16_in_order(const Matrix *matrix, int n, int end, const float *x, float *y) {
+    enum { outputs = MAX_TILE_OUTPUTS };
+    floats sums[outputs];
     for (; n + outputs <= end; n += outputs) {
         _Pragma("unroll") for (int i = 0; i < outputs; i++) bf16_row(matrix, n + i, x, sums + i, 1);
-        finish(matrix, n, &sums[0][0], outputs, 1, y, 1);
+        store_lane_sums(matrix, n, sums, outputs, 1, y, 1);
     }
     for (; n < end; n++) {
         bf16_row(matrix, n, x, sums, 1);
-        finish(matrix, n, &sums[0][0], 1, 1, y, 1);
+        store_lane_sums(matrix, n, sums, 1, 1, y, 1);
     }
 }
 
-#define PRODUCT bf16
-#define TILE "bf16_tile.h"
-#define KIND BF16
-#include "tiles_of_kind.h"
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#include "bf16_blocks.h"
-#define IN_BLOCKS(rows) ((rows) > 2)
+/* PRODUCT(name, tile, ...) defines a function for outputs [n, end): as many outputs share a tile as keep their sums in registers, and a tile of
+ * one output takes the rest. */
+#if MAX_ROWS == 8
+#define EACH_TILE(...) \
+    TILE(1, 8, __VA_ARGS__) TILE(2, 8, __VA_ARGS__) TILE(3, 6, __VA_ARGS__) TILE(4, 6, __VA_ARGS__) TILE(6, 4, __VA_ARGS__) TILE(8, 3, __VA_ARGS__)
 #else
-#define bf16_blocks bf16_2
-#define IN_BLOCKS(rows) 0
+#define EACH_TILE(...) TILE(1, 4, __VA_ARGS__) TILE(2, 2, __VA_ARGS__) TILE(3, 1, __VA_ARGS__) TILE(4, 1, __VA_ARGS__)
 #endif
+#define TILE(rows, outputs, tile, ...)                                                                                   \
+    case rows:                                                                                                           \
+        for (; n + outputs <= end; n += outputs) tile(matrix, n, x, y, real_rows, ##__VA_ARGS__, rows, outputs);           \
+        for (; n < end; n++) tile(matrix, n, x, y, real_rows, ##__VA_ARGS__, rows, 1);                                     \
+        break;
+#define PRODUCT(name, ...)                                                                                              \
+    static void name(const Matrix *matrix, int n, int end, const float *x, float *y, int rows, int real_rows) {         \
+        switch (rows) { EACH_TILE(__VA_ARGS__) }                                                                         \
+    }
+PRODUCT(multiply_f32, float_tile, F32)
+PRODUCT(multiply_f16, float_tile, F16)
+PRODUCT(multiply_bf16_as_floats, float_tile, BF16)
+PRODUCT(multiply_u8, code_tile, U8)
+PRODUCT(multiply_u8_minimum, code_tile, U8_MINIMUM)
+PRODUCT(multiply_bf16, bf16_tile)
 
 typedef void Product(const Matrix *, int, int, const float *, float *, int, int);
-static Product *const PRODUCTS[] = {product_0, product_1, product_2, product_3, product_4, product_5, product_6, product_7, product_8};
+static Product *const PRODUCTS[] = {
+    [F32] = multiply_f32, [F16] = multiply_f16, [BF16] = multiply_bf16_as_floats, [U8] = multiply_u8, [U8_MINIMUM] = multiply_u8_minimum,
+};
 
-/* Rows of a block as computed: some counts have no tile of their own and take the next larger one. */
+/* The function for bfloat16 rows. */
+static Product *bf16_product(int rows) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (rows > 2) return multiply_bf16_blocks;
+#endif
+    (void)rows;
+    return multiply_bf16;
+}
+
+/* Return the rows a block is padded to: 5 and 7 rows have no tile of their own. */
 int tile_rows(int rows) { return MAX_ROWS == 8 && (rows == 5 || rows == 7) ? rows + 1 : rows; }
 
 static size_t steps_of(int columns, int step) { return (size_t)(columns + step - 1) / (size_t)step; }
 
-/* Floats of a packed row. */
+/* Return the floats of a packed row. */
 static size_t packed_columns(int columns, int packing) {
     return packing == AS_FLOATS ? steps_of(columns, LANES) * LANES : steps_of(columns, BF16_STEP) * BF16_STEP_FLOATS;
 }
@@ -193,29 +217,28 @@ size_t packed_row(const Matrix *matrix, int packing) {
 }
 
 size_t packed_floats(int rows, int columns) {
-    const size_t floats_a_row = packed_columns(columns, AS_FLOATS), bf16_a_row = packed_columns(columns, AS_BF16);
-    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_a_row > bf16_a_row ? floats_a_row : bf16_a_row);
+    const size_t floats_per_row = packed_columns(columns, AS_FLOATS), bf16_per_row = packed_columns(columns, AS_BF16);
+    return steps_of(rows, MAX_ROWS) * MAX_ROWS * (floats_per_row > bf16_per_row ? floats_per_row : bf16_per_row);
 }
 
-/* Row `row` of x from `column` on, zero behind its last column. */
-INLINE floats take(const float *x, int columns, int row, int column) {
+/* Return 16 columns of a row from `column` on, padded with zeros. */
+INLINE floats load_columns(const float *x, int columns, int row, int column) {
     const float *from = x + (size_t)row * columns + column;
     if (column + LANES <= columns) return load(from);
     return column < columns ? load_first(from, columns - column) : broadcast(0.0f);
 }
 
-/* 32 columns from `column` on as pairs of bfloat16. */
-static bf16s take_bf16(const float *x, int columns, int row, int column) {
-    const floats a = round_to_bf16(take(x, columns, row, column)), b = round_to_bf16(take(x, columns, row, column + LANES));
+/* Return 32 columns from `column` on, rounded to pairs of bfloat16. */
+static bf16s load_columns_bf16(const float *x, int columns, int row, int column) {
+    const floats a = round_to_bf16(load_columns(x, columns, row, column)), b = round_to_bf16(load_columns(x, columns, row, column + LANES));
     return join_bf16(SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
                      SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
 INLINE int number_of(const int32_t *numbers, int row) { return numbers ? numbers[row] : row; }
 
-/* Columns [begin, end) of block `block` of x [rows, columns] as [columns / step][rows of the block][step], zero where there is nothing: for
- * products with `matrix`. Both are multiples of the group, or of 32, or the end of the columns.
- * numbers [rows]: which rows of x they are; NULL = the first ones. */
+/* Pack columns [begin, end) of a block of up to MAX_ROWS rows as [columns / step][rows][step], padded with zeros, for products with `matrix`.
+ * `begin` and `end` are multiples of the group, or of 32, or the last column. numbers: the rows' indices in x; NULL = 0, 1, 2, ... */
 void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int rows, int packing, int block, int begin, int end, float *packed) {
     const int first = block * MAX_ROWS, real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS, padded = tile_rows(real);
     const int columns = matrix->columns;
@@ -228,30 +251,30 @@ void pack_rows(const Matrix *matrix, const float *x, const int32_t *numbers, int
         to += (size_t)begin * (size_t)padded;
         for (int column = begin; column < end; column += LANES)
             for (int row = 0; row < padded; row++, to += LANES)
-                store(to, row < real ? take(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
+                store(to, row < real ? load_columns(x, columns, number_of(numbers, first + row), column) : broadcast(0.0f));
         return;
     }
     to += (size_t)(begin / BF16_STEP * padded) * BF16_STEP_FLOATS;
     for (int column = begin; column < end; column += BF16_STEP)
         for (int row = 0; row < padded; row++, to += BF16_STEP_FLOATS) {
-            const bf16s taken = take_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
-            memcpy(to, &taken, sizeof taken);
+            const bf16s pairs = load_columns_bf16(x, columns, number_of(numbers, first + (row < real ? row : 0)), column);
+            memcpy(to, &pairs, sizeof pairs);
         }
 }
 
-/* Outputs [begin, end) of every row. */
+/* Compute outputs [begin, end) of every row. */
 void multiply(const Matrix *matrix, int begin, int end, int packing, const float *packed, float *y, int rows) {
     if (packing == AS_BYTES) {
         multiply_bytes(matrix, begin, end, packed, y, rows);
         return;
     }
-    if (packing == AS_BF16 && IN_ORDER(matrix, rows)) {
-        bf16_in_order(matrix, begin, end, packed, y);
+    if (packing == AS_BF16 && READS_IN_ORDER(matrix, rows)) {
+        multiply_bf16_in_order(matrix, begin, end, packed, y);
         return;
     }
     for (int first = 0; first < rows; first += MAX_ROWS) {
         const int real = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
-        Product *const product = packing != AS_BF16 ? PRODUCTS[matrix->kind] : IN_BLOCKS(real) ? bf16_blocks : bf16_2;
+        Product *const product = packing == AS_BF16 ? bf16_product(real) : PRODUCTS[matrix->kind];
         product(matrix, begin, end, packed + (size_t)first * packed_row(matrix, packing),
                 y + (size_t)first * (size_t)matrix->outputs, tile_rows(real), real);
     }

@@ -1,78 +1,60 @@
-/* Records shared with runtimes/native/records.py (ctypes), and what the files of this folder offer one another. */
+/* Records shared with runtimes/native/records.py (ctypes), and functions shared by the files of this folder. */
 #ifndef PACELINE_NATIVE_H
 #define PACELINE_NATIVE_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 18 /* one more whenever a record, a code or a function changes; runtimes/native/records.py has the same */
+#define KERNELS_VERSION 19 /* increased whenever a record, a code or a function changes; VERSION in runtimes/native/records.py is equal */
 
-/* Rows that share one decoding of a weight: as many as keep their sums in registers. */
+/* Rows of a block, which share the loaded and decoded weights: as many as keep their sums in registers. */
 #ifdef __AVX512F__
 #define MAX_ROWS 8
 #else
 #define MAX_ROWS 4
 #endif
 
-/* How weights are stored. U8_MINIMUM and U4_MINIMUM add a minimum per group; of U4_TABLE a code is the number of a value. */
-#define F32 0
-#define F16 1
-#define BF16 2
-#define S8 3
-#define U8 4
-#define U8_MINIMUM 5
-#define U4 6
-#define U4_MINIMUM 7
-#define U4_TABLE 8
-/* The same codes in panels of 16 outputs (panels.c), for rows that are rounded to bytes. */
-#define PANELS_8_BITS 9
-#define PANELS_8_BITS_MINIMUM 10
-#define PANELS_4_BITS 11
-#define PANELS_4_BITS_MINIMUM 12
-#define PANELS_4_BITS_TABLE 13
-/* As the kinds without _HALVES, but scales are float16 and lie in front of the codes of two groups. */
-#define PANELS_4_BITS_HALVES 14
-#define PANELS_4_BITS_TABLE_HALVES 15
-/* K-quants at their stored size (super_blocks.c). */
-#define PANELS_Q4_K 16
-#define PANELS_Q5_K 17
-#define PANELS_Q6_K 18
-#define PANELS_Q2_K 19 /* these three: small_blocks.c */
-#define PANELS_Q3_K 20
-#define PANELS_IQ4_XS 21
+/* How a matrix is stored: row by row as floats or 8-bit codes, or in panels (panels.h; K-quants: k_quants.h), for rows rounded to bytes. MINIMUM:
+ * a minimum for each group. TABLE: codes index 16 values. FLOAT16: the scales are float16. */
+enum {
+    F32, F16, BF16, U8, U8_MINIMUM,
+    PANELS_8_BITS, PANELS_8_BITS_MINIMUM, PANELS_4_BITS, PANELS_4_BITS_MINIMUM, PANELS_4_BITS_TABLE, PANELS_4_BITS_FLOAT16,
+    PANELS_4_BITS_TABLE_FLOAT16,
+    PANELS_Q4_K, PANELS_Q5_K, PANELS_Q6_K, PANELS_Q2_K, PANELS_Q3_K, PANELS_IQ4_XS,
+};
 #define SUPER_BLOCK 256
-#define MAX_GROUP 256 /* columns of a group of such rows */
+#define MAX_GROUP 256 /* columns of a group */
 
 /* W [outputs, columns]. */
 typedef struct {
     int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
-    int32_t block;     /* of K-quants at their stored size: columns that share float16 numbers, 256 or 128; else 0 */
-    int64_t row_bytes; /* of an output, or of a panel */
+    int32_t block;     /* of K-quants: columns that share float16 scales, 256 or 128; else 0 */
+    int64_t row_bytes; /* of an output or of a panel */
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
-    const int8_t *table;            /* of a kind with one: the 16 values; zero_point makes them unsigned */
+    const int8_t *table;            /* of a TABLE kind: the 16 values; plus zero_point they are unsigned */
 } Matrix;
 
-/* What panels of K-quants are filled from. */
+/* A K-quant row by row, which panels are filled from. */
 typedef struct {
-    int32_t kind, outputs, columns, block, zero_point; /* zero_point: what makes codes unsigned */
+    int32_t kind, outputs, columns, block, zero_point; /* zero_point: makes the codes unsigned */
     int64_t row_bytes;
-    const uint8_t *codes;                      /* [outputs, columns]: 4 bits in runs of 32, else bytes */
+    const uint8_t *codes;                      /* [outputs, columns]: 4 bits in runs of 32, or bytes */
     const uint16_t *scales, *minimums;         /* [outputs, columns / block] float16; Q6_K has no minimums */
     const uint8_t *factors, *minimum_factors;  /* [outputs, columns / group] */
 } SuperBlocks;
 
-/* Rows of GGUF's blocks that become panels (gguf_blocks.c). */
+/* Rows of GGUF blocks, which panels are filled from (gguf_blocks.c). */
 typedef struct {
-    int32_t type, kind; /* the format's number of the blocks' type; of the panels */
+    int32_t type, kind; /* GGUF's type number; the kind of the panels */
     int32_t outputs, columns, zero_point;
-    int32_t block;      /* of panels of super-blocks as in `Matrix`; 0 = their scales are stored one by one */
-    int32_t flipped;    /* as paceline_fill_panels takes it */
+    int32_t block;      /* as in `Matrix`; 0 = every group's scale is stored as float */
+    int32_t flipped;    /* see paceline_fill_panels */
     int64_t row_bytes;
     const uint8_t *rows;
-    const int64_t *order;  /* [outputs] the stored row of each; NULL = in their order */
-    const int32_t *places; /* [columns / 32] which run of ours each stored one is; NULL = in their order */
+    const int64_t *order;  /* [outputs] the stored row of each; NULL = the same order */
+    const int32_t *places; /* [columns / 32] the place of each stored run of 32 columns; NULL = the same order */
 } Blocks;
 
 enum {
@@ -80,25 +62,24 @@ enum {
     SIGMOID_GATE, CONVOLUTION, STATE,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
-enum { SOFTMAX, SIGMOID }; /* what makes scores of a router's logits */
-/* How a product takes its rows: as they are, rounded to bfloat16 (all its matrices are BF16 then), or rounded to bytes (all its matrices are
- * panels then, with the same groups and the same zero point). */
+enum { SOFTMAX, SIGMOID }; /* how a router's logits become scores */
+/* The form of a product's input rows: float32, rounded to bfloat16 (all its matrices are BF16), or rounded to bytes (all its matrices are panels
+ * with the same groups and zero point). */
 enum { AS_FLOATS, AS_BF16, AS_BYTES };
-/* Which rows an operation works on: those of the pass, or those whose logits are wanted, which lie one behind another in their buffers;
- * GATHER puts them there. */
-enum { ALL_ROWS, WANTED_ROWS };
+/* The rows an operation works on: all of the pass, or those whose logits are computed, which GATHER copies to consecutive rows. */
+enum { ALL_ROWS, LOGITS_ROWS };
 
-/* Every operation begins with this; x, y, q, k, v and out are numbers of buffers. */
+/* The head of every operation. x, y, q, k, v and out are buffer numbers. */
 typedef struct {
-    int32_t code, out; /* the matrices of LINEAR and EXPERTS name their own */
+    int32_t code, out; /* the matrices of LINEAR and EXPERTS have their own `out` */
     int32_t rows;
 } Operation;
 
 typedef struct {
     Operation head;
     int32_t x, num_matrices, packing;
-    int32_t site;           /* which of those that adapters add to it is, counted from 0; -1 = none */
-    int32_t block_max;      /* of its one matrix: the largest of each BLOCK_COLUMNS results of a row, NaN if one is; -1 = are not kept */
+    int32_t site;           /* index among the operations that adapters can change; -1 = none does */
+    int32_t block_max;      /* buffer for the maximum of each BLOCK_COLUMNS results of a row, NaN if one is; -1 = not kept */
     const Matrix *matrices; /* [num_matrices] of the same columns */
 } LinearOperation;
 
@@ -106,24 +87,24 @@ typedef struct {
     Operation head;
     int32_t x, heads, head_size; /* 1 head = the whole row */
     float epsilon;
-    int32_t weighted_heads; /* that have a weight of their own; the others have the same again */
+    int32_t weighted_heads; /* heads with a weight of their own; the weights repeat after them */
     const float *weight;    /* [weighted_heads, head_size]; NULL = none */
 } NormOperation;
 
 typedef struct {
     Operation head;
     int32_t x, heads, head_size;
-    int32_t rotary_half, table; /* pairs that are turned, and the table of their angles */
+    int32_t rotary_half, table; /* pairs that are rotated; number of the table of angles */
 } RopeOperation;
 
 typedef struct {
     Operation head;
-    int32_t q, k, v, heads, kv_heads, head_size; /* k and v -1: another operation has written the rows */
+    int32_t q, k, v, heads, kv_heads, head_size; /* k = v = -1: another operation has written the rows */
     int32_t layer;  /* of the cache */
-    int32_t tables; /* which block tables of the pass name its blocks */
-    int32_t window; /* the last rows that are seen; 0 = all */
+    int32_t tables; /* which set of the pass's block tables */
+    int32_t window; /* rows of the sliding window; 0 = none */
     float scale, soft_cap; /* 0 = none */
-    const float *sinks;    /* [heads] the score of a key without a value that every row sees; NULL = none */
+    const float *sinks;    /* [heads] the score of a key without a value that every row attends to; NULL = none */
 } AttentionOperation;
 
 typedef struct {
@@ -159,27 +140,27 @@ typedef struct {
     int32_t x, y, x_width, y_width;
 } ConcatOperation;
 
-/* The `chosen` experts of every row, by its scores; x: the router's logits [rows, experts]. The result is `Routes`. */
+/* Choose the experts of every row from the router's logits x [rows, experts]. The result is `Routes`. */
 typedef struct {
     Operation head;
     int32_t x, experts, chosen, scoring;
-    int32_t groups, chosen_groups; /* experts of the groups with the largest sums of their two best scores alone are compared */
-    int32_t is_normalized;         /* weights are divided by their sum and `least` */
-    float least, factor;           /* factor: on all weights */
-    const float *correction;       /* [experts] added to scores where they are compared; NULL = nothing */
-    const float *scales;           /* [experts] on the weights of each expert; NULL = none */
+    int32_t groups, chosen_groups; /* only groups with the largest sums of their two best scores take part */
+    int32_t is_normalized;         /* weights are divided by their sum + epsilon */
+    float epsilon, factor;         /* factor: of all weights */
+    const float *correction;       /* [experts] added to scores for comparison only; NULL = none */
+    const float *scales;           /* [experts] factor of each expert's weight; NULL = none */
 } RouteOperation;
 
-/* Products with the matrices of the experts that rows have chosen; each is read once. */
+/* Products with the matrices of the chosen experts; each is read once. */
 typedef struct {
     Operation head;
     int32_t x, routes, chosen, experts, num_matrices, packing;
-    int32_t of_pairs;       /* x has a row for each pair of a row and an expert, in their order; else for each row of the pass */
-    int32_t site;           /* as in LinearOperation, of the first expert; those of the others follow */
+    int32_t of_pairs;       /* x has a row for each pair of a row and an expert, in the order of pairs; else for each row of the pass */
+    int32_t site;           /* as in LinearOperation, of the first expert; the other experts follow */
     const Matrix *matrices; /* [num_matrices][experts] of the same columns; the results have a row for each pair */
 } ExpertsOperation;
 
-/* Of every row the sum of its pairs' rows of x, times their weights, in the order of the experts. */
+/* The weighted sum of each row's pairs, in the order of the experts. */
 typedef struct {
     Operation head;
     int32_t x, routes, chosen, width;
@@ -191,14 +172,14 @@ typedef struct {
     int32_t x, y, width;
 } SigmoidGateOperation;
 
-/* A causal convolution of each channel over the rows of a text, each row behind its parent. */
+/* A causal convolution of each channel over time; in a tree, each row follows its parent. */
 #define MAX_KERNEL_SIZE 16
 #define PIECE_CHANNELS 256
 typedef struct {
     Operation head;
     int32_t x, channels, kernel_size, is_activated; /* by SiLU */
-    int32_t conv_at, record_at;                     /* of the layer, in a state and in a record */
-    const float *weight;                            /* [kernel_size, channels], the last row of the row itself */
+    int32_t conv_at, record_at;                     /* the layer's offsets in a state and in a record */
+    const float *weight;                            /* [kernel_size, channels], the last row for the row itself */
     const float *bias;                              /* [channels]; NULL = none */
 } ConvolutionOperation;
 
@@ -209,30 +190,30 @@ typedef struct {
     int32_t x, a, b, work; /* work: a buffer of `work_floats` a row */
     int32_t channels, heads, key_heads, rows_of_state, columns, block, is_delta;
     int32_t matrices_at, keys_at, work_floats; /* keys_at: in a record */
-    float least, most;                         /* limits of step sizes */
+    float min_step, max_step;                  /* limits of step sizes */
     const float *decay, *bias, *skip;          /* [heads]; skip NULL = none */
 } StateOperation;
 
-/* What an adapter adds to one product: up @ t and a bias, t the `rank` floats from `first` on of what `down` makes of x. */
+/* What an adapter adds to one product: up @ t and a bias, t being `rank` floats of down @ x from `first` on. */
 typedef struct {
     int32_t kind, first, rank, unused;
     const uint8_t *up;   /* [outputs / 16, the last one padded][rank][16]; NULL = nothing */
     const float *bias;   /* [outputs]; NULL = none */
-    const Matrix *whole; /* likewise, whose product takes the place of this one; NULL = it stays */
+    const Matrix *replacement; /* whose product replaces this one; NULL = none */
 } AdapterProduct;
 
-/* What it does to the products of one operation. */
+/* What an adapter does to the products of one operation. */
 typedef struct {
-    const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = nothing is multiplied */
-    const AdapterProduct *products; /* [num_matrices]; NULL = nothing at all */
-    const int32_t *columns;         /* [sum of ranks] which of a row's scalings each rank is multiplied by; NULL = there are none */
+    const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = none */
+    const AdapterProduct *products; /* [num_matrices]; NULL = the adapter changes nothing here */
+    const int32_t *scaling_columns; /* [sum of ranks] which of a row's scalings multiplies each rank; NULL = none */
 } AdapterSite;
 
-/* An adapter with rows in a pass. */
+/* An adapter that some rows of a pass have. */
 typedef struct {
     const AdapterSite *sites;   /* by the site of the operation */
-    int32_t first[2], count[2]; /* its rows among `adapter_rows`: of all rows, and of those whose logits are wanted */
-    const float *scalings;      /* [count[0]][num_scalings] of X-LoRA; NULL = none */
+    int32_t first[2], count[2]; /* its part of `adapter_rows`: of all rows, and of those whose logits are computed */
+    const float *scalings;      /* [count[0]][num_scalings] of a mixture of adapters; NULL = none */
     int64_t num_scalings;
 } PassAdapter;
 
@@ -242,23 +223,23 @@ typedef struct {
     int32_t x, x_width, begin, width;
 } ColumnsOperation;
 
-/* What is wanted of rows of logits: the `count` best of their first `columns`. */
+/* Summarise rows of logits: log-sum-exp, a sampled token and the top `count` of the first `columns`. */
 typedef struct {
     Operation head;
     int32_t x, width;       /* floats of a whole row */
-    int32_t number;         /* of the ranking, counted from 0 */
+    int32_t number;         /* index of the ranking in the network */
     int32_t columns, count;
-    const int32_t *target_ids; /* [columns, padded to a multiple of 16] the id that each stands for; NULL = its own number */
+    const int32_t *target_ids; /* [columns, padded to a multiple of 16] the id of each column; NULL = its number */
 } RankOperation;
 
-/* How the token of a row is drawn: the key of its noise (sampling/noise.py); temperature 0: not at all. */
+/* How the token of a row is sampled: the key of its noise (sampling/noise.py); temperature 0 = not sampled. */
 typedef struct {
     uint64_t key;
     float temperature;
     int32_t unused;
 } Draw;
 
-/* How the tokens of a request are drawn, which temperature 0 takes for greedy. Rows have so many columns that count. */
+/* The sampling parameters of a request; temperature 0 = greedy. `columns`: vocabulary size. */
 typedef struct {
     double top_p, min_p;
     float temperature;
@@ -267,75 +248,75 @@ typedef struct {
 
 /* A path to sample: see paceline_sample_paths. */
 typedef struct {
-    const float *logits, *block_max; /* block_max: of the logits, as LinearOperation keeps them; NULL = unknown */
+    const float *logits, *block_max; /* block_max: as LinearOperation computes it; NULL = unknown */
     int64_t stride, block_max_stride;
     const SampleOptions *options;
-    const int32_t *tree; /* [2, num_nodes]: tokens, then parents; not read where there is one node */
+    const int32_t *tree; /* [2, num_nodes]: tokens, then parents; not read if there is one node */
     uint64_t seed, sample_index, position;
-    int32_t *found; /* [2, num_nodes]: gets tokens, then the nodes that hold them */
+    int32_t *result; /* [2, num_nodes]: sampled tokens, then the nodes that hold them */
     int32_t num_nodes, num_tokens;
 } SamplePath;
 
-/* Rows [start, start + rows) of the pass: one path. Its block table and its mask begin at these offsets; mask < 0: causal.
- * Cached slots before first_slot are not seen. */
+/* Rows [start, start + rows) of the pass: one path. `table` and `mask` are offsets of its block table and mask; mask < 0 = causal. Cached slots
+ * before first_slot are not attended to. */
 typedef struct {
     int32_t start, rows, cached_len, table, mask, first_slot;
 } Range;
 
-/* Rows of a text that its matrices take in at a time; a multiple of so many rows is behind a state. */
-#define GRID 8
+/* Recurrent states are stored after a multiple of so many rows of their text. */
+#define CHECKPOINT_INTERVAL 8
 #define NO_NODE -1
 #define IN_PLACE -1
 #define NOWHERE -2
 
-/* What is done with a state: take in a path, multiply it with rows that go on from there, save it. */
+/* One sweep over a state: add the updates of a path, multiply with the rows that extend it, save it. */
 typedef struct {
-    int32_t from;                /* a slot, or IN_PLACE: the state itself */
-    int32_t to;                  /* where the state behind the path is kept: a slot, IN_PLACE or NOWHERE */
+    int32_t from;                /* a slot, or IN_PLACE = the stored state */
+    int32_t to;                  /* where to keep the state after the path: a slot, IN_PLACE or NOWHERE */
     int32_t path;                /* -1 = none */
-    int32_t first_row, num_rows; /* in `order`; GRID at most */
+    int32_t first_row, num_rows; /* in `order`; at most CHECKPOINT_INTERVAL */
     int32_t first_save, num_saves;
 } Step;
 
 typedef struct {
     float *state;
-    int64_t count; /* of pending rows and rows of the range that it is behind */
+    int64_t count; /* pending and new rows that it includes */
 } Save;
 
-/* What the rows of a range do to the state of their sequence. */
+/* What the rows of a range do to the recurrent state of their sequence. */
 typedef struct {
-    float *state;   /* NULL: at zero */
-    float *records; /* of `record_floats` each */
-    const int32_t *pending; /* [num_pending] the records of rows that the state has not taken in; the first num_folded are, in place */
-    const int32_t *rows;    /* of each row of the range the record it leaves; -1 = none */
-    /* Nodes are rows of the range, and -2 - i the pending row i. */
+    float *state;   /* NULL = zeros */
+    float *records; /* inputs of committed rows that the state does not include, `record_floats` each */
+    const int32_t *pending; /* [num_pending] records of these rows; the first num_folded are added to the state in place */
+    const int32_t *rows;    /* [rows] the record each row of the range writes; -1 = none */
+    /* A node is a row of the range, or -2 - i for the pending row i. */
     const int32_t *parents;   /* of each row; -1 = the last pending row */
-    const int32_t *order;     /* [rows], those of a step side by side */
-    const int32_t *ancestors; /* [rows][GRID] nodes that a row's step has not taken in, then NO_NODE */
-    const int32_t *paths;     /* [][GRID] nodes */
+    const int32_t *order;     /* [rows], grouped by step */
+    const int32_t *ancestors; /* [rows][CHECKPOINT_INTERVAL] earlier nodes of a row's path that its step's state lacks, then NO_NODE */
+    const int32_t *paths;     /* [][CHECKPOINT_INTERVAL] nodes */
     const Step *steps;
     const Save *saves;
-    int32_t *has_run; /* set to 1 behind the pass */
+    int32_t *has_run; /* set to 1 after the pass */
     int64_t record_floats;
     int32_t num_pending, num_folded, num_steps, num_saves;
 } StateRange;
 
 typedef struct {
-    int32_t rows, selected_rows, num_ranges;
-    int32_t blocks_of_tables; /* in the tables of all ranges: those of the next memory begin so far behind */
+    int32_t rows, num_logits_rows, num_ranges;
+    int32_t blocks_per_table_set; /* block tables come in sets, one for each pool of blocks, so far apart */
     const Range *ranges;
     const int32_t *range_of_row; /* [rows] */
     const int32_t *block_tables;
     const uint8_t *masks;
-    const int32_t *selected;   /* [selected_rows] */
+    const int32_t *logits_rows; /* [num_logits_rows] */
     const float *const *cos, *const *sin; /* of each table: [rows, rotary half] */
-    const Draw *draws;         /* [rankings, rows that are ranked]; NULL = nothing is drawn */
-    const StateRange *states;  /* [num_ranges]; NULL = no layer has any */
+    const Draw *draws;         /* [rankings, ranked rows]; NULL = no sampling */
+    const StateRange *states;  /* [num_ranges]; NULL = no recurrent layers */
     const PassAdapter *adapters; /* [num_adapters] */
     const int32_t *adapter_rows;
-    const int32_t *row_order;      /* [rows] those of an adapter side by side */
-    const int32_t *adapter_of_row; /* [rows] its number in `adapters`; -1 = none. Both are there for networks with experts alone */
-    float *low_rank; /* [rows of adapters, or pairs of a row and an expert][low_rank_floats] */
+    const int32_t *row_order;      /* [rows] grouped by adapter; only for networks with experts, as the next one */
+    const int32_t *adapter_of_row; /* [rows] index in `adapters`; -1 = none */
+    float *low_rank; /* [rows of adapters, or pairs of a row and an expert][low_rank_floats]: down @ x */
     int32_t num_adapters, low_rank_floats;
 } Pass;
 
@@ -343,16 +324,16 @@ typedef struct {
     const Operation *const *operations;
     int32_t num_operations, num_threads;
     float *const *buffers;
-    float *packed;         /* packed_floats(rows, most_columns) */
-    float *packed_rows;    /* per thread: packed_floats(1, most_columns) */
+    float *packed;         /* packed_floats(rows, max_columns) */
+    float *packed_rows;    /* per thread: packed_floats(1, max_columns) */
     float *const *scratch; /* per thread: paceline_attention_floats */
-    uint8_t *const *planes; /* keys and then values of each layer, see kv_blocks.h */
-    float *parts;          /* what splits of long contexts give, where there is room for it */
-    int64_t parts_floats;
-    int32_t kv_kind, most_columns; /* kv_kind: how keys and values are stored */
+    uint8_t *const *kv_storage; /* keys, then values of each layer, see kv_blocks.h */
+    float *split_results;  /* of attention over splits of long contexts; not used if too small */
+    int64_t split_results_floats;
+    int32_t kv_kind, max_columns; /* kv_kind: type of keys and values */
     int32_t *tickets; /* [PHASES * num_operations] */
-    int64_t *taken;   /* [num_threads][taken_a_thread], see work.h */
-    int64_t taken_a_thread;
+    int64_t *claims;  /* [num_threads][claims_per_thread], see work.h */
+    int64_t claims_per_thread;
     float *state_scratch; /* per thread: state_floats */
     int64_t state_floats;
 } Program;
@@ -381,17 +362,16 @@ float sigmoid_of(float x);
 void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
 
-/* What ROUTE leaves in its buffer, in int32 and floats. A pair is a row and an expert that it has chosen; pairs are in the order of their
- * experts, then of the adapters of their rows, then of these. */
+/* The result of ROUTE in its buffer. A pair is a row and one of its experts; pairs are ordered by expert, then by the row's adapter, then by row. */
 typedef struct {
     int32_t *experts;    /* [rows][chosen], ascending */
     float *weights;      /* [rows][chosen] */
-    int32_t *places;     /* [rows][chosen] the number of each pair */
+    int32_t *places;     /* [rows][chosen] the index of each pair */
     int32_t *rows;       /* [pairs] the row of each */
-    int32_t *num_active; /* experts that any row has chosen */
+    int32_t *num_active; /* number of experts with any row */
     struct Active {
         int32_t expert, first, count; /* its pairs are [first, first + count) */
-        int32_t packed;               /* packed rows of those before it */
+        int32_t packed;               /* packed rows before its own */
     } *active; /* [num_active] */
 } Routes;
 
@@ -402,7 +382,7 @@ void sort_pairs(const RouteOperation *own, const Routes *routes, const int32_t *
 void convolve(const StateRange *range, const ConvolutionOperation *own, int rows, int channel, int count, const float *x, float *out);
 void prepare_gates(const StateOperation *own, const float *a, const float *b, float *work, float *record);
 void prepare_keys(const StateRange *range, const StateOperation *own, int rows, int head, const float *x, float *work);
-const float *ask_for_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *x, float *out);
+const float *prefetch_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *x, float *out);
 void run_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *next, const float *x, float *work,
                      float *out, float *scratch);
 

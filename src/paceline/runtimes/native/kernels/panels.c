@@ -1,33 +1,24 @@
-/* Products with weights in groups of 4- or 8-bit codes, of rows rounded to 8-bit codes group by group, in integers.
+/* Integer products of quantised weights in panels (panels.h) with rows rounded to 8-bit codes, as in llama.cpp's ggml.
  *
  * A row's group has the scale max |x| / 127. With codes c of the weights and q of the row,
  *     sum over columns of (scale_w (c - zero_point) + minimum) scale_x q
  *   = scale_w scale_x (sum c q - zero_point sum q) + minimum scale_x sum q,
- * one group after the other, in float32. Sums of integers are exact, so a row's bits depend on nothing else.
- *
- * Weights lie in panels of 16 outputs side by side, one group of columns after the other: 16 scales, 16 minimums if there are any (or, of the
- * kinds with halves, 16 scales of this group and of the next one, in front of every other group), then the codes, [columns / 4][16 outputs]
- * [4 columns], or [columns / 8][16 outputs][4 bytes] with four columns in the low halves of the bytes and the next four in the high ones. What
- * a pass reads is one stream. K-quants have panels of their own (super_blocks.c). */
+ * added in float32 group by group. Integer sums are exact, so a row's bits do not depend on the instruction set or on other rows. */
 #include "panels.h"
 #include "transpose.h"
 
 static int is_narrow(int kind) { return kind >= PANELS_4_BITS; }
 static int has_minimum(int kind) { return kind == PANELS_8_BITS_MINIMUM || kind == PANELS_4_BITS_MINIMUM; }
-static int has_halves(int kind) { return kind >= PANELS_4_BITS_HALVES; }
-static int has_table(int kind) { return kind == PANELS_4_BITS_TABLE || kind == PANELS_4_BITS_TABLE_HALVES; }
-
-/* Codes of a table can be as large as a byte. */
-static int is_by_table(int kind) { return has_table(kind) || kind == PANELS_IQ4_XS; }
+static int has_float16(int kind) { return kind == PANELS_4_BITS_FLOAT16 || kind == PANELS_4_BITS_TABLE_FLOAT16; }
 static int quad_words(int kind) { return is_by_table(kind) ? TABLE_WORDS : is_narrow(kind) ? NARROW_WORDS : DOT_WORDS; }
 static size_t group_words(const Matrix *matrix) { return (size_t)(GROUP_HEADER + matrix->group / 4 * quad_words(matrix->kind)); }
 
 size_t packed_bytes_words(const Matrix *matrix) { return (size_t)(matrix->columns / matrix->group) * group_words(matrix); }
 
-/* The codes of one group of a row, whose quads go to `to`, `step` words apart; returns its scale. */
+/* Write the codes of one group of a row as quads, `step` words apart; return its scale. */
 INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int num_words, int32_t *total) {
     words largest = {0};
-    for (int i = 0; i < group; i += LANES) { /* as bits, so that what is not a number is the largest */
+    for (int i = 0; i < group; i += LANES) { /* compared as integers, NaN is the largest */
         const words size = (words)load(x + i) & 0x7FFFFFFFu;
         largest = __builtin_elementwise_max(size, largest);
     }
@@ -44,17 +35,16 @@ INLINE float quantize(const float *x, int group, int32_t *to, size_t step, int n
         sums += codes;
     }
     *total = __builtin_reduce_add(sums);
-    return is_finite ? most / 127.0f : most - most; /* not a number */
+    return is_finite ? most / 127.0f : most - most; /* NaN */
 }
 
-/* Columns [begin, end) of `real` rows of x [rows, columns] from row `first` on as [columns / group][header, then quads][padded rows]; numbers
- * as in pack_rows. */
+/* Pack columns [begin, end) of `real` rows of x from row `first` on as [columns / group][header, quads][padded rows]; numbers as in pack_rows. */
 void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, int first, int real, int padded, int begin, int end, float *packed) {
     const int columns = matrix->columns, group = matrix->group, num_words = quad_words(matrix->kind);
     const int shift = (is_by_table(matrix->kind) ? TABLE_SHIFT : DOT_SHIFT) - matrix->zero_point;
-    const size_t step = (size_t)(padded * num_words), words_a_group = group_words(matrix) * (size_t)padded;
-    packed += (size_t)(begin / group) * words_a_group;
-    for (; begin < end; begin += group, packed += words_a_group)
+    const size_t step = (size_t)(padded * num_words), words_per_group = group_words(matrix) * (size_t)padded;
+    packed += (size_t)(begin / group) * words_per_group;
+    for (; begin < end; begin += group, packed += words_per_group)
         for (int row = 0; row < padded; row++) {
             int32_t total, *quads = (int32_t *)packed + GROUP_HEADER * padded + row * num_words;
             const int place = first + (row < real ? row : 0);
@@ -67,28 +57,28 @@ void pack_bytes(const Matrix *matrix, const float *x, const int32_t *numbers, in
         }
 }
 
-/* `panels` panels (1, 2 or 4, which share what is loaded of the rows) for `rows` packed rows; at_once as in multiply_add. */
+/* One tile: `panels` panels (1, 2 or 4, which share the loaded rows) times `rows` packed rows; at_once as in multiply_add. */
 INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
-                            const int panels, const int narrow, const int minimum, const int by_table, const int halves, const int group,
+                            const int panels, const int narrow, const int minimum, const int by_table, const int float16, const int group,
                             const int at_once) {
     const int columns = matrix->columns, step = at_once ? 4 * at_once : narrow ? 8 : 4;
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next, *header = at;
-    floats sum[MOST_PANELS][MAX_ROWS];
+    floats sum[MAX_PANELS][MAX_ROWS];
     const code_table table = by_table ? table_of(matrix, SIGNED) : (code_table){0};
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += group) {
         const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
-        const int is_second = halves && begin / group % 2;
+        const int is_second = float16 && begin / group % 2;
         GroupSums sums;
-        if (rows > 2 && at_once) leave_in_memory(sum, rows, panels);
+        if (rows > 2 && at_once) keep_in_memory(sum, rows, panels);
         EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
         EACH_PANEL for (int line = 0; line < (minimum ? 2 : 1); line++) PREFETCH(at + (size_t)n * next + line * sizeof(floats))
         header = is_second ? header + sizeof(halfs) : at;
         at += is_second ? 0 : (minimum ? 2 : 1) * sizeof(floats);
         for (int column = 0; column < group; column += step)
             _Pragma("unroll") for (int number = 0; number < step / 4; number += narrow ? 2 : 1, at += sizeof(words)) {
-                words codes[MOST_PANELS], own[MOST_PANELS];
+                words codes[MAX_PANELS], own[MAX_PANELS];
                 EACH_PANEL {
                     codes[n] = load_codes(at + (size_t)n * next);
                     PREFETCH(at + (size_t)n * next)
@@ -100,11 +90,11 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
                 }
             }
         EACH_PANEL {
-            const floats scale = halves ? load_halves(header + (size_t)n * next) : load((const float *)(header + (size_t)n * next));
+            const floats scale = float16 ? load_float16(header + (size_t)n * next) : load((const float *)(header + (size_t)n * next));
             EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums.dot[n][row], floats), scale * broadcast(x[row]), sum[n][row]);
             if (minimum) {
-                const floats least = load((const float *)(header + (size_t)n * next) + LANES);
-                EACH_ROW sum[n][row] = fused(least, broadcast(x[2 * rows + row]), sum[n][row]);
+                const floats minimums = load((const float *)(header + (size_t)n * next) + LANES);
+                EACH_ROW sum[n][row] = fused(minimums, broadcast(x[2 * rows + row]), sum[n][row]);
             }
         }
         x = (const float *)quad;
@@ -112,12 +102,12 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     EACH_PANEL store_sums(matrix, first + n * LANES, sum[n], rows, y, real_rows);
 }
 
-#define PRODUCT_BY(rows, panels, condition, narrow, minimum, by_table, halves, group, at_once)                                  \
+#define PRODUCT_BY(rows, panels, condition, narrow, minimum, by_table, float16, group, at_once)                                  \
     if (condition)                                                                                                            \
         for (; first + ((panels) - 1) * LANES < end; first += (panels) * LANES)                                                 \
-            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, by_table, halves, group, at_once);
+            multiply_panels(matrix, first, x, y, rows, real_rows, ahead, panels, narrow, minimum, by_table, float16, group, at_once);
 #define PRODUCT_OF(rows, panels, kind_, ...) PRODUCT_BY(rows, panels, matrix->kind == kind_, __VA_ARGS__, matrix->group, 0)
-#if HAS_PAIRS /* groups are multiples of 16 columns; those of 32, which most files have, as straight code */
+#if HAS_PAIRS /* groups are multiples of 16 columns; those of 32, the usual size, are unrolled */
 #define NARROW_PRODUCT_OF(rows, panels, kind_, ...)                                                              \
     PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group == 32, __VA_ARGS__, 32, 8)                   \
     PRODUCT_BY(rows, panels, matrix->kind == kind_ && matrix->group % 32 == 0, __VA_ARGS__, matrix->group, 8)    \
@@ -131,9 +121,9 @@ INLINE void multiply_panels(const Matrix *matrix, int first, const float *x, flo
     NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS, 1, 0, 0, 0)          \
     NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_MINIMUM, 1, 1, 0, 0)  \
     PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE, 1, 0, 1, 0)           \
-    NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_HALVES, 1, 0, 0, 1)   \
-    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_HALVES, 1, 0, 1, 1)
-/* Outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
+    NARROW_PRODUCT_OF(rows, panels, PANELS_4_BITS_FLOAT16, 1, 0, 0, 1)   \
+    PRODUCT_OF(rows, panels, PANELS_4_BITS_TABLE_FLOAT16, 1, 0, 1, 1)
+/* Compute outputs [first, end) of one block of packed rows; `first` is a multiple of 16. */
 static void multiply_block(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
     if (matrix->block) {
         multiply_super_blocks(matrix, first, end, x, y, rows, real_rows, ahead);
@@ -142,29 +132,18 @@ static void multiply_block(const Matrix *matrix, int first, int end, const float
     switch (rows) { EACH_TILE(PRODUCTS_OF) }
 }
 
-#if SHARES_DECODING
-/* One panel for several whole blocks of packed rows. */
-typedef void BlocksProduct(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead);
-
-/* NULL: there is nothing to share. */
-static BlocksProduct *blocks_product_of(const Matrix *matrix) {
-    if (is_by_table(matrix->kind)) return multiply_table_blocks;
-    return matrix->block && !IS_SMALL(matrix->kind) ? multiply_blocks_of_rows : NULL;
-}
-#endif
-
-/* Outputs [begin, end) of every row, panel after panel where there are more blocks of rows than one: the blocks behind the first find a panel in
- * the second-level cache, and the memory has their time to bring the next one. */
+/* Compute outputs [begin, end) of every row. With several blocks of rows go panel by panel: later blocks find it in the second-level cache,
+ * while the next panel is prefetched. */
 void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packed, float *y, int rows) {
     const int step = rows > MAX_ROWS ? LANES : end - begin;
     const size_t row_words = packed_bytes_words(matrix);
-#if SHARES_DECODING
-    BlocksProduct *const share = blocks_product_of(matrix);
+#if MAX_ROWS == 4
+    MultiplyBlocks *const share = blocks_product_of(matrix);
 #endif
     for (int from = begin; from < end; from += step)
         for (int row = 0; row < rows; row += MAX_ROWS) {
-#if SHARES_DECODING
-            const int whole = (rows - row) / MAX_ROWS, blocks = whole < MOST_BLOCKS ? whole : MOST_BLOCKS;
+#if MAX_ROWS == 4
+            const int whole = (rows - row) / MAX_ROWS, blocks = whole < MAX_BLOCKS ? whole : MAX_BLOCKS;
             if (blocks > 1 && share) {
                 share(matrix, from, packed + (size_t)row * row_words, MAX_ROWS * row_words, y + (size_t)row * (size_t)matrix->outputs, blocks,
                       row ? (size_t)matrix->row_bytes : 0);
@@ -178,12 +157,13 @@ void multiply_bytes(const Matrix *matrix, int begin, int end, const float *packe
         }
 }
 
-/* Bytes of a panel. */
+/* Return the bytes of a panel. */
 int64_t paceline_panel_bytes(int32_t columns, int32_t group, int32_t kind) {
-    const int64_t header = has_halves(kind) ? (int64_t)sizeof(halfs) : (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
+    const int64_t header = has_float16(kind) ? (int64_t)sizeof(halfs) : (has_minimum(kind) ? 2 : 1) * (int64_t)sizeof(floats);
     return columns / group * (header + (int64_t)group * (is_narrow(kind) ? 8 : 16));
 }
 
+/* Write a group of 8-bit codes of all outputs; return the position after it. */
 static uint8_t *fill_bytes(const Matrix *from, words flipped, int first, int outputs, int column, uint8_t *to) {
     const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
     for (const int end = column + from->group; column < end; column += 64) {
@@ -195,8 +175,8 @@ static uint8_t *fill_bytes(const Matrix *from, words flipped, int first, int out
     return to;
 }
 
-/* Columns of one half of a run lie side by side: eight of them are the same halves of two words of each row. */
-static uint8_t *fill_halves(const Matrix *from, int first, int outputs, int column, uint8_t *to) {
+/* Write a group of 4-bit codes. Stored runs of 32 have 16 columns in low nibbles, so eight columns are the same nibbles of two words. */
+static uint8_t *fill_nibbles(const Matrix *from, int first, int outputs, int column, uint8_t *to) {
     const uint8_t *const rows = from->codes + (size_t)first * (size_t)from->row_bytes;
     const int end = column + from->group;
     while (column < end) {
@@ -212,9 +192,8 @@ static uint8_t *fill_halves(const Matrix *from, int first, int outputs, int colu
     return to;
 }
 
-/* Panels [begin, end) of a matrix stored row by row: codes [outputs, columns] of bytes, or of halves in runs of 32, the first 16 of a run in
- * the low ones; scales and minimums [outputs, columns / group]. Outputs that are not there become zeros. `flipped` is added to every byte:
- * 128 makes signed codes unsigned. */
+/* Fill panels [begin, end) from a matrix stored row by row: codes [outputs, columns], one byte each or 4 bits in runs of 32 (the first 16 in the
+ * low nibbles), scales and minimums [outputs, columns / group]. Missing outputs are zero. `flipped` = 128 makes signed codes unsigned. */
 void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int32_t begin, int32_t end, uint8_t *to) {
     const int group = from->group, groups = from->columns / group, narrow = is_narrow(kind);
     const int64_t panel_bytes = paceline_panel_bytes(from->columns, group, kind);
@@ -226,7 +205,7 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
         for (int g = 0; g < groups; g++) {
             for (int n = 0; n < outputs; n++) {
                 const float *scale = from->scales + (size_t)(first + n) * (size_t)groups + (size_t)g;
-                if (!has_halves(kind)) {
+                if (!has_float16(kind)) {
                     memcpy(at + 4 * n, scale, 4);
                     continue;
                 }
@@ -235,12 +214,12 @@ void paceline_fill_panels(const Matrix *from, int32_t kind, int32_t flipped, int
                     memcpy(at + own * (int)sizeof(halfs) + 2 * n, &half, 2);
                 }
             }
-            at += has_halves(kind) && g % 2 ? 0 : sizeof(floats);
+            at += has_float16(kind) && g % 2 ? 0 : sizeof(floats);
             if (has_minimum(kind)) {
                 for (int n = 0; n < outputs; n++) memcpy(at + 4 * n, from->minimums + (size_t)(first + n) * (size_t)groups + (size_t)g, 4);
                 at += sizeof(floats);
             }
-            at = narrow ? fill_halves(from, first, outputs, g * group, at) : fill_bytes(from, flips, first, outputs, g * group, at);
+            at = narrow ? fill_nibbles(from, first, outputs, g * group, at) : fill_bytes(from, flips, first, outputs, g * group, at);
         }
     }
 }

@@ -1,23 +1,21 @@
-/* What drafting needs of a row of logits, found while the row is in the cache: its top tokens, log(sum(exp)), and the token that noise draws.
+/* Summaries of rows of logits for drafting: top tokens, log-sum-exp and a token sampled by Gumbel-max, computed while the row is in the cache.
  *
- * A row is looked at in pieces of fixed size, each of which leaves a Piece; `join_pieces` makes the record of them. So nothing depends on
- * the number of threads, and every sum has one order. */
+ * A row is processed in pieces of fixed size, which `join_pieces` combines in order: nothing depends on the number of threads. */
 #include "native.h"
 #include "noise.h"
 #include "vectors.h"
 
 #include <math.h>
 
-#define STRIDE 256 /* columns whose largest score is remembered */
-#define INT_MOST 0x7fffffff
+#define STRIDE 256 /* columns of a block whose maximum is kept */
 
 typedef struct {
     float peak, sum; /* sum of exp(score - peak) */
-    double gumbel_score; /* the largest score - log E; -inf where nothing was drawn */
+    double gumbel_score; /* the largest score - log E; -inf = not sampled */
     int32_t drawn, num_best;
 } Piece;
 
-static float lane_most(floats v) {
+static float lane_max(floats v) {
     float most = v[0];
     for (int lane = 1; lane < LANES; lane++) most = v[lane] > most ? v[lane] : most;
     return most;
@@ -25,38 +23,25 @@ static float lane_most(floats v) {
 
 static const ints lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* The first of STRIDE scores that equals `wanted`, and the largest of the others. */
-static int take_first(float *scores, float wanted, float *most_left) {
-    ints first = lane_numbers - lane_numbers + INT_MOST;
+/* Return the first of STRIDE scores that equals `target`, set it to -inf, and compute the maximum of the others. */
+static int take_first(float *scores, float target, float *next_max) {
+    ints first = lane_numbers - lane_numbers + INT32_MAX;
     for (int column = 0; column < STRIDE; column += LANES) {
-        const ints equal = load(scores + column) == broadcast(wanted), number = lane_numbers + column;
-        first = __builtin_elementwise_min(first, (number & equal) | (INT_MOST & ~equal));
+        const ints equal = load(scores + column) == broadcast(target), number = lane_numbers + column;
+        first = __builtin_elementwise_min(first, (number & equal) | (INT32_MAX & ~equal));
     }
     int found = first[0];
     for (int lane = 1; lane < LANES; lane++) found = first[lane] < found ? first[lane] : found;
     scores[found] = -INFINITY;
     floats most = broadcast(-INFINITY);
     for (int column = 0; column < STRIDE; column += LANES) most = __builtin_elementwise_max(most, load(scores + column));
-    *most_left = lane_most(most);
+    *next_max = lane_max(most);
     return found;
 }
 
-/* 32 random bits for each of 16 ids: of those from `column` on, an even number, or of `ids`. */
-INLINE words noise(uint64_t key, const int32_t *ids, int column) {
-    if (!ids) return noise_of_state(noise_state(key, column));
-    words bits;
-    for (int half = 0; half < LANES; half += 8) {
-        wides id;
-        for (int lane = 0; lane < 8; lane++) id[lane] = (uint64_t)(uint32_t)ids[column + half + lane];
-        const wides mixed = mix_8((id >> 1) * NOISE_STEP + key) >> ((id & 1) << 5);
-        for (int lane = 0; lane < 8; lane++) bits[half + lane] = (uint32_t)mixed[lane];
-    }
-    return bits;
-}
-
-/* The `wanted` largest of the scores, largest first, the first one on ties; none at -inf. `scores` is changed. */
-static int top_n(float *scores, float *stride_max, int strides, int begin, int wanted, float *values, int32_t *columns) {
-    for (int rank = 0; rank < wanted; rank++) {
+/* Find the `count` largest scores, largest first, ties: lower column; none at -inf. Changes `scores`. */
+static int top_n(float *scores, float *stride_max, int strides, int begin, int count, float *values, int32_t *columns) {
+    for (int rank = 0; rank < count; rank++) {
         int stride = 0;
         for (int other = 1; other < strides; other++)
             if (stride_max[other] > stride_max[stride]) stride = other;
@@ -65,16 +50,16 @@ static int top_n(float *scores, float *stride_max, int strides, int begin, int w
         const int place = take_first(scores + stride * STRIDE, stride_max[stride], stride_max + stride);
         columns[rank] = begin + stride * STRIDE + place;
     }
-    return wanted;
+    return count;
 }
 
-static int floats_of_piece(int wanted) { return (int)(sizeof(Piece) / sizeof(float)) + 2 * wanted; }
+static int piece_floats(int count) { return (int)(sizeof(Piece) / sizeof(float)) + 2 * count; }
 
-static int floats_of_record(int wanted) { return 2 + 2 * wanted; }
+static int record_floats(int count) { return 2 + 2 * count; }
 
-static float *piece_at(float *out, int wanted, int piece) { return out + floats_of_record(wanted) + piece * floats_of_piece(wanted); }
+static float *piece_at(float *out, int count, int piece) { return out + record_floats(count) + piece * piece_floats(count); }
 
-/* A part of a row: what `join_pieces` needs of columns [PIECE_COLUMNS * number, ...). */
+/* Summarise columns [PIECE_COLUMNS * number, ...) of a row. */
 void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row, int number, float *out) {
     float scores[PIECE_COLUMNS], stride_max[PIECE_COLUMNS / STRIDE];
     const int begin = number * PIECE_COLUMNS;
@@ -89,66 +74,66 @@ void rank_piece(const RankOperation *ranking, const Draw *draw, const float *row
         floats most = broadcast(-INFINITY);
         for (int column = stride * STRIDE; column < (stride + 1) * STRIDE; column += LANES)
             most = __builtin_elementwise_max(most, load(scores + column));
-        stride_max[stride] = lane_most(most);
+        stride_max[stride] = lane_max(most);
         piece.peak = stride_max[stride] > piece.peak ? stride_max[stride] : piece.peak;
     }
     const floats shift = broadcast(piece.peak > -INFINITY ? piece.peak : 0.0f);
     floats sum = broadcast(0.0f);
-    Candidates candidates = {-INFINITY, -INFINITY, INFINITY, -1};
+    GumbelMax search = {-INFINITY, -INFINITY, INFINITY, -1};
     for (int column = 0; column < strides * STRIDE; column += LANES) {
         const floats score = load(scores + column), weight = exponential(score - shift);
         sum += weight;
         if (draws && column < count)
-            compare_16(&candidates, score, weight, noise(draw->key, ranking->target_ids, begin + column), lane_numbers >= 0, begin + column);
+            compare_16(&search, score, weight, noise_of_ids(draw->key, ranking->target_ids, begin + column), lane_numbers >= 0, begin + column);
     }
     piece.sum = lane_sum(sum);
-    piece.gumbel_score = candidates.best;
-    piece.drawn = candidates.winner;
+    piece.gumbel_score = search.best;
+    piece.drawn = search.winner;
     float *at = piece_at(out, ranking->count, number), *values = at + sizeof(Piece) / sizeof(float);
     piece.num_best = top_n(scores, stride_max, strides, begin, ranking->count, values, (int32_t *)(values + ranking->count));
     memcpy(at, &piece, sizeof piece);
 }
 
-/* Put a score where it belongs among `kept` of at most `wanted`; behind equal ones. */
-static int insert(float value, int32_t column, float *values, int32_t *columns, int kept, int wanted) {
+/* Insert a score into `kept` sorted ones of at most `count`, after equal ones; return the new number. */
+static int insert(float value, int32_t column, float *values, int32_t *columns, int kept, int count) {
     int place = kept;
     while (place > 0 && value > values[place - 1]) place--;
-    if (place == wanted) return kept;
-    const int moved = (kept < wanted ? kept : wanted - 1) - place;
+    if (place == count) return kept;
+    const int moved = (kept < count ? kept : count - 1) - place;
     memmove(values + place + 1, values + place, (size_t)moved * sizeof(float));
     memmove(columns + place + 1, columns + place, (size_t)moved * sizeof(int32_t));
     values[place] = value;
     columns[place] = column;
-    return kept < wanted ? kept + 1 : kept;
+    return kept < count ? kept + 1 : kept;
 }
 
-/* The record of a row: log(sum(exp)), not finite where the row is none; the token drawn, -1 where none is; `count` scores and their ids,
- * -inf and -1 behind the last one. */
+/* Combine the pieces to the record of a row: log(sum(exp)), not finite if a logit is NaN or +inf; the sampled token, -1 = not sampled; `count`
+ * scores and their ids, padded with -inf and -1. */
 void join_pieces(const RankOperation *ranking, float *out) {
-    const int wanted = ranking->count, pieces = pieces_of(ranking->columns);
+    const int count = ranking->count, pieces = pieces_of(ranking->columns);
     float *values = out + 2;
-    int32_t *columns = (int32_t *)(values + wanted), drawn = -1;
+    int32_t *columns = (int32_t *)(values + count), drawn = -1;
     float peak = -INFINITY, sum = 0.0f;
-    double furthest = -INFINITY;
+    double best_score = -INFINITY;
     int kept = 0;
     Piece piece;
     for (int number = 0; number < pieces; number++) {
-        const float *at = piece_at(out, wanted, number), *others = at + sizeof piece / sizeof(float);
+        const float *at = piece_at(out, count, number), *others = at + sizeof piece / sizeof(float);
         memcpy(&piece, at, sizeof piece);
         peak = piece.peak > peak ? piece.peak : peak;
         for (int rank = 0; rank < piece.num_best; rank++)
-            kept = insert(others[rank], ((const int32_t *)(others + wanted))[rank], values, columns, kept, wanted);
-        if (piece.gumbel_score > furthest) {
-            furthest = piece.gumbel_score;
+            kept = insert(others[rank], ((const int32_t *)(others + count))[rank], values, columns, kept, count);
+        if (piece.gumbel_score > best_score) {
+            best_score = piece.gumbel_score;
             drawn = piece.drawn;
         }
     }
     for (int number = 0; number < pieces; number++) {
-        memcpy(&piece, piece_at(out, wanted, number), sizeof piece);
+        memcpy(&piece, piece_at(out, count, number), sizeof piece);
         const floats share = exponential(broadcast(piece.peak > -INFINITY ? piece.peak - peak : -INFINITY));
         sum += piece.sum * share[0];
     }
-    for (int rank = kept; rank < wanted; rank++) {
+    for (int rank = kept; rank < count; rank++) {
         values[rank] = -INFINITY;
         columns[rank] = -1;
     }
@@ -162,7 +147,7 @@ void join_pieces(const RankOperation *ranking, float *out) {
 
 int pieces_of(int columns) { return (columns + PIECE_COLUMNS - 1) / PIECE_COLUMNS; }
 
-/* Floats of a row of the operation's buffer: the record, and behind it the pieces. */
+/* Return the floats of a row of the operation's buffer: the record, then the pieces. */
 int32_t paceline_ranking_floats(int32_t columns, int32_t count) {
-    return floats_of_record(count) + pieces_of(columns) * floats_of_piece(count);
+    return record_floats(count) + pieces_of(columns) * piece_floats(count);
 }

@@ -1,10 +1,10 @@
-/* What happens to one row at a time. Each result depends on its row alone. */
+/* Elementwise functions and norms of one row; each result depends on its row only. */
 #include "native.h"
 #include "vectors.h"
 
 #include <math.h>
 
-/* x / sqrt(mean(x^2) + epsilon) * weight; NULL = without. */
+/* RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; weight NULL = 1. */
 void norm_row(const float *x, const float *weight, int width, float epsilon, float *out) {
     floats squares = broadcast(0.0f);
     EACH_16(column, count, width) {
@@ -18,7 +18,7 @@ void norm_row(const float *x, const float *weight, int width, float epsilon, flo
     }
 }
 
-/* The pairs (i, i + half) turned by their angle; what lies behind them passes through. */
+/* Rotate the pairs (i, i + half) by their angles; copy the columns after them. */
 void rotate_head(const float *x, const float *cos, const float *sin, int head_size, int half, float *out) {
     EACH_16(i, count, half) {
         const floats first = load_part(x + i, count), second = load_part(x + half + i, count);
@@ -29,7 +29,7 @@ void rotate_head(const float *x, const float *cos, const float *sin, int head_si
     memcpy(out + 2 * half, x + 2 * half, (size_t)(head_size - 2 * half) * sizeof(float));
 }
 
-/* activation(x) * up; clamped SwiGLU as gpt-oss has it: (up + 1) x sigmoid(slope x), of x up to the limit and up between the limits. */
+/* activation(x) * up. Clamped SwiGLU (gpt-oss): (up + 1) x sigmoid(slope x), with x <= limit and |up| <= limit. */
 void gate(const GatedOperation *gated, const float *x, const float *up, int width, float *out) {
     const floats limit = broadcast(gated->limit), slope = broadcast(gated->slope);
     EACH_16(column, count, width) {
@@ -80,7 +80,7 @@ void add_silu(const float *x, const float *y, int width, float *out) {
     }
 }
 
-/* Columns [begin, begin + count) of the row that x [width] and then y make. */
+/* Copy columns [begin, begin + count) of the concatenation of x [width] and y. */
 void join(const float *x, int width, const float *y, int begin, int count, float *out) {
     const int left = begin >= width ? 0 : width - begin < count ? width - begin : count;
     if (left) memcpy(out, x + begin, (size_t)left * sizeof(float));

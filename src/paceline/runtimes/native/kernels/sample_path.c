@@ -1,6 +1,7 @@
-/* Samples the target's tokens along draft trees, for rows to which only temperature, top-k, top-p and min-p apply. The definition is
- * sampling/processors.py and sampling/draw.py. Rounding of sums and exponentials differs from theirs. A row in which a comparison is too
- * close is therefore undecided, and the definition samples its path. */
+/* Sample the target's tokens along draft trees, for requests that only use temperature, top-k, top-p and min-p.
+ *
+ * The reference is sampling/processors.py and sampling/draw.py. Sums and exponentials here differ from theirs in the last bits. If a decision is
+ * within that error, the row is UNDECIDED, and the reference samples its path instead. */
 #include "block_max.h"
 #include "native.h"
 #include "noise.h"
@@ -12,23 +13,22 @@
 #include <stdatomic.h>
 
 #define UNDECIDED (-1)
-/* Comparisons that are closer than these tolerances are undecided. */
-#define SLACK 0x1p-15    /* of sums of weights, relative to the total weight */
-#define NEAR 0x1p-21f    /* of logits, relative: the division by the temperature may make two such logits equal */
+#define SLACK 0x1p-15    /* bound on the relative difference of sums here and in the reference */
+#define NEAR 0x1p-21f    /* relative difference of logits that may become equal when divided by the temperature */
 #define NEAR_WEIGHT 1e-5f
 #define NEAR_SCORE 1e-9
-#define LIGHT 14.0f      /* blocks below e^-LIGHT / columns of the largest weight are left out of sums: far below SLACK */
-#define MAX_PEAK 0x1p20f /* for a larger best score, score - log E has too few digits */
+#define LIGHT 14.0f      /* weights below e^-LIGHT of the largest are far below SLACK */
+#define MAX_PEAK 0x1p20f /* larger scores lose too much precision in score - log noise */
 
 typedef struct {
     const float *row;
-    float *block_max, *block_weight, *work; /* largest logit of each block and its weight; scratch of one float a column */
+    float *block_max, *block_weight, *work; /* of each block the maximum logit and its weight; scratch of `columns` floats */
     int columns, blocks;
-    float temperature, peak; /* peak: the largest score; weight = exp(score - peak) */
+    float temperature, peak; /* peak: the largest score; its weight is 1 */
     uint64_t key;
-    float least_score;      /* smallest score that top-k keeps; the weight of smaller ones is 0 */
-    float least, refused;   /* candidates have at least the weight `least` and a logit above `refused` */
-    double total;           /* sum of the weights; 0 = not computed yet */
+    float min_score;        /* columns with smaller scores have weight 0 */
+    float min_weight, refused; /* columns with smaller weight, or with a logit not above `refused`, cannot win */
+    double total;           /* of the weights; 0 = not computed yet */
 } Row;
 
 INLINE floats load_or(const float *from, int count, float rest) {
@@ -38,12 +38,12 @@ INLINE floats load_or(const float *from, int count, float rest) {
     return v;
 }
 
-static int first_at(const float *row, int columns, float wanted) {
+static int first_at(const float *row, int columns, float target) {
     for (int column = 0; column < columns; column += LANES) {
         const floats logits = load_or(row + column, columns - column < LANES ? columns - column : LANES, -INFINITY);
-        if (!__builtin_reduce_or((ints)(logits == broadcast(wanted)))) continue;
+        if (!__builtin_reduce_or((ints)(logits == broadcast(target)))) continue;
         for (int lane = column;; lane++)
-            if (row[lane] == wanted) return lane;
+            if (row[lane] == target) return lane;
     }
     return UNDECIDED;
 }
@@ -61,10 +61,10 @@ INLINE floats scores_of(const Row *own, floats logits) { return own->temperature
 
 INLINE floats weights_of(const Row *own, floats scores) {
     const floats weights = exponential(scores - broadcast(own->peak));
-    return (floats)((ints)weights & (ints)(scores >= broadcast(own->least_score)));
+    return (floats)((ints)weights & (ints)(scores >= broadcast(own->min_score)));
 }
 
-/* Quickselect: the value at `rank` in descending order. Reorders `values`. */
+/* Return the value at `rank` in descending order (quickselect); reorders `values`. */
 static float select_rank(float *values, int count, int rank) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -88,8 +88,8 @@ static float select_rank(float *values, int count, int rank) {
     return values[rank];
 }
 
-/* The smallest score that top-k keeps. Only logits above a lower bound are ranked: the k-th largest maximum of disjoint blocks. */
-static float least_of_top_k(const Row *own, int top_k) {
+/* Return the smallest score that top-k keeps. The k-th largest block maximum is a lower bound: k logits reach it. */
+static float min_score_of_top_k(const Row *own, int top_k) {
     const int size = top_k > own->blocks ? LANES : BLOCK_COLUMNS, maxima = (own->columns + size - 1) / size;
     float bound = -INFINITY;
     if (top_k <= maxima) {
@@ -120,7 +120,7 @@ static void weigh_blocks(const Row *own) {
     }
 }
 
-/* Whether a column of the block has noise of at most `most`. Columns after the end of the row are included, which only costs time. */
+/* Return whether any column of a block has noise of at most `most`. Columns after the row's end are included. */
 static int has_low_noise(uint64_t key, int block, uint32_t most) {
     wides state = noise_state(key, block * BLOCK_COLUMNS);
     words low = (words){0} - 1;
@@ -129,29 +129,29 @@ static int has_low_noise(uint64_t key, int block, uint32_t most) {
     return __builtin_reduce_or((ints)(low <= (words){0} + most)) != 0;
 }
 
-static void compare_block(const Row *own, int block, Candidates *candidates) {
+static void compare_block(const Row *own, int block, GumbelMax *search) {
     const int end = end_of(own, block);
     for (int column = block * BLOCK_COLUMNS; column < end; column += LANES) {
         const floats logits = logits_at(own, column, end), scores = scores_of(own, logits), weights = weights_of(own, scores);
-        const ints eligible = (ints)(weights >= broadcast(own->least)) & (ints)(logits > broadcast(own->refused));
-        compare_16(candidates, scores, weights, noise_of_state(noise_state(own->key, column)), eligible, column);
+        const ints eligible = (ints)(weights >= broadcast(own->min_weight)) & (ints)(logits > broadcast(own->refused));
+        compare_16(search, scores, weights, noise_of_state(noise_state(own->key, column)), eligible, column);
     }
 }
 
-/* The column with the largest score - log E; UNDECIDED if the second largest is too close. A column can win only if its noise is small
- * relative to its weight, so blocks without small noise are skipped. `leader`: the column of the largest logit. */
+/* Return the column with the largest score - log E; UNDECIDED if the second is too near. Blocks whose noise is too high to win, which are most, are
+ * skipped. `leader`: the column of the largest logit. */
 static int winner_of(const Row *own, int leader) {
     const double leader_noise = exponential_variate(noise_of_id(own->key, leader));
-    Candidates candidates = {-INFINITY, -INFINITY, limit_of(leader_noise, 1.0f), UNDECIDED};
+    GumbelMax search = {-INFINITY, -INFINITY, limit_of(leader_noise, 1.0f), UNDECIDED};
     for (int block = 0; block < own->blocks; block++) {
-        const float most = own->block_weight[block] * candidates.limit;
-        if (most < 0.5f || own->block_weight[block] < own->least || own->block_max[block] <= own->refused) continue;
-        if (has_low_noise(own->key, block, most < 0x1p31f ? (uint32_t)most : UINT32_MAX)) compare_block(own, block, &candidates);
+        const float most = own->block_weight[block] * search.limit;
+        if (most < 0.5f || own->block_weight[block] < own->min_weight || own->block_max[block] <= own->refused) continue;
+        if (has_low_noise(own->key, block, most < 0x1p31f ? (uint32_t)most : UINT32_MAX)) compare_block(own, block, &search);
     }
-    return candidates.best - candidates.second > NEAR_SCORE * (1.0 + fabs(candidates.best)) ? candidates.winner : UNDECIDED;
+    return search.best - search.second > NEAR_SCORE * (1.0 + fabs(search.best)) ? search.winner : UNDECIDED;
 }
 
-/* The sum of the weights of blocks whose largest logit is below `border`, without those too light to matter. */
+/* Return the weight of all blocks whose maximum is below `border`, except those too light to matter. */
 static double weight_below(const Row *own, float border) {
     const float dust = own->peak - logf((float)own->columns) - LIGHT;
     double total = 0.0;
@@ -166,10 +166,10 @@ static double weight_below(const Row *own, float border) {
     return total;
 }
 
-/* Whether top-p keeps a column: 1, 0 or UNDECIDED. It does while the weight of larger logits is below top_p of the total. Blocks with larger
- * logits are summed first, which often decides it. */
+/* Return whether top-p keeps a column: 1, 0, or UNDECIDED. It depends on the total weight of larger logits. Only blocks that contain such are summed
+ * first, which often suffices. */
 static int is_kept(Row *own, int column, double top_p) {
-    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* FLT_MIN: denormal logits may become equal too */
+    const float logit = own->row[column], near = fmaxf(fabsf(logit) * NEAR, FLT_MIN); /* denormals may become equal too */
     const floats above = broadcast(logit + near), below = broadcast(logit - near);
     double before = 0.0, tied = 0.0, seen = 0.0;
     for (int block = 0; block < own->blocks; block++) {
@@ -195,10 +195,10 @@ static int is_kept(Row *own, int column, double top_p) {
 }
 
 static int draw_from(Row *own, const SampleOptions *options, int leader) {
-    if (options->top_k > 0 && options->top_k < own->columns) own->least_score = least_of_top_k(own, options->top_k);
+    if (options->top_k > 0 && options->top_k < own->columns) own->min_score = min_score_of_top_k(own, options->top_k);
     weigh_blocks(own);
     const float min_p = (float)options->min_p;
-    own->least = min_p * (1.0f - NEAR_WEIGHT);
+    own->min_weight = min_p * (1.0f - NEAR_WEIGHT);
     for (;;) {
         const int winner = winner_of(own, leader);
         if (winner == UNDECIDED) return UNDECIDED;
@@ -206,10 +206,10 @@ static int draw_from(Row *own, const SampleOptions *options, int leader) {
         if (min_p > 0.0f && fabsf(weight - min_p) <= min_p * NEAR_WEIGHT) return UNDECIDED;
         const int kept = options->top_p < 1.0 ? is_kept(own, winner, options->top_p) : 1;
         if (kept) return kept == 1 ? winner : UNDECIDED;
-        own->refused = own->row[winner]; /* top-p removes smaller logits too */
-        /* Together, all columns lighter than this weigh less than what top-p removes. */
+        own->refused = own->row[winner]; /* and all columns with a logit not larger */
+        /* all columns lighter than this have less weight together than top-p drops */
         const float light = (float)((1.0 - options->top_p) * own->total / own->columns * (1.0 - 2e-3));
-        if (light > own->least) own->least = light;
+        if (light > own->min_weight) own->min_weight = light;
     }
 }
 
@@ -224,8 +224,8 @@ static int token_of(Row *own, const SampleOptions *options) {
     return fabsf(own->peak) <= MAX_PEAK ? draw_from(own, options, begin + place) : UNDECIDED;
 }
 
-/* Set the block_max of a row. A given one may include padding columns in the last block, which is therefore searched again. */
-static void take_block_max(const Row *own, const float *given) {
+/* Set the block_max of a row. A given one may include columns beyond the vocabulary, so the last block is computed again. */
+static void set_block_max(const Row *own, const float *given) {
     const int last = own->blocks - 1;
     if (!given) {
         find_block_max(own->row, own->columns, BLOCK_COLUMNS, own->block_max);
@@ -235,7 +235,7 @@ static void take_block_max(const Row *own, const float *given) {
     own->block_max[last] = max_of(own->row + last * BLOCK_COLUMNS, own->columns - last * BLOCK_COLUMNS);
 }
 
-/* Sample one path; return its number of tokens (one more than its nodes), or 0 if a row is undecided. */
+/* Sample one path. Return the number of tokens, one more than accepted nodes; 0 if a row is undecided. */
 static int sample_path(const SamplePath *one, float *scratch) {
     const SampleOptions *options = one->options;
     const int columns = options->columns, room = (columns + LANES - 1) / LANES * LANES, num_nodes = one->num_nodes;
@@ -243,16 +243,16 @@ static int sample_path(const SamplePath *one, float *scratch) {
     for (int node = 0, count = 0;; count++) {
         Row own = {.row = one->logits + node * one->stride, .block_max = scratch, .block_weight = scratch + room, .work = scratch + 2 * room,
                    .columns = columns, .blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, .temperature = options->temperature,
-                   .least_score = -INFINITY, .refused = -INFINITY};
-        take_block_max(&own, one->block_max ? one->block_max + node * one->block_max_stride : NULL);
+                   .min_score = -INFINITY, .refused = -INFINITY};
+        set_block_max(&own, one->block_max ? one->block_max + node * one->block_max_stride : NULL);
         if (options->temperature > 0.0f) own.key = token_key(one->seed, one->sample_index, one->position + (uint64_t)count);
         const int token = token_of(&own, options);
         if (token == UNDECIDED) return 0;
-        one->found[count] = token;
+        one->result[count] = token;
         int child = node + 1;
         while (child < num_nodes && !(parents[child] == node && tokens[child] == token)) child++;
         if (child >= num_nodes) return count + 1;
-        one->found[num_nodes + count] = child;
+        one->result[num_nodes + count] = child;
         node = child;
     }
 }
@@ -265,7 +265,7 @@ typedef struct {
     int64_t scratch_floats;
 } Paths;
 
-static void take_paths(void *argument, int thread, int num_threads) {
+static void sample_paths(void *argument, int thread, int num_threads) {
     Paths *own = argument;
     float *scratch = own->scratch + thread * own->scratch_floats;
     (void)num_threads;
@@ -277,13 +277,12 @@ static void take_paths(void *argument, int thread, int num_threads) {
 
 static void nothing_shared(void *argument) { (void)argument; }
 
-/* Sample several paths on several threads. `scratch` has `scratch_floats` floats for each thread: three times the number of columns, rounded
- * up to a multiple of 16. The rows of a path are `stride` floats apart. */
+/* Sample several paths, divided among threads. Each thread has `scratch_floats` of scratch: three times the columns, rounded up to 16. */
 void paceline_sample_paths(SamplePath *paths, int32_t count, int32_t num_threads, float *scratch, int64_t scratch_floats) {
     Paths own = {.paths = paths, .count = count, .scratch = scratch, .scratch_floats = scratch_floats};
     atomic_init(&own.next, 0);
     if (num_threads > 1)
-        run_on_threads(nothing_shared, take_paths, &own, num_threads);
+        run_on_threads(nothing_shared, sample_paths, &own, num_threads);
     else
-        take_paths(&own, 0, 1);
+        sample_paths(&own, 0, 1);
 }

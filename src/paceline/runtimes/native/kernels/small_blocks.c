@@ -1,88 +1,27 @@
-/* Products with Q2_K, Q3_K and IQ4_XS at their stored size, of rows rounded to 8-bit codes: as in super_blocks.c, whose words these are.
- *
- * Weights lie in panels of 16 outputs side by side, one super-block after the other:
- *     Q2_K     float16 [1 or 2 halves][scale, minimum][16 outputs]; bytes [16 groups][16 outputs] with a group's factor in the low half and that
- *              of its minimum in the high one; of each group a word: columns 4 i to 4 i + 3 are 2 i bits up in its bytes
- *     Q3_K     float16 [2 halves][16 outputs]; words [3][16 outputs]: the low four bits of eight factors, of eight more, the high two bits of
- *              all; of two groups a word of third bits (quad i of the first i bits up, of the second 4 + i), then a word each as of Q2_K
- *     IQ4_XS   float16 [16 outputs]; the high two bits of eight factors, 16 bits [16 outputs]; if there are two halves the float16 of the
- *              second, and as much room again; a word with the low four bits of the factors; groups of 32 codes as in panels.c, which stand
- *              for values of a table
- * Factors of six bits are 32 more than they stand for. */
-#include "panels.h"
+/* Products with Q2_K, Q3_K and IQ4_XS in panels, of rows rounded to 8-bit codes: as in super_blocks.c; k_quants.h describes the layout. */
+#include "k_quants.h"
 #include "transpose.h"
 
-#define MOST_GROUPS (SUPER_BLOCK / 16)
 #define HALF_BLOCK (SUPER_BLOCK / 2)
 
-static int group_of(int kind) { return kind == PANELS_IQ4_XS ? 32 : 16; }
-static int numbers_bytes(int kind, int block) { return kind == PANELS_Q3_K ? 64 : 64 * (SUPER_BLOCK / block); }
-
-static int header_bytes(int kind, int block) {
-    return numbers_bytes(kind, block) + (kind == PANELS_Q2_K ? MOST_GROUPS * LANES : (kind == PANELS_Q3_K ? 3 : 1) * (int)sizeof(words));
-}
-
-static int codes_bytes(int kind) { return SUPER_BLOCK / 8 * LANES * (kind == PANELS_Q2_K ? 2 : kind == PANELS_Q3_K ? 3 : 4); }
-
-INLINE floats signed_factor(words low, words high, const int g, const int in_high) {
-    const ints factor = (ints)((low >> (4 * g) & 15u) | (high >> (2 * in_high) & 3u) << 4) - 32;
-    return __builtin_convertvector(factor, floats);
-}
-
-/* Scales, and minimums of Q2_K, of the groups of a super-block. */
-INLINE void decode(const uint8_t *header, int block, floats *scales, floats *minimums, const int kind) {
-    const int second = block == SUPER_BLOCK ? 0 : kind == PANELS_Q3_K ? 32 : 64; /* where the numbers of the second half are */
-    const floats halves[2] = {load_halves(header), load_halves(header + second)};
-    const uint8_t *packed = header + numbers_bytes(kind, block);
-    if (kind == PANELS_Q2_K) {
-        const floats least[2] = {-load_halves(header + 32), -load_halves(header + second + 32)};
-        _Pragma("unroll") for (int g = 0; g < MOST_GROUPS; g++) {
-            bytes both;
-            memcpy(&both, packed + g * LANES, sizeof both);
-            scales[g] = halves[g / 8] * __builtin_convertvector(__builtin_convertvector(both & 15, ints), floats);
-            minimums[g] = least[g / 8] * __builtin_convertvector(__builtin_convertvector(both >> 4, ints), floats);
-        }
-        return;
-    }
-    words high;
-    if (kind == PANELS_Q3_K) {
-        high = load_codes(packed + 2 * sizeof(words));
-    } else {
-        halfwords stored;
-        memcpy(&stored, header + 32, sizeof stored);
-        high = __builtin_convertvector(stored, words);
-    }
-    const int groups = SUPER_BLOCK / group_of(kind);
-    _Pragma("unroll") for (int g = 0; g < groups; g++)
-        scales[g] = halves[g / (groups / 2)] * signed_factor(load_codes(packed + (size_t)(g / 8) * sizeof(words)), high, g % 8, g);
-}
-
-#if SHARES_DECODING
-/* The scales of a super-block's groups; returns the bytes of its header. */
-int decode_iq4_xs(const uint8_t *header, int block, floats *scales) {
-    decode(header, block, scales, NULL, PANELS_IQ4_XS);
-    return header_bytes(PANELS_IQ4_XS, block);
-}
-#endif
-
-/* As multiply_panels of panels.c. */
+/* One tile, as in super_blocks.c. */
 INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float *y, const int rows, int real_rows, size_t ahead,
                           const int panels, const int kind) {
-    const int columns = matrix->columns, block = matrix->block, header = header_bytes(kind, block), group = group_of(kind);
+    const int columns = matrix->columns, block = matrix->block, header = header_bytes(kind, block), group = FORMAT(kind)->group;
     const size_t next = (size_t)matrix->row_bytes, distance = prefetch_distance(rows, ahead);
     const uint8_t *at = matrix->codes + (size_t)(first / LANES) * next;
-    floats sum[MOST_PANELS][MAX_ROWS];
+    floats sum[MAX_PANELS][MAX_ROWS];
     const code_table table = kind == PANELS_IQ4_XS ? table_of(matrix, SIGNED) : (code_table){0};
     EACH_PANEL EACH_ROW sum[n][row] = broadcast(0.0f);
     for (int begin = 0; begin < columns; begin += SUPER_BLOCK) {
-        floats scales[MOST_PANELS][MOST_GROUPS], minimums[MOST_PANELS][MOST_GROUPS];
+        floats scales[MAX_PANELS][MAX_GROUPS], minimums[MAX_PANELS][MAX_GROUPS];
         EACH_PANEL {
-            decode(at + (size_t)n * next, block, scales[n], minimums[n], kind);
+            decode_small(at + (size_t)n * next, block, scales[n], minimums[n], kind);
             for (int line = 0; line < header; line += 64) PREFETCH(at + (size_t)n * next + line)
         }
         at += header;
         for (int pair = 0; pair < SUPER_BLOCK / group / 2; pair++) {
-            words third_bits[MOST_PANELS] = {{0}};
+            words third_bits[MAX_PANELS] = {{0}};
             if (kind == PANELS_Q3_K) {
                 EACH_PANEL {
                     third_bits[n] = load_codes(at + (size_t)n * next);
@@ -94,8 +33,8 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                 const int g = 2 * pair + half;
                 const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
                 GroupSums sums;
-                if (rows > 2 && kind != PANELS_IQ4_XS) leave_in_memory(sum, rows, panels);
-                words codes[MOST_PANELS];
+                if (rows > 2 && kind != PANELS_IQ4_XS) keep_in_memory(sum, rows, panels);
+                words codes[MAX_PANELS];
                 EACH_ROW EACH_PANEL sums.dot[n][row] = broadcast_int(offsets[row]);
                 _Pragma("unroll") for (int number = 0; number < group / 4; number++) {
                     if (number % (kind == PANELS_IQ4_XS ? 2 : 4) == 0) {
@@ -105,7 +44,7 @@ INLINE void multiply_tile(const Matrix *matrix, int first, const float *x, float
                         }
                         at += sizeof(words);
                     }
-                    words own[MOST_PANELS];
+                    words own[MAX_PANELS];
                     EACH_PANEL {
                         own[n] = kind == PANELS_IQ4_XS ? codes[n] >> (number % 2 * 4) & 0x0F0F0F0Fu : codes[n] >> (2 * number) & 0x03030303u;
                         if (kind == PANELS_Q3_K) own[n] |= (third_bits[n] >> (4 * half + number) & 0x01010101u) << 2;
@@ -128,21 +67,7 @@ PRODUCTS_OF_KIND(multiply_q2_k, PANELS_Q2_K)
 PRODUCTS_OF_KIND(multiply_q3_k, PANELS_Q3_K)
 PRODUCTS_OF_KIND(multiply_iq4_xs, PANELS_IQ4_XS)
 
-/* As multiply_block of panels.c. */
-void multiply_small_blocks(const Matrix *matrix, int first, int end, const float *x, float *y, int rows, int real_rows, size_t ahead) {
-    if (matrix->kind == PANELS_Q2_K)
-        multiply_q2_k(matrix, first, end, x, y, rows, real_rows, ahead);
-    else if (matrix->kind == PANELS_Q3_K)
-        multiply_q3_k(matrix, first, end, x, y, rows, real_rows, ahead);
-    else
-        multiply_iq4_xs(matrix, first, end, x, y, rows, real_rows, ahead);
-}
-
-int64_t small_block_bytes(int32_t columns, int32_t block, int32_t kind) {
-    return (int64_t)columns / SUPER_BLOCK * (header_bytes(kind, block) + codes_bytes(kind));
-}
-
-/* The codes of the groups that begin at a column of a super-block's codes, for one output. */
+/* Return the code of one output at a column of a super-block. */
 static int code_at(const uint8_t *codes, int kind, int lane, int column) {
     if (kind == PANELS_IQ4_XS) return codes[column / 8 * (int)sizeof(words) + 4 * lane + column % 4] >> column % 8 / 4 * 4 & 15;
     const int pair_bytes = (kind == PANELS_Q3_K ? 3 : 2) * (int)sizeof(words), quad = column % 16 / 4, half = column % 32 / 16;
@@ -151,17 +76,17 @@ static int code_at(const uint8_t *codes, int kind, int lane, int column) {
     return (pair[(1 + half) * (int)sizeof(words)] >> 2 * quad & 3) | (pair[0] >> (4 * half + quad) & 1) << 2;
 }
 
-/* As paceline_super_block_rows. */
+/* Write the exact values of some outputs, [count, columns]. */
 void small_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t count, float *to) {
-    const int kind = matrix->kind, group = group_of(kind);
+    const int kind = matrix->kind, group = FORMAT(kind)->group;
     for (int i = 0; i < count; i++) {
         const int lane = numbers[i] % LANES;
         const uint8_t *header = matrix->codes + (size_t)(numbers[i] / LANES) * (size_t)matrix->row_bytes;
         for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK) {
-            floats scales[MOST_GROUPS], minimums[MOST_GROUPS];
-            if (kind == PANELS_Q2_K) decode(header, matrix->block, scales, minimums, PANELS_Q2_K);
-            if (kind == PANELS_Q3_K) decode(header, matrix->block, scales, minimums, PANELS_Q3_K);
-            if (kind == PANELS_IQ4_XS) decode(header, matrix->block, scales, minimums, PANELS_IQ4_XS);
+            floats scales[MAX_GROUPS], minimums[MAX_GROUPS];
+            if (kind == PANELS_Q2_K) decode_small(header, matrix->block, scales, minimums, PANELS_Q2_K);
+            if (kind == PANELS_Q3_K) decode_small(header, matrix->block, scales, minimums, PANELS_Q3_K);
+            if (kind == PANELS_IQ4_XS) decode_small(header, matrix->block, scales, minimums, PANELS_IQ4_XS);
             const uint8_t *codes = header + header_bytes(kind, matrix->block);
             for (int column = 0; column < SUPER_BLOCK; column++) {
                 const int code = code_at(codes, kind, lane, column), g = column / group;
@@ -173,9 +98,9 @@ void small_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t coun
     }
 }
 
-/* The header of super-block `number` of one output, over zeros. */
+/* Write the header of super-block `number` for one output, over zeros. */
 static void fill_header(const SuperBlocks *from, int output, int lane, int number, uint8_t *to) {
-    const int kind = from->kind, groups = SUPER_BLOCK / group_of(kind);
+    const int kind = from->kind, groups = SUPER_BLOCK / FORMAT(kind)->group;
     const size_t blocks = (size_t)(from->columns / from->block), first_block = (size_t)(number * (SUPER_BLOCK / from->block));
     const uint16_t *scales = from->scales + (size_t)output * blocks + first_block;
     for (int half = 0; half < SUPER_BLOCK / from->block; half++) {
@@ -183,8 +108,8 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
         memcpy(own, scales + half, 2);
         if (kind == PANELS_Q2_K) memcpy(own + 32, from->minimums + (scales - from->scales) + half, 2);
     }
-    uint8_t *const packed = to + numbers_bytes(kind, from->block);
-    const size_t first_group = (size_t)output * (size_t)(from->columns / group_of(kind)) + (size_t)(number * groups);
+    uint8_t *const packed = to + scale_bytes(kind, from->block);
+    const size_t first_group = (size_t)output * (size_t)(from->columns / FORMAT(kind)->group) + (size_t)(number * groups);
     uint32_t low[2] = {0}, high = 0;
     for (int g = 0; g < groups; g++) {
         if (kind == PANELS_Q2_K) {
@@ -204,7 +129,7 @@ static void fill_header(const SuperBlocks *from, int output, int lane, int numbe
     }
 }
 
-/* 32 columns of all outputs, from words with their codes of 4 bits: word i has those of columns 4 i on, and 16 further. */
+/* Write 32 columns of all outputs. Word i of `stored` has columns 4 i to 4 i + 3 in its low nibbles and those 16 later in the high ones. */
 static uint8_t *fill_run(int kind, const words *stored, uint8_t *to) {
     words quads[8], low[2] = {{0}, {0}}, third_bits = {0};
     for (int i = 0; i < 8; i++) quads[i] = stored[i % 4] >> (i / 4 * 4) & 0x0F0F0F0Fu;
@@ -220,9 +145,9 @@ static uint8_t *fill_run(int kind, const words *stored, uint8_t *to) {
     return put(low[1], put(low[0], to));
 }
 
-/* As paceline_fill_super_blocks. */
+/* Fill panels [begin, end) from a matrix stored row by row; missing outputs are zero. */
 void fill_small_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to) {
-    const int64_t panel_bytes = small_block_bytes(from->columns, from->block, from->kind);
+    const int64_t panel_bytes = paceline_super_block_bytes(from->columns, from->block, from->kind);
     const size_t stride = (size_t)from->row_bytes;
     for (int panel = begin; panel < end; panel++) {
         uint8_t *at = to + panel * panel_bytes;
@@ -232,7 +157,7 @@ void fill_small_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint
             for (int n = 0; n < outputs; n++) fill_header(from, first + n, n, number, at);
             at += header_bytes(from->kind, from->block);
             for (int part = 0; part < 2; part++) {
-                words own[LANES]; /* four runs */
+                words own[LANES]; /* 128 columns */
                 load_transposed(from->codes + (size_t)first * stride + (size_t)(number * HALF_BLOCK + part * 64), stride, outputs, 64, own);
                 for (int run = 0; run < 4; run++) at = fill_run(from->kind, own + 4 * run, at);
             }

@@ -1,10 +1,10 @@
-/* Scores of attention become weights: powers of two, for which the scale of the scores has log2 e in it. */
+/* Softmax weights as powers of two; the scale of the scores includes log2 e. */
 #ifndef PACELINE_SOFTMAX_H
 #define PACELINE_SOFTMAX_H
 
 #include "bf16.h"
 
-/* Two bfloat16 in every lane; `pack_pairs` has laid them out. */
+/* Broadcast a pair of bfloat16, as `pack_pairs` stores it, to every lane. */
 #ifdef __AVX512BF16__
 #define PAIR_FLOATS 1
 INLINE bf16s broadcast_pair(const float *from) {
@@ -17,7 +17,7 @@ INLINE bf16s broadcast_pair(const float *from) {
 INLINE bf16s broadcast_pair(const float *from) { return (bf16s){broadcast(from[0]), broadcast(from[1])}; }
 #endif
 
-/* Floats [from, end) of x, multiples of 32, rounded to pairs of bfloat16, in place; what is now pair i begins at x[i * PAIR_FLOATS]. */
+/* Round floats [from, end) of x, multiples of 32, to pairs of bfloat16 in place; pair i is at x[i * PAIR_FLOATS]. */
 INLINE void pack_pairs(float *x, int from, int end) {
     for (int i = from; i < end; i += 2 * LANES) {
         const floats a = round_to_bf16(load(x + i)), b = round_to_bf16(load(x + i + LANES));
@@ -32,17 +32,17 @@ INLINE void pack_pairs(float *x, int from, int end) {
     }
 }
 
-/* Vectors of weights that are made together. */
+/* Vectors processed together, because each step of powers_of_two waits for the one before. */
 #ifdef __AVX512F__
-#define MOST_VECTORS 4
+#define MAX_VECTORS 4
 #else
-#define MOST_VECTORS 2
+#define MAX_VECTORS 2
 #endif
 
 #define LOG2_E 1.44269504088896341f
 
-/* The larger one; b where either is not a number, as the instruction of x86. */
-INLINE floats larger_of(floats a, floats b) {
+/* The maximum; b if either is NaN, as the x86 instruction. */
+INLINE floats maximum(floats a, floats b) {
 #ifdef __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -53,17 +53,16 @@ INLINE floats larger_of(floats a, floats b) {
 
 #define EACH_VECTOR _Pragma("unroll") for (int i = 0; i < count; i++)
 
-/* x becomes 2^x, for x <= 0; 0 below -125.5, 1 of 0, NaN of NaN. To about a unit in the last place, or, of what is rounded to bfloat16, to
- * 3e-6: the whole part of x becomes the exponent, of the rest there is a polynomial, twice as large, so that the smallest exponent makes 0.
- * Vectors go step by step together: each step waits for the one before. */
+/* x = 2^x for x <= 0: 0 below -125.5, exact for 0, NaN for NaN. Error: one unit in the last place, or 3e-6 if the result is rounded to bfloat16. The
+ * integer part of x becomes the exponent; a polynomial of the fraction is scaled by 2 so that the smallest exponent gives 0. */
 INLINE void powers_of_two(floats *x, const int count, const int is_rounded) {
     static const float exact[] = {3.0706723639e-4f, 2.6797748891e-3f, 1.9236874717e-2f, 1.1100664942e-1f, 4.8045295827e-1f, 1.3862944057f, 2.0f};
     static const float rounded[] = {1.9165705731e-2f, 1.1181284985e-1f, 4.8048197234e-1f, 1.3862483867f, 2.0f};
     const float *of = is_rounded ? rounded : exact;
     const int degree = is_rounded ? 4 : 6;
-    const floats shift = broadcast(12582912.0f + 126.0f); /* 1.5 * 2^23: sums are whole numbers, in the low bits */
-    floats whole[MOST_VECTORS], p[MOST_VECTORS];
-    EACH_VECTOR x[i] = larger_of(broadcast(-126.0f), x[i]);
+    const floats shift = broadcast(12582912.0f + 126.0f); /* 1.5 * 2^23: the sum's low bits are the rounded integer */
+    floats whole[MAX_VECTORS], p[MAX_VECTORS];
+    EACH_VECTOR x[i] = maximum(broadcast(-126.0f), x[i]);
     EACH_VECTOR whole[i] = x[i] + shift;
     EACH_VECTOR p[i] = whole[i] - shift;
     EACH_VECTOR x[i] -= p[i];
@@ -79,24 +78,24 @@ INLINE float power_of_two(float x) {
 }
 
 INLINE float largest_lane(floats v) {
-    v = larger_of(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = larger_of(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = larger_of(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    v = larger_of(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    v = maximum(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    v = maximum(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    v = maximum(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    v = maximum(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
     return v[0];
 }
 
-/* The largest of scores [first, last), multiples of 32. */
+/* Return the maximum of scores [first, last), multiples of 32. */
 INLINE float largest_score(const float *scores, int first, int last) {
     floats even = load(scores + first), odd = load(scores + first + LANES);
     for (int i = first + 2 * LANES; i < last; i += 2 * LANES) {
-        even = larger_of(load(scores + i), even);
-        odd = larger_of(load(scores + i + LANES), odd);
+        even = maximum(load(scores + i), even);
+        odd = maximum(load(scores + i + LANES), odd);
     }
-    return largest_lane(larger_of(even, odd));
+    return largest_lane(maximum(even, odd));
 }
 
-/* 32 weights, rounded to bfloat16, are laid out in pairs of neighbours at `to` (see pack_pairs), and added to a sum, as they are then. */
+/* Round 32 weights to bfloat16, store them as pairs (see pack_pairs), and add the rounded ones to a sum. */
 INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #ifdef __AVX512BF16__
     const words both = (words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
@@ -112,9 +111,9 @@ INLINE floats keep_pairs(floats a, floats b, floats sum, float *to) {
 #endif
 }
 
-/* `count` vectors of weights_of; returns the sum. */
-INLINE floats weigh_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
-    floats x[MOST_VECTORS];
+/* Compute `count` vectors of exp2_weights; return the sum. */
+INLINE floats exp2_vectors(float *scores, int at, const int count, float factor, float largest, floats sum, const int is_rounded) {
+    floats x[MAX_VECTORS];
     EACH_VECTOR x[i] = load(scores + at + i * LANES) * broadcast(factor);
     EACH_VECTOR x[i] -= broadcast(largest);
     powers_of_two(x, count, is_rounded);
@@ -128,14 +127,13 @@ INLINE floats weigh_vectors(float *scores, int at, const int count, float factor
     return sum;
 }
 
-/* Scores [first, last), multiples of 32, become weights 2^(factor * score - largest), as pairs of bfloat16 where `is_rounded`; their sum, as
- * they are then. */
-INLINE float weights_of(float *scores, int first, int last, float factor, float largest, const int is_rounded) {
+/* Replace scores [first, last), multiples of 32, by 2^(factor * score - largest), as pairs of bfloat16 if `is_rounded`; return their sum. */
+INLINE float exp2_weights(float *scores, int first, int last, float factor, float largest, const int is_rounded) {
     floats sum = broadcast(0.0f);
     int at = first;
-    for (; at + MOST_VECTORS * LANES <= last; at += MOST_VECTORS * LANES)
-        sum = weigh_vectors(scores, at, MOST_VECTORS, factor, largest, sum, is_rounded);
-    for (; at < last; at += 2 * LANES) sum = weigh_vectors(scores, at, 2, factor, largest, sum, is_rounded);
+    for (; at + MAX_VECTORS * LANES <= last; at += MAX_VECTORS * LANES)
+        sum = exp2_vectors(scores, at, MAX_VECTORS, factor, largest, sum, is_rounded);
+    for (; at < last; at += 2 * LANES) sum = exp2_vectors(scores, at, 2, factor, largest, sum, is_rounded);
     return lane_sum(sum);
 }
 

@@ -1,56 +1,56 @@
-/* Matrices that each row of a text decays and adds an outer product to: S[t] = d[t] S[t-1] + k[t] u[t]^T, by blocks of columns.
+/* Recurrent matrices S[t] = d[t] S[t-1] + k[t] u[t]^T (gated delta rule, Mamba-2), by blocks of columns.
  *
- * A state is read where it stands behind a multiple of GRID rows of its text, and taken forward by GRID rows at a time. Between, a row's
- * products with the state behind the row before it are those with the last such state, decayed, and those of its key and query with the
- * keys k[j] since then, times u[j]: the chunked form of linear attention and of the delta rule (Yang et al., 2024, section 3), with chunks
- * at fixed places of the text. So a row's result depends on the rows before it alone, and a tree's rows share what they read. */
+ * The stored state covers a prefix whose length is a multiple of CHECKPOINT_INTERVAL. In between, a row's product with S[t-1] is computed from
+ * the last such state, decayed, and from the products of its key and query with the keys k[j] since then, times u[j]: the chunked form of
+ * linear attention and the delta rule (Yang et al. 2024, section 3), with chunks at fixed positions. So a row's bits depend on earlier rows
+ * only, and the rows of a draft tree share the state they read. */
 #include "state_rows.h"
 #include "vectors.h"
 
-#define MOST_LANES 2 /* vectors side by side in a block of columns */
+#define MAX_BLOCK_VECTORS 2 /* vectors of 16 columns in a block */
 #ifdef __AVX512F__
-#define MOST_ROWS 8 /* of a sweep, whose sums are in registers */
-#define MOST_VECTORS 30
+#define MAX_SWEEP_ROWS 8 /* rows whose sums are in registers */
+#define MAX_VECTORS 30
 #else
-#define MOST_ROWS 3
-#define MOST_VECTORS 8
+#define MAX_SWEEP_ROWS 3
+#define MAX_VECTORS 8
 #endif
 
-/* The columns of a head that one block holds; `width` of them are there. */
+/* The columns of a head in one block; `width` of them are not padding. */
 typedef struct {
     int head, key_head, first, width; /* first: column, counted over all heads */
     size_t at;                        /* of the block in a state */
 } Block;
 
-/* What products of a block with keys and queries of rows add up to. */
+/* Products of a block with the keys and queries of rows. */
 typedef struct {
-    floats of_key[GRID][MOST_LANES], of_query[GRID][MOST_LANES];
+    floats of_key[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS], of_query[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS];
 } Sums;
 
-/* GRID rows that a state takes in: S = decay S + sum of keys[j] added[j]^T. */
+/* The updates of CHECKPOINT_INTERVAL rows: S = decay S + sum of keys[j] added[j]^T. */
 typedef struct {
-    const float *keys[GRID];
-    floats added[GRID][MOST_LANES];
+    const float *keys[CHECKPOINT_INTERVAL];
+    floats added[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS];
     float decay;
 } Path;
 
 /* One sweep over a block. */
 typedef struct {
     const float *from;
-    float *to;           /* NULL = the state behind a path stays in registers */
-    const Path *path;    /* what is taken in first, or NULL */
-    const float *packed; /* [size][stride] keys and queries of the rows to multiply with, in turns */
-    const float *soon;   /* what is asked for meanwhile, one vector in every 2^slow */
+    float *to;           /* where to store the updated state; NULL = nowhere */
+    const Path *path;    /* updates to add first, or NULL */
+    const float *packed; /* [size][stride] alternating keys and queries of the rows to multiply with */
+    const float *soon;   /* prefetched meanwhile, one vector in every 2^slow */
     int size, stride, lanes, slow;
 } Sweep;
 
 INLINE void sweep_lanes(const Sweep *own, int first, int count, int rows, int has_path, Sums *sums) {
-    floats of_key[MOST_ROWS][MOST_LANES], of_query[MOST_ROWS][MOST_LANES], added[GRID][MOST_LANES], decay = broadcast(0.0f);
+    floats of_key[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS], of_query[MAX_SWEEP_ROWS][MAX_BLOCK_VECTORS], added[CHECKPOINT_INTERVAL][MAX_BLOCK_VECTORS], decay = broadcast(0.0f);
     for (int row = 0; row < rows; row++)
         for (int lane = 0; lane < count; lane++) of_key[row][lane] = of_query[row][lane] = broadcast(0.0f);
     if (has_path) {
         decay = broadcast(own->path->decay);
-        for (int j = 0; j < GRID; j++)
+        for (int j = 0; j < CHECKPOINT_INTERVAL; j++)
             for (int lane = 0; lane < count; lane++) added[j][lane] = own->path->added[j][first + lane];
     }
     for (int i = 0; i < own->size; i++) {
@@ -63,7 +63,7 @@ INLINE void sweep_lanes(const Sweep *own, int first, int count, int rows, int ha
             if (has_path) {
                 v = decay * v;
 #pragma unroll
-                for (int j = 0; j < GRID; j++) v = fused(broadcast(own->path->keys[j][i]), added[j][lane], v);
+                for (int j = 0; j < CHECKPOINT_INTERVAL; j++) v = fused(broadcast(own->path->keys[j][i]), added[j][lane], v);
                 if (own->to) store(own->to + (size_t)at * LANES, v);
             }
 #pragma unroll
@@ -80,9 +80,9 @@ INLINE void sweep_lanes(const Sweep *own, int first, int count, int rows, int ha
         }
 }
 
-/* Both vectors of a block at once where there are registers for it. */
+/* Process both vectors of a block at once if there are registers for it. */
 INLINE void sweep_rows(const Sweep *own, int rows, int has_path, Sums *sums) {
-    if (own->lanes == 2 && 2 * (2 * rows + 1 + (has_path ? GRID + 1 : 0)) <= MOST_VECTORS)
+    if (own->lanes == 2 && 2 * (2 * rows + 1 + (has_path ? CHECKPOINT_INTERVAL + 1 : 0)) <= MAX_VECTORS)
         sweep_lanes(own, 0, 2, rows, has_path, sums);
     else
         for (int lane = 0; lane < own->lanes; lane++) sweep_lanes(own, lane, 1, rows, has_path, sums);
@@ -96,17 +96,17 @@ INLINE void sweep_rows(const Sweep *own, int rows, int has_path, Sums *sums) {
 static void sweep(const Sweep *own, int rows, Sums *sums) {
     switch (rows) {
         CASE(0) CASE(1) CASE(2) CASE(3)
-#if MOST_ROWS == 8
+#if MAX_SWEEP_ROWS == 8
         CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #endif
     }
 }
 
-/* The path that a step takes in; each update is decayed by the rows behind it. */
-static void open_path(const StateRange *range, const StateOperation *own, const Block *block, int number, float *work, Path *path) {
-    const int32_t *nodes = range->paths + (size_t)number * GRID;
+/* Collect the updates of a step's path, each decayed by the rows after it. */
+static void collect_path(const StateRange *range, const StateOperation *own, const Block *block, int number, float *work, Path *path) {
+    const int32_t *nodes = range->paths + (size_t)number * CHECKPOINT_INTERVAL;
     path->decay = 1.0f;
-    for (int j = GRID - 1; j >= 0; j--) {
+    for (int j = CHECKPOINT_INTERVAL - 1; j >= 0; j--) {
         const Node node = node_of(range, own, work, nodes[j]);
         path->keys[j] = node.keys + (size_t)block->key_head * (size_t)own->rows_of_state;
         EACH_16(column, left, block->width)
@@ -115,13 +115,13 @@ static void open_path(const StateRange *range, const StateOperation *own, const 
     }
 }
 
-/* What a row adds to the state and what it gives, from the products of its step's state. */
+/* Compute a row's update and output from the products of its step's state. */
 static void finish_row(const StateRange *range, const StateOperation *own, const Block *block, int row, const floats *of_key,
                        const floats *of_query, const float *values, float *work, float *out) {
     const WorkedRow worked = worked_row(own, work_of(own, work, row));
-    const int32_t *before = range->ancestors + (size_t)row * GRID;
-    const float *products = worked.products + (size_t)block->key_head * 2 * GRID, *updates[GRID];
-    float key_factors[GRID], query_factors[GRID], decay = worked.decays[block->head];
+    const int32_t *before = range->ancestors + (size_t)row * CHECKPOINT_INTERVAL;
+    const float *products = worked.products + (size_t)block->key_head * 2 * CHECKPOINT_INTERVAL, *updates[CHECKPOINT_INTERVAL];
+    float key_factors[CHECKPOINT_INTERVAL], query_factors[CHECKPOINT_INTERVAL], decay = worked.decays[block->head];
     int count = 0;
     while (before[count] != NO_NODE) count++;
     for (int j = count - 1; j >= 0; j--) {
@@ -150,7 +150,7 @@ static void finish_row(const StateRange *range, const StateOperation *own, const
     }
 }
 
-static Block open_block(const StateOperation *own, int number) {
+static Block block_at(const StateOperation *own, int number) {
     const int blocks = (own->columns + own->block - 1) / own->block, column = number % blocks * own->block;
     Block block = {.head = number / blocks, .width = own->columns - column < own->block ? own->columns - column : own->block};
     block.first = block.head * own->columns + column;
@@ -159,20 +159,20 @@ static Block open_block(const StateOperation *own, int number) {
     return block;
 }
 
-/* Places of blocks in a thread's memory: zeros for a text without a state, a state of its own for a step in parts, and the slots. */
+/* Blocks of a thread's scratch memory: zeros for a text without a state, one for a step of several sweeps, and the slots. */
 enum { ZEROS, OWN, FIRST_SLOT };
 
-/* One step: its rows in parts, of which the first takes its path in. */
+/* Run one step in sweeps of MAX_SWEEP_ROWS rows; the first one adds its path. */
 static void run_step(const StateRange *range, const StateOperation *own, const Block *block, const Step *step, Sweep *sweep_of, int rows,
                      const float *x, float *work, float *out) {
     Path path;
     Sums sums;
     const int values = own->heads * own->columns, before_values = own->is_delta ? 2 * own->key_heads * own->rows_of_state : 0;
     const float *packed = packed_of(own, work, rows, block->key_head, step->first_row);
-    if (step->path >= 0) open_path(range, own, block, step->path, work, &path), sweep_of->path = &path;
+    if (step->path >= 0) collect_path(range, own, block, step->path, work, &path), sweep_of->path = &path;
     sweep_of->stride = 2 * step->num_rows;
-    for (int first = 0; !first || first < step->num_rows; first += MOST_ROWS) {
-        const int count = step->num_rows - first < MOST_ROWS ? step->num_rows - first : MOST_ROWS;
+    for (int first = 0; !first || first < step->num_rows; first += MAX_SWEEP_ROWS) {
+        const int count = step->num_rows - first < MAX_SWEEP_ROWS ? step->num_rows - first : MAX_SWEEP_ROWS;
         sweep_of->packed = packed + 2 * first;
         sweep(sweep_of, count, &sums);
         if (sweep_of->path) sweep_of->from = sweep_of->to, sweep_of->path = NULL;
@@ -184,49 +184,48 @@ static void run_step(const StateRange *range, const StateOperation *own, const B
     }
 }
 
-/* Where a block begins, NULL = nowhere yet; what its few rows read and write is asked for, which lies about in lines of its own. */
-const float *ask_for_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *x, float *out) {
-    const Block block = open_block(own, number);
+/* Prefetch what a block's rows read and write, and return the block's address; NULL = the text has no state yet. */
+const float *prefetch_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *x, float *out) {
+    const Block block = block_at(own, number);
     const size_t updates = recorded(own).updates + (size_t)block.first;
-    const int values = own->is_delta ? 2 * own->key_heads * own->rows_of_state : 0, num_few = rows <= 2 * GRID ? rows : 0;
-    for (int i = 0; i < range->num_pending; i++) ask_for(record_of(range, range->pending[i]) + updates, own->block, 0);
+    const int values = own->is_delta ? 2 * own->key_heads * own->rows_of_state : 0, num_few = rows <= 2 * CHECKPOINT_INTERVAL ? rows : 0;
+    for (int i = 0; i < range->num_pending; i++) prefetch_floats(record_of(range, range->pending[i]) + updates, own->block, 0);
     for (int row = 0; row < num_few; row++) {
-        ask_for(x + (size_t)row * (size_t)own->channels + values + block.first, own->block, 0);
-        ask_for(out + (size_t)row * (size_t)(own->heads * own->columns) + block.first, own->block, 1);
-        if (range->rows[row] >= 0) ask_for(record_of(range, range->rows[row]) + updates, own->block, 1);
+        prefetch_floats(x + (size_t)row * (size_t)own->channels + values + block.first, own->block, 0);
+        prefetch_floats(out + (size_t)row * (size_t)(own->heads * own->columns) + block.first, own->block, 1);
+        if (range->rows[row] >= 0) prefetch_floats(record_of(range, range->rows[row]) + updates, own->block, 1);
     }
     return range->state ? range->state + block.at : NULL;
 }
 
-/* All rows of a range, of one block of columns; x, work and out are those of its first row. next: the block that the thread runs behind it,
- * or NULL. */
+/* Run all rows of a range for one block of columns; x, work and out point to its first row. next: the thread's next block, to prefetch, or NULL. */
 void run_state_block(const StateRange *range, const StateOperation *own, int rows, int number, const float *next, const float *x, float *work,
                      float *out, float *scratch) {
-    const Block block = open_block(own, number);
+    const Block block = block_at(own, number);
     const int size = own->rows_of_state, lanes = own->block / LANES;
-    const size_t floats_a_block = (size_t)size * (size_t)own->block;
-    float *state = range->state ? range->state + block.at : scratch + ZEROS * floats_a_block;
-    if (!range->state) memset(state, 0, floats_a_block * sizeof(float));
-    int slow = 0; /* the next block is asked for during as many sweeps as there are: the memory needs longer for it than one takes */
+    const size_t block_floats = (size_t)size * (size_t)own->block;
+    float *state = range->state ? range->state + block.at : scratch + ZEROS * block_floats;
+    if (!range->state) memset(state, 0, block_floats * sizeof(float));
+    int slow = 0; /* spread the prefetch of the next block over the sweeps: it takes longer than one */
     while (2 << slow <= range->num_steps && slow < 3) slow++;
     int parts = next ? 1 << slow : 0;
     for (int i = 0; i < range->num_steps; i++) {
         const Step *step = range->steps + i;
-        float *slots = scratch + FIRST_SLOT * floats_a_block;
-        Sweep sweep = {.from = step->from == IN_PLACE ? state : slots + (size_t)step->from * floats_a_block, .size = size, .lanes = lanes};
+        float *slots = scratch + FIRST_SLOT * block_floats;
+        Sweep sweep = {.from = step->from == IN_PLACE ? state : slots + (size_t)step->from * block_floats, .size = size, .lanes = lanes};
         if (step->path >= 0) {
             if (step->to == IN_PLACE)
                 sweep.to = state;
             else if (step->to >= 0)
-                sweep.to = slots + (size_t)step->to * floats_a_block;
-            else if (step->num_rows > MOST_ROWS)
-                sweep.to = scratch + OWN * floats_a_block;
+                sweep.to = slots + (size_t)step->to * block_floats;
+            else if (step->num_rows > MAX_SWEEP_ROWS)
+                sweep.to = scratch + OWN * block_floats;
         }
         sweep.soon = parts ? next : sweep.from, sweep.slow = slow;
-        if (parts) parts--, next += (floats_a_block / LANES >> slow) * LANES;
-        const float *behind = sweep.to;
+        if (parts) parts--, next += (block_floats / LANES >> slow) * LANES;
+        const float *updated = sweep.to;
         run_step(range, own, &block, step, &sweep, rows, x, work, out);
         for (int save = 0; save < step->num_saves; save++)
-            memcpy(range->saves[step->first_save + save].state + block.at, behind, floats_a_block * sizeof(float));
+            memcpy(range->saves[step->first_save + save].state + block.at, updated, block_floats * sizeof(float));
     }
 }

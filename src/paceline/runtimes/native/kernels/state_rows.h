@@ -1,10 +1,10 @@
-/* Where rows of recurrent matrices have their keys, updates and decays: in a pass's memory to work in, or in records of earlier ones. */
+/* Where the keys, updates and decays of rows of recurrent layers are: in a pass's work buffer, or in records of committed rows. */
 #ifndef PACELINE_STATE_ROWS_H
 #define PACELINE_STATE_ROWS_H
 
 #include "native.h"
 
-/* A row in the memory to work in. products: for each head of keys [2 GRID], see `prepare_key`. */
+/* A row in the work buffer. products: [key heads][2 CHECKPOINT_INTERVAL], see `prepare_key`. */
 typedef struct {
     float *queries, *keys, *updates, *decays, *steps, *products;
 } WorkedRow;
@@ -18,7 +18,7 @@ static inline WorkedRow worked_row(const StateOperation *own, float *row) {
     return worked;
 }
 
-/* Behind the rows of a range stand their keys and queries once more, by heads and steps: [size of a key][rows of a step][key, query]. */
+/* After a range's rows, the work buffer has their keys and queries again, by head and step: [size of a key][rows of a step][key, query]. */
 static inline size_t packed_floats_a_row(const StateOperation *own) { return 2 * (size_t)own->key_heads * (size_t)own->rows_of_state; }
 
 static inline float *work_of(const StateOperation *own, float *work, int row) {
@@ -29,7 +29,7 @@ static inline float *packed_of(const StateOperation *own, float *work, int rows,
     return work_of(own, work, rows) + 2 * (size_t)own->rows_of_state * ((size_t)head * (size_t)rows + (size_t)first);
 }
 
-/* Where the parts of a record stand. */
+/* Offsets in a record. */
 typedef struct {
     size_t keys, updates, decays;
 } Recorded;
@@ -43,8 +43,8 @@ static inline float *record_of(const StateRange *range, int number) {
     return number < 0 ? NULL : range->records + (size_t)number * (size_t)range->record_floats;
 }
 
-/* Have the processor fetch what will be read, or written. */
-static inline void ask_for(const float *from, int count, int is_written) {
+/* Prefetch floats that will be read, or written. */
+static inline void prefetch_floats(const float *from, int count, int is_written) {
     for (int at = 0; at < count; at += 16) {
         if (is_written)
             __builtin_prefetch(from + at, 1, 3);
@@ -53,7 +53,7 @@ static inline void ask_for(const float *from, int count, int is_written) {
     }
 }
 
-/* A node is a row of the range, or a pending one. */
+/* The data of a node: a row of the range, or a pending one. */
 typedef struct {
     const float *keys, *updates, *decays;
 } Node;

@@ -1,5 +1,5 @@
-/* Threads wait in two ways: they spin while the one they wait for is likely to run, and sleep soon where it is not. A spinning thread
- * keeps a core from whom it waits for, and from other programs; a sleeping one takes tens of microseconds to wake. */
+/* The thread pool. A waiting thread spins first and then sleeps: waking a sleeper takes tens of microseconds, but a spinning thread holds a core
+ * that its partners or other programs may need. The spin time adapts to past waits. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
@@ -16,11 +16,11 @@
 #define RELAX() ((void)0)
 #endif
 
-enum { MAX_THREADS = 256, TEAMS = 512, SPINS_A_LOOK = 64 };
-/* How long a wait spins: at a barrier at most what a piece of work takes, in front of the next pass what the host takes between two. */
-enum { SHORTEST_SPIN_NS = 4000, AT_BARRIER_NS = 100000, FOR_A_PASS_NS = 500000 };
+enum { MAX_THREADS = 256, TEAMS = 512, SPINS_PER_CHECK = 64 };
+/* Spin times: at a barrier at most a piece of work, before the next pass about the host's time between two passes. */
+enum { MIN_SPIN_NS = 4000, MAX_BARRIER_SPIN_NS = 100000, MAX_PASS_SPIN_NS = 500000 };
 
-/* A number that threads wait for to change, and how many of them sleep. */
+/* A number whose change threads wait for, and how many of them sleep. */
 typedef struct {
     _Alignas(64) atomic_llong number;
     atomic_int sleepers;
@@ -31,8 +31,8 @@ typedef struct {
 #define SIGNAL {1, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER}
 
 static pthread_mutex_t one_caller = PTHREAD_MUTEX_INITIALIZER;
-/* The number of the call under way times TEAMS, plus the threads that serve it: read at once, so that no worker takes the team of one
- * call for that of the next. */
+/* The current call's number times TEAMS, plus its number of threads. Both are in one variable, so that no worker combines one call's number with
+ * another's threads. */
 static Signal call = SIGNAL;
 static Signal barrier_round = SIGNAL;
 static _Alignas(64) atomic_int arrived;
@@ -40,15 +40,15 @@ static int num_workers;
 static Task *current;
 static void *current_argument;
 
-/* What a thread knows of its own waits; on a line of its own, since it is written at each barrier. */
+/* The state of a thread's waits, on its own cache line because it is written at each barrier. */
 typedef struct {
-    _Alignas(64) atomic_int core; /* where it ran when it last did something; -1 = the system does not say */
-    atomic_llong round;           /* the barrier it waits at or came through last; 0 = none yet */
-    long long spin_at_barrier_ns, spin_for_a_pass_ns;
+    _Alignas(64) atomic_int core; /* the core it last ran on; -1 = unknown */
+    atomic_llong round;           /* the barrier it waits at or passed last; 0 = none yet */
+    long long barrier_spin_ns, pass_spin_ns;
 } Waiter;
 
 static Waiter waiters[MAX_THREADS];
-/* Of the call that a thread serves. Who came through its last barrier may begin the next call while others still look at this one. */
+/* Of the call this thread works for. A thread that passed its last barrier may begin the next call while others still read this one's. */
 static _Thread_local int own_thread, own_team;
 
 static long long now_ns(void) {
@@ -65,8 +65,8 @@ static int this_core(void) {
 #endif
 }
 
-/* Whether someone who is waited for was last seen on this thread's own core: he cannot run while this thread spins. */
-static int holds_a_partner_up(int is_at_barrier) {
+/* Return whether a thread that is waited for last ran on this thread's core, where it cannot run while this one spins. */
+static int blocks_a_partner(int is_at_barrier) {
     const int core = this_core(), members = is_at_barrier ? own_team : 1;
     if (core < 0) return 0;
     for (int other = 0; other < members; other++) {
@@ -76,29 +76,29 @@ static int holds_a_partner_up(int is_at_barrier) {
     return 0;
 }
 
-/* Wait until the signal has another number than `seen`. A wait that a longer spin would have covered makes the next one spin longer, one
- * that took longer than the longest spin makes it shorter: where partners get no core there is no use in it. */
+/* Wait until the signal's number differs from `seen`. If a longer spin would have avoided the sleep, the next wait spins twice as long; if even the
+ * longest would not, half as long. */
 static void wait_for_change(Signal *signal, long long seen, long long longest_ns, long long *spin_ns) {
     long long start = 0;
     for (int spins = 1; atomic_load(&signal->number) == seen; spins++) {
         RELAX();
-        if (spins % SPINS_A_LOOK) continue;
+        if (spins % SPINS_PER_CHECK) continue;
         const long long now = now_ns();
         if (!start) start = now;
-        if (now - start < *spin_ns && !holds_a_partner_up(signal == &barrier_round)) continue;
+        if (now - start < *spin_ns && !blocks_a_partner(signal == &barrier_round)) continue;
         pthread_mutex_lock(&signal->lock);
         atomic_fetch_add(&signal->sleepers, 1);
         while (atomic_load(&signal->number) == seen) pthread_cond_wait(&signal->changed, &signal->lock);
         atomic_fetch_sub(&signal->sleepers, 1);
         pthread_mutex_unlock(&signal->lock);
         const long long next = now_ns() - start < longest_ns ? 2 * *spin_ns : *spin_ns / 2;
-        *spin_ns = next > longest_ns ? longest_ns : next < SHORTEST_SPIN_NS ? SHORTEST_SPIN_NS : next;
+        *spin_ns = next > longest_ns ? longest_ns : next < MIN_SPIN_NS ? MIN_SPIN_NS : next;
     }
 }
 
 static void change(Signal *signal, long long number) {
     atomic_store(&signal->number, number);
-    if (!atomic_load(&signal->sleepers)) return; /* whoever is about to sleep counts himself first and looks at the number again */
+    if (!atomic_load(&signal->sleepers)) return; /* a thread about to sleep increments the counter first and reads the number again */
     pthread_mutex_lock(&signal->lock);
     pthread_cond_broadcast(&signal->changed);
     pthread_mutex_unlock(&signal->lock);
@@ -106,7 +106,7 @@ static void change(Signal *signal, long long number) {
 
 typedef struct {
     int thread;
-    long long seen; /* the last call that is not this worker's business */
+    long long seen; /* the last call before this worker started */
 } Worker;
 
 static Worker workers[MAX_THREADS];
@@ -116,7 +116,7 @@ static void *work(void *own) {
     own_thread = ((Worker *)own)->thread;
     Waiter *waiter = waiters + own_thread;
     for (;;) {
-        wait_for_change(&call, seen, FOR_A_PASS_NS, &waiter->spin_for_a_pass_ns);
+        wait_for_change(&call, seen, MAX_PASS_SPIN_NS, &waiter->pass_spin_ns);
         seen = atomic_load(&call.number);
         own_team = (int)(seen % TEAMS);
         if (own_thread >= own_team) continue;
@@ -127,30 +127,30 @@ static void *work(void *own) {
     return NULL;
 }
 
-static void forget_sleepers(Signal *signal) {
+static void reset_signal(Signal *signal) {
     pthread_mutex_init(&signal->lock, NULL);
     pthread_cond_init(&signal->changed, NULL);
     atomic_store(&signal->sleepers, 0);
 }
 
-/* A forked child has no workers, and whoever held or waited for a lock is not there any more. */
-static void forget_workers(void) {
+/* Reset everything in a forked child, which has no workers and whose locks may be held by threads that do not exist. */
+static void reset_workers(void) {
     pthread_mutex_init(&one_caller, NULL);
-    forget_sleepers(&call);
-    forget_sleepers(&barrier_round);
+    reset_signal(&call);
+    reset_signal(&barrier_round);
     num_workers = 0;
 }
 
-static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_workers); }
+static void register_fork_handler(void) { pthread_atfork(NULL, NULL, reset_workers); }
 
 static void start_workers(int wanted) {
     static pthread_once_t watched = PTHREAD_ONCE_INIT;
-    pthread_once(&watched, watch_forks);
+    pthread_once(&watched, register_fork_handler);
     while (num_workers < wanted) {
         const int thread = num_workers + 1;
         pthread_t started;
         workers[num_workers] = (Worker){thread, atomic_load(&call.number)};
-        waiters[thread].spin_for_a_pass_ns = FOR_A_PASS_NS;
+        waiters[thread].pass_spin_ns = MAX_PASS_SPIN_NS;
         if (pthread_create(&started, NULL, work, workers + num_workers)) return;
         pthread_detach(started);
         num_workers++;
@@ -184,6 +184,6 @@ void barrier(void) {
         atomic_store(&arrived, 0);
         change(&barrier_round, now + 1);
     } else
-        wait_for_change(&barrier_round, now, AT_BARRIER_NS, &own->spin_at_barrier_ns);
+        wait_for_change(&barrier_round, now, MAX_BARRIER_SPIN_NS, &own->barrier_spin_ns);
     atomic_store_explicit(&own->core, this_core(), memory_order_relaxed);
 }

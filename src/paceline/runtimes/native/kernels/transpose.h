@@ -1,10 +1,10 @@
-/* 16 rows of 16 words side by side become 16 vectors of one word of each row. */
+/* Transpose 16 rows of 16 words in registers: 16 vectors with one word of each row. */
 #ifndef PACELINE_TRANSPOSE_H
 #define PACELINE_TRANSPOSE_H
 
 #include "vectors.h"
 
-/* Lanes of two vectors by turns, `width` at a time: from their lower or their upper halves of every 2 * width. */
+/* Interleave lanes of two vectors, `width` at a time, from the lower or upper halves of every 2 * width. */
 #define LOWER_1(a, b) SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
 #define UPPER_1(a, b) SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
 #define LOWER_2(a, b) SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
@@ -13,7 +13,7 @@
 #define UPPER_4(a, b) SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
 #define LOWER_8(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 #define UPPER_8(a, b) SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
-/* Exchanges the upper half of row i with the lower one of row i + width, in every square of 2 * width. */
+/* Exchange the upper half of row i with the lower half of row i + width, in every square of 2 * width. */
 #define EXCHANGE(width)                                                                  \
     _Pragma("unroll") for (int i = 0; i < LANES; i++) if (!(i & (width))) {              \
         const words a = v[i], b = v[i + (width)];                                        \
@@ -21,7 +21,7 @@
         v[i + (width)] = UPPER_##width(a, b);                                            \
     }
 
-/* `rows` rows of `bytes` bytes, 64 at most, that lie `stride` bytes apart; what is not there counts as zeros. v[i] has word i of every row. */
+/* Load `rows` rows of `bytes` bytes (at most 64), `stride` bytes apart, zero-padded, and transpose them: v[i] has word i of every row. */
 INLINE void load_transposed(const uint8_t *from, size_t stride, int rows, size_t bytes, words *v) {
     for (int row = 0; row < LANES; row++) {
         v[row] = (words){0};
@@ -33,6 +33,7 @@ INLINE void load_transposed(const uint8_t *from, size_t stride, int rows, size_t
     EXCHANGE(8)
 }
 
+/* Store a vector; return the position after it. */
 INLINE uint8_t *put(words v, uint8_t *to) {
     memcpy(to, &v, sizeof v);
     return to + sizeof v;

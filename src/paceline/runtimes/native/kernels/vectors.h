@@ -1,5 +1,5 @@
-/* Vectors of 16 floats, in the compiler's portable vector extension: one register with AVX-512, two with AVX2, four with NEON.
- * The width is part of the arithmetic (a sum runs in 16 lanes), so it is the same everywhere. */
+/* Vectors of 16 floats in the compiler's portable vector extension: one register with AVX-512, two with AVX2, four with NEON. The width determines
+ * the order of sums (16 lanes), so it is the same on all machines. */
 #ifndef PACELINE_VECTORS_H
 #define PACELINE_VECTORS_H
 
@@ -28,7 +28,7 @@ INLINE floats load(const float *from) {
 
 INLINE void store(float *to, floats v) { memcpy(to, &v, sizeof v); }
 
-/* The first `count` floats, the rest zero. */
+/* Load the first `count` floats, padded with zeros. */
 INLINE floats load_first(const float *from, int count) {
     floats v = broadcast(0.0f);
     memcpy(&v, from, (size_t)count * sizeof(float));
@@ -38,10 +38,10 @@ INLINE floats load_first(const float *from, int count) {
 #define EACH_16(column, count, width) \
     for (int column = 0, count; count = (width) - column < LANES ? (width) - column : LANES, column < (width); column += LANES)
 
-/* As load_first, without its detour where all of them are there. */
+/* As load_first, faster if `count` is LANES. */
 INLINE floats load_part(const float *from, int count) { return count == LANES ? load(from) : load_first(from, count); }
 
-/* The first `count` floats of v. */
+/* Store the first `count` floats of v. */
 INLINE void store_part(float *to, floats v, int count) {
     if (count == LANES)
         store(to, v);
@@ -51,7 +51,7 @@ INLINE void store_part(float *to, floats v, int count) {
 
 INLINE floats fused(floats a, floats b, floats c) { return __builtin_elementwise_fma(a, b, c); }
 
-/* Sum of the lanes, halves onto halves. */
+/* Return the sum of the lanes, adding halves to halves. */
 INLINE float lane_sum(floats v) {
     float lanes[LANES];
     memcpy(lanes, &v, sizeof v);
@@ -62,7 +62,7 @@ INLINE float lane_sum(floats v) {
 
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-/* lane_sum of 16 vectors at once: the same additions, in vectors that hold 2, 4, 8 and 16 of the sums. */
+/* Return the lane_sum of 16 vectors at once, with the same additions. */
 INLINE floats lane_sums(const floats *v) {
     floats two[8], four[4], eight[2];
 #pragma unroll
@@ -87,7 +87,7 @@ INLINE floats lane_sums(const floats *v) {
            SHUFFLE(eight[0], eight[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-/* e^x to about 2 units in the last place for x <= 88; 0 below -87; NaN of NaN. Cephes' split of x into n ln 2 + r and a polynomial in r. */
+/* e^x with an error of about 2 units in the last place for x <= 88; 0 below -87; NaN for NaN. Cephes: x = n ln 2 + r and a polynomial in r. */
 INLINE floats exponential(floats x) {
     const floats low = broadcast(-87.0f), high = broadcast(88.0f);
     const words too_small = (words)(x < low), not_a_number = (words)(x != x);

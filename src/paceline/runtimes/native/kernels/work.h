@@ -1,4 +1,7 @@
-/* How the threads of a pass share out an operation. */
+/* How the threads of a pass divide an operation into pieces of work.
+ *
+ * Each thread first claims its own part of the pieces, the same columns or heads in every operation, so that it finds them in its caches;
+ * another core's cache is as slow as memory on some processors. Then it steals what others have left, from their ends. */
 #ifndef PACELINE_WORK_H
 #define PACELINE_WORK_H
 
@@ -7,16 +10,16 @@
 
 #include <stdatomic.h>
 
-#define PHASES 3 /* of an operation, whose tickets count apart */
+#define PHASES 3 /* of an operation; each has its own tickets and claims */
 
-/* What a thread knows when it runs an operation. */
+/* A thread's arguments for one operation. */
 typedef struct {
     const Program *program;
     const Pass *pass;
-    int index, rows, thread, num_threads; /* of the operation, of its rows, of the thread; those that run it */
+    int index, rows, thread, num_threads; /* index of the operation, number of its rows */
 } Work;
 
-/* The next piece of an operation that no thread has taken, where nobody knows how many there are. */
+/* Return the next ticket of an operation, 0, 1, 2, ... over all threads; for work whose number of pieces is not known at first. */
 static inline int next_ticket(const Work *work, int phase) {
     _Atomic int32_t *tickets = (_Atomic int32_t *)(work->program->tickets + PHASES * work->index + phase);
     return atomic_fetch_add_explicit(tickets, 1, memory_order_relaxed);
@@ -24,16 +27,14 @@ static inline int next_ticket(const Work *work, int phase) {
 
 static inline int parts_of(int total, int size) { return (total + size - 1) / size; }
 
-/* Pieces of an operation that are shared out by their places: each thread takes the same part of each of `count` runs of them, so that it
- * finds in its own caches what it made of these columns before, and then what others have left, from their ends. Elsewhere than in the
- * same core a line of a cache is as far as the memory on some processors. */
+/* A thread's claims on `count` runs of pieces, such as the matrices of one operation. */
 typedef struct {
-    const int *totals; /* [count] */
-    int count, passed; /* passed: threads whose parts are taken */
-    int run, piece;    /* what was taken last */
+    const int *totals; /* [count] pieces of each run */
+    int count, done;   /* done: threads whose parts are used up, beginning with this one */
+    int run, piece;    /* the last claimed piece */
 } Share;
 
-/* How many of a run's pieces are those of the threads before one. */
+/* Return the first of a run's pieces that belongs to a thread. */
 static inline int first_of(int total, int thread, int num_threads) { return (int)(((int64_t)total * thread + num_threads - 1) / num_threads); }
 
 static inline int pieces_of_thread(const Share *share, int thread, int num_threads) {
@@ -43,28 +44,28 @@ static inline int pieces_of_thread(const Share *share, int thread, int num_threa
     return pieces;
 }
 
-/* What was taken of a thread's pieces: the first ones by itself, in the low half, the last ones by others. */
-static inline _Atomic int64_t *taken_of(const Work *work, int phase, int thread) {
-    return (_Atomic int64_t *)(work->program->taken + (size_t)thread * (size_t)work->program->taken_a_thread) + PHASES * work->index + phase;
+/* Return the counter of a thread's claimed pieces: its own from the front in the low half, stolen ones from the end in the high half. */
+static inline _Atomic int64_t *claims_of(const Work *work, int phase, int thread) {
+    return (_Atomic int64_t *)(work->program->claims + (size_t)thread * (size_t)work->program->claims_per_thread) + PHASES * work->index + phase;
 }
 
-/* The number of the next of a thread's pieces, its first ones for itself and its last ones for others; -1 = there is none. */
-static inline int take_one(_Atomic int64_t *taken, int pieces, int is_own) {
-    int64_t seen = atomic_load_explicit(taken, memory_order_relaxed);
+/* Claim one of a thread's pieces, from the front for itself and from the end for others; -1 = none is left. */
+static inline int claim_one(_Atomic int64_t *claims, int pieces, int is_own) {
+    int64_t seen = atomic_load_explicit(claims, memory_order_relaxed);
     for (;;) {
         const int first = (int)(seen & INT32_MAX), last = (int)(seen >> 32);
         if (first + last >= pieces) return -1;
         const int64_t then = seen + (is_own ? 1 : (int64_t)1 << 32);
-        if (atomic_compare_exchange_weak_explicit(taken, &seen, then, memory_order_relaxed, memory_order_relaxed))
+        if (atomic_compare_exchange_weak_explicit(claims, &seen, then, memory_order_relaxed, memory_order_relaxed))
             return is_own ? first : pieces - 1 - last;
     }
 }
 
-/* Take the next piece; whether there was one. */
-static inline int take(const Work *work, int phase, Share *share) {
-    for (; share->passed < work->num_threads; share->passed++) {
-        const int thread = (work->thread + share->passed) % work->num_threads, pieces = pieces_of_thread(share, thread, work->num_threads);
-        int piece = take_one(taken_of(work, phase, thread), pieces, !share->passed);
+/* Claim the next piece; return 0 if none is left. */
+static inline int claim(const Work *work, int phase, Share *share) {
+    for (; share->done < work->num_threads; share->done++) {
+        const int thread = (work->thread + share->done) % work->num_threads, pieces = pieces_of_thread(share, thread, work->num_threads);
+        int piece = claim_one(claims_of(work, phase, thread), pieces, !share->done);
         if (piece < 0) continue;
         for (share->run = 0;; share->run++) {
             const int total = share->totals[share->run], first = first_of(total, thread, work->num_threads);
@@ -79,11 +80,11 @@ static inline int take(const Work *work, int phase, Share *share) {
     return 0;
 }
 
-/* The next of `total` pieces; `total` = there is none. */
-static inline int next_of(const Work *work, int phase, int total, Share *share) {
+/* Claim the next of `total` pieces of a single run; `total` = none is left. */
+static inline int next_piece_of(const Work *work, int phase, int total, Share *share) {
     share->totals = &total;
     share->count = 1;
-    return take(work, phase, share) ? share->piece : total;
+    return claim(work, phase, share) ? share->piece : total;
 }
 
 static inline float *buffer(const Work *work, int number) { return work->program->buffers[number]; }

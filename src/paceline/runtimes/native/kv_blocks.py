@@ -1,4 +1,4 @@
-"""Rows of keys and values as the native runtime packs those of one block and head (kernels/kv_blocks.h)."""
+"""How the kernels store keys and values in cache blocks (kernels/kv_blocks.h), read and copied row by row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ _ITEMS = {KVCacheDtype.F32: np.float32, KVCacheDtype.BF16: np.uint16, KVCacheDty
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
-    """Where the rows of a block lie in [2·layers, num_blocks, K, bytes] uint8: keys of the i-th layer at 2·i, values at 2·i + 1.
+class KVBlocks:
+    """Access to rows of a block in storage [2 * layers, num_blocks, K, bytes] uint8; keys of layer i at 2 * i, values at 2 * i + 1.
 
-    Keys are stored column by column, values row by row; bfloat16 in pairs, of two columns of a key and of two rows of values; int8 in quads
-    of columns of a key, and behind the codes follow the rows' scales in float32.
+    Keys are stored column-major, values row-major. bfloat16 is interleaved in pairs (two columns of a key, two rows of values), int8 keys
+    in quads of columns. The float32 scales of int8 rows follow the codes.
     """
 
     kv_cache_dtype: KVCacheDtype
     block_size: int
 
     def copy(self, storage: NDArray[np.uint8], source: tuple[int, int], target: tuple[int, int]) -> None:
-        """Copy one row of all layers and heads; both are a block and a row of it."""
+        """Copy a row, (block, slot), of all layers and heads."""
         for rows, copies in zip(self._row(storage, *source), self._row(storage, *target), strict=True):
             copies[...] = rows
 
     def read(self, storage: NDArray[np.uint8], block: int, row: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values [layers, K, columns] of a row, as they count; columns are filled up to whole vectors."""
+        """Return keys and values [layers, K, columns] of a row as float32; columns are padded to whole vectors."""
         keys, values, *scales = self._row(storage, block, row)
         if self.kv_cache_dtype is KVCacheDtype.BF16:
             wide = [part.reshape(*part.shape[:2], -1).astype(np.uint32) for part in (keys, values)]
@@ -40,7 +40,7 @@ class PackedRows:
         return found[0], found[1]
 
     def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
-        """Views of its numbers: keys, values, then their scales if there are any."""
+        """Yield views of a row's keys and values, then of their scales if the type has them."""
         size, item = self.block_size, np.dtype(_ITEMS[self.kv_cache_dtype])
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)
@@ -50,8 +50,8 @@ class PackedRows:
             yield keys.reshape(*keys.shape[:2], columns // 2, size, 2)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size // 2, columns, 2)[:, :, row // 2, :, row % 2]
         else:
-            together = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
-            yield keys.reshape(*keys.shape[:2], columns // together, size, together)[:, :, :, row]
+            interleaved = 4 if self.kv_cache_dtype is KVCacheDtype.INT8 else 1
+            yield keys.reshape(*keys.shape[:2], columns // interleaved, size, interleaved)[:, :, :, row]
             yield values.reshape(*values.shape[:2], size, columns)[:, :, row]
         if scales:
             found = storage[:, block, :, -scales:].view(np.float32)[..., row]

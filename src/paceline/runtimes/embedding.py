@@ -1,4 +1,4 @@
-"""Rounding weights, and embedding rows, to the narrower types."""
+"""Look up embedding rows and round them as transformers does in 16-bit types."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,32 +8,32 @@ from paceline.models.weights import AnyTensor, GroupedTensor, Weights, as_float3
 
 
 def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
-    """`values` rounded to what `to` can hold, as float32."""
+    """Return `values` rounded to the type `to`, as float32."""
     if to is WeightType.BF16:
         return (to_bf16(values).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float16).astype(np.float32) if to is WeightType.F16 else values
 
 
 def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Rows [T, E] float32 of a table, read where it lies, rounded to `round_to` and scaled as the network wants them."""
+    """Return rows [T, E] float32 of an embedding table, rounded to `round_to` and scaled by `config.embedding_scale`."""
     return scaled_rows(table_rows(embedding, token_ids, round_to), config, round_to)
 
 
 def table_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
-    """As `embedding_rows`, not scaled."""
+    """Return rows of a table as `embedding_rows`, not scaled."""
     rows = as_float32(table, token_ids)
     is_exact = isinstance(table, GroupedTensor) or table.weight_type is round_to
     return rows if is_exact else rounded(rows, round_to)
 
 
 def layer_rows(weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Rows [T, L * size] float32 of the table of the layers' inputs, as `embedding_rows`; their factor is the root of `size`."""
+    """Return rows [T, L * size] float32 of the table of layer inputs, rounded, times sqrt(size)."""
     rows = rounded(weights.rows("layer_embedding.weight", token_ids), round_to)
     return _scaled(rows, float(config.layer_input_size**0.5), round_to)
 
 
 def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Embedding rows as the network wants them: times its factor, rounded as transformers rounds."""
+    """Return embedding rows times `config.embedding_scale`, rounded as transformers does."""
     return rows if config.embedding_scale == 1.0 else _scaled(rows, config.embedding_scale, round_to)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.runtimes import processor
+from paceline import machine as processor
 from paceline.runtimes.native import library
 
 X86 = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu sse avx2 {}\n\nprocessor\t: 1\nflags\t\t: amx_bf16\n"

@@ -1,12 +1,12 @@
-/* Weights stored as floats, decoded to their exact float32 values in registers. */
-#ifndef PACELINE_PLAIN_H
-#define PACELINE_PLAIN_H
+/* Weights stored as float32, float16 or bfloat16, converted to float32 in registers (exactly). */
+#ifndef PACELINE_FLOAT_WEIGHTS_H
+#define PACELINE_FLOAT_WEIGHTS_H
 
 #include "native.h"
 #include "vectors.h"
 
-/* `count` values from `column` on, the rest zero. */
-INLINE floats decode_plain(const int kind, const uint8_t *codes, int column, int count) {
+/* Return `count` values from `column` on, padded with zeros. */
+INLINE floats load_weights(const int kind, const uint8_t *codes, int column, int count) {
     if (kind == F32) {
         const float *from = (const float *)codes + column;
         return count == LANES ? load(from) : load_first(from, count);

@@ -1,0 +1,260 @@
+/* Products on processors where few rows fill the registers (MAX_ROWS == 4: AVX2, NEON), reordered to read or decode weights less often.
+ *
+ * Quantised weights: several blocks of rows share what is decoded of a panel, K-quants (k_quants.h) and tables of values (panels.h) alike.
+ * bfloat16 with AVX2: 3 or 4 rows are multiplied in blocks of columns that stay in the first-level cache. A sum's 16 lanes are independent
+ * until its end, so one half of them is computed for more outputs at once than there are registers for whole sums. Every lane adds what the
+ * tiles of linear.c add, in the same order. */
+#include "k_quants.h"
+#include "linear.h"
+
+#if MAX_ROWS == 4
+enum { rows = MAX_ROWS };
+
+/* Decode the quads of a super-block whose codes begin at `at`. */
+INLINE void decode_codes(const uint8_t *at, words *quads, const int rows, const int kind, size_t distance) {
+    const int high_bits = FORMAT(kind)->high_bits, group = FORMAT(kind)->group;
+    for (int g = 0; g < SUPER_BLOCK / group; g++, quads += group / 4) {
+        words high = {0};
+        if (high_bits) {
+            high = load_codes(at);
+            PREFETCH(at)
+            at += sizeof(words);
+        }
+        _Pragma("unroll") for (int pair = 0; pair < group / 8; pair++, at += sizeof(words)) {
+            const words codes = load_codes(at);
+            PREFETCH(at)
+            quads[2 * pair] = join_quad(codes, high, 2 * pair, high_bits);
+            quads[2 * pair + 1] = join_quad(codes, high, 2 * pair + 1, high_bits);
+        }
+    }
+}
+
+/* Add the products of a super-block of one panel, from decoded quads. */
+INLINE const float *add_decoded(const words *w, const float *x, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS], floats sum[][MAX_ROWS],
+                                const int rows, const int kind) {
+    const int group = FORMAT(kind)->group;
+    for (int g = 0; g < SUPER_BLOCK / group; g++, w += group / 4) {
+        const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
+        GroupSums sums;
+        EACH_ROW sums.dot[0][row] = broadcast_int(group_offset(offsets, row, kind));
+        _Pragma("unroll") for (int number = 0; number < group / 4; number++)
+            quad = multiply_add(&sums, w + number, quad, rows, 1, number, QUADS_AT_ONCE(4 + FORMAT(kind)->high_bits));
+        add_group(&sums, x, g, scales, minimums, sum, rows, 1, kind);
+        x = (const float *)quad;
+    }
+    return x;
+}
+
+/* Multiply one panel with several whole blocks of rows, `step` words apart; a super-block is decoded once for all of them. */
+INLINE void multiply_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, const int blocks, size_t ahead,
+                            const int kind) {
+    const int header = header_bytes(kind, matrix->block), codes = codes_bytes(kind);
+    const size_t distance = prefetch_distance(rows, ahead);
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
+    floats sum[MAX_BLOCKS][1][MAX_ROWS];
+    for (int i = 0; i < blocks; i++) EACH_ROW sum[i][0][row] = broadcast(0.0f);
+    for (int begin = 0; begin < matrix->columns; begin += SUPER_BLOCK, at += codes) {
+        floats scales[1][MAX_GROUPS], minimums[1][MAX_GROUPS];
+        words quads[SUPER_BLOCK / 4];
+        decode_header(at, 0, matrix->block, scales, minimums, 1, kind);
+        for (int line = 0; line < header; line += 64) PREFETCH(at + line)
+        at += header;
+        decode_codes(at, quads, rows, kind, distance);
+        const float *x = packed;
+        for (int i = 0; i < blocks; i++) x = add_decoded(quads, packed + (size_t)i * step, scales, minimums, sum[i], rows, kind);
+        packed = x - (size_t)(blocks - 1) * step;
+    }
+    for (int i = 0; i < blocks; i++)
+        store_sums(matrix, first, sum[i][0], rows, y + (size_t)(i * rows) * (size_t)matrix->outputs, rows);
+}
+
+#define BLOCKS_OF_KIND(name, kind)                                                                                                       \
+    static __attribute__((noinline)) void name(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, \
+                                               size_t ahead) {                                                                           \
+        multiply_blocks(matrix, first, packed, step, y, blocks, ahead, kind);                                                            \
+    }
+BLOCKS_OF_KIND(multiply_q4_k_blocks, PANELS_Q4_K)
+BLOCKS_OF_KIND(multiply_q5_k_blocks, PANELS_Q5_K)
+BLOCKS_OF_KIND(multiply_q6_k_blocks, PANELS_Q6_K)
+
+/* Groups that are multiplied with all rows before the next ones are read: 256 columns, or two groups, whose scales may be stored together. */
+typedef struct {
+    floats scales[MAX_GROUPS];
+    ints negative[MAX_GROUPS];
+    table_values quads[2 * MAX_GROUP / 4];
+} Groups;
+
+/* Look up the values of a group's codes, and add up the negative ones. */
+INLINE void read_codes(const uint8_t *at, code_table table, int group, table_values *quads, ints *negative, size_t distance) {
+    negative_sums sums = {0};
+    for (int column = 0; column < group; column += 8, at += sizeof(words), quads += 2) {
+        const words codes = load_codes(at);
+        PREFETCH(at)
+        for (int part = 0; part < 2; part++) {
+            quads[part] = look_up_values(codes >> 4 * part & 0x0F0F0F0Fu, table);
+            count_negative(&sums, quads[part]);
+        }
+    }
+    *negative = sum_of_negative(&sums);
+}
+
+/* Read the next `count` groups of a panel, which begin at `at`; return the position after them. */
+INLINE const uint8_t *read_groups(const Matrix *matrix, const uint8_t *at, code_table table, int count, Groups *groups, const int group,
+                                  size_t distance) {
+    const int kind = matrix->kind, codes = group * 8;
+    if (kind == PANELS_IQ4_XS) {
+        for (int line = 0; line < 128; line += 64) PREFETCH(at + line)
+        decode_small(at, matrix->block, groups->scales, NULL, PANELS_IQ4_XS);
+        at += header_bytes(PANELS_IQ4_XS, matrix->block);
+    }
+    for (int g = 0; g < count; g++, at += codes) {
+        if (kind == PANELS_4_BITS_TABLE_FLOAT16 && g % 2)
+            groups->scales[g] = load_float16(at - codes - sizeof(halfs));
+        else if (kind != PANELS_IQ4_XS) {
+            PREFETCH(at)
+            groups->scales[g] = kind == PANELS_4_BITS_TABLE_FLOAT16 ? load_float16(at) : load((const float *)at);
+            at += sizeof(floats);
+        }
+        read_codes(at, table, group, groups->quads + g * group / 4, groups->negative + g, distance);
+    }
+    return at;
+}
+
+/* Add the products of groups to the sums of a block of rows; return the position in the packed rows after them. */
+INLINE const float *add_groups(const Groups *groups, int count, const float *x, floats *sum, const int group) {
+    for (int g = 0; g < count; g++) {
+        const int32_t *offsets = (const int32_t *)x + rows, *quad = (const int32_t *)x + GROUP_HEADER * rows;
+        const table_values *w = groups->quads + g * group / 4;
+        ints dot[MAX_ROWS];
+        EACH_ROW dot[row] = broadcast_int(offsets[row]) - groups->negative[g];
+        for (int column = 0; column < group; column += 16)
+            _Pragma("unroll") for (int i = 0; i < 4; i++, w++, quad += rows * TABLE_WORDS)
+                EACH_ROW dot[row] = dot_values(*w, quad + row * TABLE_WORDS, dot[row], INVERTED);
+        EACH_ROW sum[row] = fused(__builtin_convertvector(dot[row], floats), groups->scales[g] * broadcast(x[row]), sum[row]);
+        x = (const float *)quad;
+    }
+    return x;
+}
+
+/* Multiply one panel of table codes in groups of `group` columns with several blocks of rows. */
+INLINE void multiply_groups(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead,
+                            const int group) {
+    const int max_count = group > SUPER_BLOCK / 2 ? 2 : SUPER_BLOCK / group / 2 * 2;
+    const size_t distance = prefetch_distance(rows, ahead);
+    const uint8_t *at = matrix->codes + (size_t)(first / LANES) * (size_t)matrix->row_bytes;
+    const code_table table = table_of(matrix, INVERTED);
+    floats sum[MAX_BLOCKS][MAX_ROWS];
+    for (int i = 0; i < blocks; i++) EACH_ROW sum[i][row] = broadcast(0.0f);
+    for (int left = matrix->columns / group; left > 0; left -= max_count) {
+        Groups groups;
+        const int count = left < max_count ? left : max_count;
+        at = read_groups(matrix, at, table, count, &groups, group, distance);
+        const float *x = packed;
+        for (int i = 0; i < blocks; i++) x = add_groups(&groups, count, packed + (size_t)i * step, sum[i], group);
+        packed = x - (size_t)(blocks - 1) * step;
+    }
+    for (int i = 0; i < blocks; i++)
+        store_sums(matrix, first, sum[i], rows, y + (size_t)(i * rows) * (size_t)matrix->outputs, rows);
+}
+
+/* Multiply one panel of table codes with several blocks of rows. Groups of 32, the usual size, are unrolled. */
+static void multiply_table_blocks(const Matrix *matrix, int first, const float *packed, size_t step, float *y, int blocks, size_t ahead) {
+    if (matrix->group == 32)
+        multiply_groups(matrix, first, packed, step, y, blocks, ahead, 32);
+    else
+        multiply_groups(matrix, first, packed, step, y, blocks, ahead, matrix->group);
+}
+
+/* Return the function for several whole blocks of rows; NULL = they share nothing. */
+MultiplyBlocks *blocks_product_of(const Matrix *matrix) {
+    static MultiplyBlocks *const K_QUANTS_BLOCKS[] = {multiply_q4_k_blocks, multiply_q5_k_blocks, multiply_q6_k_blocks};
+    if (is_by_table(matrix->kind)) return multiply_table_blocks;
+    return matrix->block && !IS_SMALL(matrix->kind) ? K_QUANTS_BLOCKS[matrix->kind - PANELS_Q4_K] : NULL;
+}
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef float octet __attribute__((vector_size(32)));
+typedef uint32_t octet_words __attribute__((vector_size(32)));
+
+#define CACHED_COLUMNS 1024
+#define BLOCK_OUTPUTS 3
+#define MAX_OUTPUTS 48 /* whose sums are in memory */
+#define EACH_OUTPUT _Pragma("unroll") for (int n = 0; n < outputs; n++)
+
+INLINE octet load_octet(const float *from) {
+    octet v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+/* sums [outputs][rows] += the products of one half of the lanes, over `count` columns of `codes` and x [steps][rows][first and second values]. */
+INLINE void add_half(const uint8_t *const *codes, size_t next_tile, const float *x, int count, floats *sums, const int half, const int outputs,
+                     const int rows) {
+    octet sum[BLOCK_OUTPUTS][MAX_ROWS];
+    EACH_OUTPUT EACH_ROW sum[n][row] = load_octet((const float *)(sums + n * rows + row) + half * 8);
+    for (int column = 0; column < count; column += BF16_STEP, x += rows * BF16_STEP_FLOATS) {
+        octet_words w[BLOCK_OUTPUTS];
+        octet second[BLOCK_OUTPUTS], first[BLOCK_OUTPUTS];
+        EACH_OUTPUT {
+            if (!half) __builtin_prefetch(codes[n] + next_tile + 2 * (size_t)column, 0, 2);
+            memcpy(&w[n], codes[n] + 2 * (size_t)column + half * 32, sizeof w[n]);
+            second[n] = (octet)(w[n] & 0xFFFF0000u);
+        }
+        EACH_ROW {
+            const octet xs = load_octet(x + row * BF16_STEP_FLOATS + LANES + half * 8);
+            EACH_OUTPUT sum[n][row] = __builtin_elementwise_fma(second[n], xs, sum[n][row]);
+        }
+        EACH_OUTPUT first[n] = (octet)(w[n] << 16);
+        EACH_ROW {
+            const octet xs = load_octet(x + row * BF16_STEP_FLOATS + half * 8);
+            EACH_OUTPUT sum[n][row] = __builtin_elementwise_fma(first[n], xs, sum[n][row]);
+        }
+    }
+    EACH_OUTPUT EACH_ROW memcpy((float *)(sums + n * rows + row) + half * 8, &sum[n][row], sizeof(octet));
+}
+
+/* Compute outputs [begin, end), at most MAX_OUTPUTS, of `rows` packed rows. */
+INLINE void multiply_cached(const Matrix *matrix, int begin, int end, const float *x, float *y, const int rows, int real_rows) {
+    const int columns = matrix->columns, whole = columns / BF16_STEP * BF16_STEP;
+    const size_t row_bytes = (size_t)matrix->row_bytes;
+    floats sums[MAX_OUTPUTS * MAX_ROWS];
+    for (int i = 0; i < (end - begin) * rows; i++) sums[i] = broadcast(0.0f);
+    for (int column = 0; column < columns; column += CACHED_COLUMNS) {
+        const int count = whole - column < CACHED_COLUMNS ? whole - column : CACHED_COLUMNS;
+        const float *from = x + (size_t)(column / BF16_STEP * rows) * BF16_STEP_FLOATS;
+        for (int n = begin; n < end;) {
+            const uint8_t *row = matrix->codes + (size_t)n * row_bytes + 2 * (size_t)column;
+            const uint8_t *const codes[BLOCK_OUTPUTS] = {row, row + row_bytes, row + 2 * row_bytes};
+            floats *const own = sums + (n - begin) * rows;
+            const int outputs = end - n >= BLOCK_OUTPUTS ? BLOCK_OUTPUTS : 1;
+            if (outputs == BLOCK_OUTPUTS) {
+                add_half(codes, BLOCK_OUTPUTS * row_bytes, from, count, own, 0, BLOCK_OUTPUTS, rows);
+                add_half(codes, 0, from, count, own, 1, BLOCK_OUTPUTS, rows);
+            } else {
+                add_half(codes, 0, from, count, own, 0, 1, rows);
+                add_half(codes, 0, from, count, own, 1, 1, rows);
+            }
+            n += outputs;
+        }
+    }
+    for (int n = begin; n < end; n++) {
+        floats *const own = sums + (n - begin) * rows;
+        if (whole < columns) {
+            const bf16s w = bf16_of(load_words(matrix->codes + (size_t)n * row_bytes + 2 * (size_t)whole, columns - whole));
+            EACH_ROW own[row] = dot_bf16(w, load_bf16(x + (size_t)(whole / BF16_STEP * rows + row) * BF16_STEP_FLOATS), own[row]);
+        }
+        store_lane_sums(matrix, n, own, 1, rows, y, real_rows);
+    }
+}
+
+void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows) {
+    for (int to; begin < end; begin = to) {
+        to = begin + MAX_OUTPUTS < end ? begin + MAX_OUTPUTS : end;
+        if (rows == 3)
+            multiply_cached(matrix, begin, to, x, y, 3, real_rows);
+        else
+            multiply_cached(matrix, begin, to, x, y, 4, real_rows);
+    }
+}
+#endif

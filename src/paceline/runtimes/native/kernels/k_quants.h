@@ -1,0 +1,149 @@
+/* GGUF's K-quants and IQ4_XS in panels, at the size they are stored: one table of the formats, and how scales and codes are decoded.
+ *
+ * A super-block has 256 columns in groups of 32 or 16. A group's scale is its integer factor times the super-block's float16 scale; its
+ * minimum likewise, negated. These products are exact in float32, so sums have the bits they would have with scales stored as float32. If the
+ * columns were put in another order, each half of a super-block has float16 scales of its own (`block` = 128).
+ *
+ * A panel is, for each super-block, a header and the codes of all groups; [16] means one value for each output:
+ *     Q4_K, Q5_K  float16 [halves][scale, minimum][16]; words [3][16]: low 4 bits of 8 factors, of 8 minimum factors, high 2 bits of both
+ *     Q6_K        float16 [2 halves][16]; int8 factors [16 groups][16]
+ *                 of each group: Q5_K, Q6_K a word of high bits [16]; then low 4 bits as in panels.h
+ *     Q2_K        float16 [halves][scale, minimum][16]; bytes [16 groups][16]: factor in the low nibble, minimum's factor in the high one;
+ *                 of each group a word [16]: columns 4 i to 4 i + 3 at bits 2 i of its bytes
+ *     Q3_K        float16 [2 halves][16]; words [3][16]: low 4 bits of factors 0 to 7, of 8 to 15, high 2 bits of all;
+ *                 of two groups a word of third bits [16], then a word each as of Q2_K
+ *     IQ4_XS      [halves][float16 [16], 16 bits [16] with the high 2 bits of 8 factors]; a word [16]: low 4 bits of the factors;
+ *                 of each group codes as in panels.h, which index a table of values */
+#ifndef PACELINE_K_QUANTS_H
+#define PACELINE_K_QUANTS_H
+
+#include "panels.h"
+
+#define MAX_GROUPS (SUPER_BLOCK / 16)
+
+typedef struct {
+    int group, low_bits, high_bits; /* columns of a group; bits of a code, in two parts */
+    int has_minimums;
+    int two_halves;   /* scales are always stored for both halves */
+    int factor_bytes; /* of a super-block */
+} KQuant;
+
+static const KQuant K_QUANTS[] = {
+    [PANELS_Q4_K - PANELS_Q4_K] = {32, 4, 0, 1, 0, 192}, [PANELS_Q5_K - PANELS_Q4_K] = {32, 4, 1, 1, 0, 192},
+    [PANELS_Q6_K - PANELS_Q4_K] = {16, 4, 2, 0, 1, 256}, [PANELS_Q2_K - PANELS_Q4_K] = {16, 2, 0, 1, 0, 256},
+    [PANELS_Q3_K - PANELS_Q4_K] = {16, 2, 1, 0, 1, 192}, [PANELS_IQ4_XS - PANELS_Q4_K] = {32, 4, 0, 0, 0, 64},
+};
+#define FORMAT(kind) (&K_QUANTS[(kind) - PANELS_Q4_K])
+
+INLINE int scale_bytes(const int kind, int block) { return FORMAT(kind)->two_halves ? 64 : 64 * (SUPER_BLOCK / block); }
+INLINE int header_bytes(const int kind, int block) { return scale_bytes(kind, block) + FORMAT(kind)->factor_bytes; }
+INLINE int codes_bytes(const int kind) { return SUPER_BLOCK / 8 * LANES * (FORMAT(kind)->low_bits + FORMAT(kind)->high_bits); }
+
+/* Move bits [at, at + count) of every word to bit `to`. */
+INLINE words move_bits(words from, const int at, const int count, const int to) {
+    return (at > to ? from >> (at - to) : from << (to - at)) & (uint32_t)(((1 << count) - 1) << to);
+}
+
+INLINE floats float_of(words factors) { return __builtin_convertvector((ints)factors, floats); }
+
+/* Scales and minimums of Q4_K and Q5_K. */
+INLINE void decode_6_bits(const uint8_t *header, int block, floats *scales, floats *minimums) {
+    const int has_one = block == SUPER_BLOCK;
+    const uint8_t *packed = header + (has_one ? 64 : 128);
+    const words low = load_codes(packed), low_minimums = load_codes(packed + 64), high = load_codes(packed + 128);
+    floats scale = load_float16(header), minimum = -load_float16(header + 32);
+    _Pragma("unroll") for (int g = 0; g < 8; g++) {
+        if (g == 4 && !has_one) {
+            scale = load_float16(header + 64);
+            minimum = -load_float16(header + 96);
+        }
+        scales[g] = scale * float_of(move_bits(low, 4 * g, 4, 0) | move_bits(high, 2 * g, 2, 4));
+        minimums[g] = minimum * float_of(move_bits(low_minimums, 4 * g, 4, 0) | move_bits(high, 16 + 2 * g, 2, 4));
+    }
+}
+
+/* Scales of Q6_K. */
+INLINE void decode_8_bits(const uint8_t *header, floats *scales) {
+    const floats halves[2] = {load_float16(header), load_float16(header + 32)};
+    _Pragma("unroll") for (int g = 0; g < MAX_GROUPS; g++) {
+        signed_bytes factors;
+        memcpy(&factors, header + 64 + g * LANES, sizeof factors);
+        scales[g] = halves[g / (MAX_GROUPS / 2)] * __builtin_convertvector(__builtin_convertvector(factors, ints), floats);
+    }
+}
+
+/* Scales of Q2_K, Q3_K and IQ4_XS, and minimums of Q2_K. Stored 6-bit factors are 32 more than their value. */
+INLINE void decode_small(const uint8_t *header, int block, floats *scales, floats *minimums, const int kind) {
+    const int second = block == SUPER_BLOCK ? 0 : kind == PANELS_Q3_K ? 32 : 64; /* offset of the second half's scales */
+    const floats halves[2] = {load_float16(header), load_float16(header + second)};
+    const uint8_t *packed = header + scale_bytes(kind, block);
+    if (kind == PANELS_Q2_K) {
+        const floats minimum[2] = {-load_float16(header + 32), -load_float16(header + second + 32)};
+        _Pragma("unroll") for (int g = 0; g < MAX_GROUPS; g++) {
+            bytes both;
+            memcpy(&both, packed + g * LANES, sizeof both);
+            scales[g] = halves[g / 8] * __builtin_convertvector(__builtin_convertvector(both & 15, ints), floats);
+            minimums[g] = minimum[g / 8] * __builtin_convertvector(__builtin_convertvector(both >> 4, ints), floats);
+        }
+        return;
+    }
+    words high;
+    if (kind == PANELS_Q3_K) {
+        high = load_codes(packed + 2 * sizeof(words));
+    } else {
+        halfwords stored;
+        memcpy(&stored, header + 32, sizeof stored);
+        high = __builtin_convertvector(stored, words);
+    }
+    const int groups = SUPER_BLOCK / FORMAT(kind)->group;
+    _Pragma("unroll") for (int g = 0; g < groups; g++) {
+        const words low = load_codes(packed + (size_t)(g / 8) * sizeof(words));
+        const ints factor = (ints)((low >> (4 * (g % 8)) & 15u) | (high >> (2 * g) & 3u) << 4) - 32;
+        scales[g] = halves[g / (groups / 2)] * __builtin_convertvector(factor, floats);
+    }
+}
+
+/* Scales and minimums of a super-block in several panels, `next` bytes apart. */
+INLINE void decode_header(const uint8_t *at, size_t next, int block, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
+                          const int panels, const int kind) {
+    EACH_PANEL {
+        const uint8_t *const header = at + (size_t)n * next;
+        if (kind == PANELS_Q4_K || kind == PANELS_Q5_K)
+            decode_6_bits(header, block, scales[n], minimums[n]);
+        else if (kind == PANELS_Q6_K)
+            decode_8_bits(header, scales[n]);
+        else
+            decode_small(header, block, scales[n], minimums[n], kind);
+    }
+}
+
+/* Quad `number` of a group of Q4_K, Q5_K or Q6_K, from its word of low bits and the group's high bits. */
+INLINE words join_quad(words codes, words high, const int number, const int high_bits) {
+    const words low = codes >> (number % 2 * 4) & 0x0F0F0F0Fu;
+    if (!high_bits) return low;
+    const int at = high_bits * number, ones = high_bits == 1 ? 0x10101010 : 0x30303030;
+    return low | ((at > 4 ? high >> (at - 4) : high << (4 - at)) & (uint32_t)ones);
+}
+
+/* Add the integer sums of a group, times its scale, to the float sums of the panels' outputs. */
+INLINE void add_group(const GroupSums *sums, const float *x, int g, floats scales[][MAX_GROUPS], floats minimums[][MAX_GROUPS],
+                      floats sum[][MAX_ROWS], const int rows, const int panels, const int kind) {
+    EACH_PANEL {
+        EACH_ROW sum[n][row] = fused(__builtin_convertvector(sums->dot[n][row], floats), scales[n][g] * broadcast(x[row]), sum[n][row]);
+        if (FORMAT(kind)->has_minimums) EACH_ROW sum[n][row] = fused(minimums[n][g], broadcast(x[2 * rows + row]), sum[n][row]);
+    }
+}
+
+/* The start value of a group's integer sums; Q4_K and Q5_K have no zero point. */
+INLINE int32_t group_offset(const int32_t *offsets, const int row, const int kind) {
+    return DOT_SHIFT || !FORMAT(kind)->has_minimums ? offsets[row] : 0;
+}
+
+/* Q2_K, Q3_K and IQ4_XS are in small_blocks.c. */
+#define IS_SMALL(kind) ((kind) >= PANELS_Q2_K)
+Multiply multiply_q2_k, multiply_q3_k, multiply_iq4_xs;
+int64_t paceline_super_block_bytes(int32_t columns, int32_t block, int32_t kind);
+void small_block_rows(const Matrix *matrix, const int32_t *numbers, int32_t count, float *to);
+void fill_small_blocks(const SuperBlocks *from, int32_t begin, int32_t end, uint8_t *to);
+
+#endif

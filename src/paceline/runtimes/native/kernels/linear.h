@@ -1,0 +1,36 @@
+/* What all products with row-major weights share: how the sums of a tile are stored. */
+#ifndef PACELINE_LINEAR_H
+#define PACELINE_LINEAR_H
+
+#include "bf16.h"
+#include "native.h"
+
+#define MAX_TILE_OUTPUTS 8
+
+/* Load `count` bfloat16, padded with zeros. */
+INLINE words load_words(const uint8_t *codes, int count) {
+    words bits = {0};
+    memcpy(&bits, codes, 2 * (size_t)count);
+    return bits;
+}
+
+/* Add up the lanes of sums [outputs][rows], add the bias, and store the results of the first `real_rows` rows. */
+INLINE void store_lane_sums(const Matrix *matrix, int first, const floats *sums, const int outputs, const int rows, float *y, int real_rows) {
+    float totals[MAX_TILE_OUTPUTS * MAX_ROWS];
+    _Pragma("unroll") for (int from = 0; from < outputs * rows; from += LANES) {
+        floats some[LANES];
+        _Pragma("unroll") for (int i = 0; i < LANES; i++) some[i] = from + i < outputs * rows ? sums[from + i] : broadcast(0.0f);
+        store(totals + from, lane_sums(some));
+    }
+    for (int row = 0; row < real_rows; row++)
+        _Pragma("unroll") for (int n = 0; n < outputs; n++) {
+            const float bias = matrix->bias ? matrix->bias[first + n] : 0.0f;
+            y[(size_t)row * (size_t)matrix->outputs + (size_t)(first + n)] = totals[n * rows + row] + bias;
+        }
+}
+
+#ifdef __AVX2__
+void multiply_bf16_blocks(const Matrix *matrix, int begin, int end, const float *x, float *y, int rows, int real_rows); /* few_registers.c */
+#endif
+
+#endif
