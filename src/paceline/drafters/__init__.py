@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig, cache_directory
+from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter
 from paceline.drafters.draft_model import DraftModelDrafter
 from paceline.drafters.eagle import layers_of, open_eagle_drafter, open_gguf_head
 from paceline.drafters.frequent_ids import read_text
@@ -75,6 +76,7 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.PEAGLE: open_eagle_drafter,
     HeadKind.MTP: open_mtp,
     HeadKind.GEMMA4_ASSISTANT: open_assistant,
+    **dict.fromkeys(BLOCK_KINDS, open_block_drafter),
 }
 
 DRAFT_MODEL = DraftModelDrafter.name
@@ -179,8 +181,13 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
         drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # copies where the text repeats itself, which costs next to nothing
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
-    layers = {layer for drafter in drafters if drafter.head is not None for layer in layers_of(drafter.head, target, options)}
+    layers = {layer for drafter in drafters if drafter.head is not None for layer in _layers_of(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
+
+
+def _layers_of(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
+    """The target's layer boundaries that a head reads."""
+    return block_boundaries(head, target) if head.kind in BLOCK_KINDS else layers_of(head, target, options)
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
@@ -317,7 +324,7 @@ def find_head(path: Path, wanted: HeadKind | None = None, *, inside_target: bool
         )
     if files.kind not in HEADS:
         known = ", ".join(kind.value for kind in HEADS)
-        raise IncompatibleDrafterError(f"{path} holds a {files.kind.value} head, which cannot be used yet; heads of {known} can")
+        raise IncompatibleDrafterError(f"{path} is a {files.kind.value} drafter, which is not supported; those of {known} are")
     return files
 
 

@@ -25,6 +25,7 @@ class HeadKind(Enum):
     DSPARK = "dspark"
     DOMINO = "domino"
     XPRESS = "xpress"
+    LILICORR = "lilicorr"
     MLP = "mlp"
     LANGUAGE_MODEL = "draft_model"
 
@@ -36,11 +37,13 @@ _SPECULATORS = {
 _ARCHITECTURES = {
     "PEagle": HeadKind.PEAGLE,
     "Peagle": HeadKind.PEAGLE,
+    "LiLiCorr": HeadKind.LILICORR,
     "DSpark": HeadKind.DSPARK,
     "DFlash2": HeadKind.DFLASH2,
     "XPress": HeadKind.XPRESS,
     "Domino": HeadKind.DOMINO,
     "DFlash": HeadKind.DFLASH,
+    "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
 }  # parts of names; the first one decides
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -74,6 +77,8 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
             return kind
     if "mask_hidden" in shapes:
         return HeadKind.PEAGLE
+    if config.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in shapes):
+        return HeadKind.DOMINO
     if "dflash_config" in config:
         return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH
     names = {file.name for file in files}

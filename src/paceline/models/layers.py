@@ -67,6 +67,8 @@ class AttentionConfig:
         keys_are_values: values are the keys as they are projected, neither normed nor turned; there is no projection for them.
         is_gated: what goes to o is multiplied by the sigmoid of another projection of the same rows.
         kv_layer: the layer whose keys and values are read; None = its own, which it writes.
+        value_scale: what values are multiplied by.
+        is_causal: rows attend causally even where a pass has a mask, which then counts in other layers alone.
     """
 
     num_heads: int
@@ -85,6 +87,8 @@ class AttentionConfig:
     keys_are_values: bool = False
     is_gated: bool = False
     kv_layer: int | None = None
+    value_scale: float = 1.0
+    is_causal: bool = False
 
     @property
     def key_rope(self) -> RopeConfig:

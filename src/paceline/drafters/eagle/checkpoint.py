@@ -53,7 +53,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
     files.check_all_used([*used, *tables], ignored=lambda name: is_left_out(files, name))
     tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used if name != _MASK}
     mask = as_float32(files.weight(_MASK)).reshape(-1) if _MASK in used else None
-    ids = _target_ids(files, config, target)
+    ids = target_ids_of(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
         tensors["lm_head.weight"], ids = _mapped_rows(files, files.weight("lm_head.weight"), _token_map(files, target))
     embedded_ids = tensors["embedding.weight"].shape[0] if config.own_embedding else target.vocab_size
@@ -154,8 +154,10 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
         required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
 
 
-def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> NDArray[np.int64] | None:
-    """`d2t` holds offsets to add to draft ids; the sums ascend, and `t2d` marks the same ids.
+def target_ids_of(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[np.int64] | None:
+    """The target's id of each of `size` draft ids; None = the same.
+
+    `d2t` holds offsets to add to draft ids; the sums ascend, and `t2d` marks the same ids.
 
     Raises:
         IncompatibleDrafterError: an id is not the target's.
@@ -163,7 +165,6 @@ def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> N
     """
     if "d2t" not in files.tensors:
         return None
-    size = config.layers.vocab_size
     offsets = files.table("d2t")
     if offsets.shape != (size,):
         raise CheckpointError(f"{files.path}: d2t has {list(offsets.shape)} entries for {size} rows of lm_head.weight; download it again")

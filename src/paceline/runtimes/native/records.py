@@ -144,13 +144,14 @@ class RopeOperation(Operation):
 class AttentionOperation(Operation):
     """Attention over a layer of the cache; window and soft cap 0 = none; `tables`: which of a pass's block tables name its blocks.
 
-    k and v -1: nothing is written, another operation has.
+    k and v -1: nothing is written, another operation has. q -1: keys and values are only written.
     """
 
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
     _fields_ = (
         ("q", c_int32), ("k", c_int32), ("v", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_size", c_int32),
-        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
+        ("layer", c_int32), ("tables", c_int32), ("window", c_int32), ("is_causal", c_int32),
+        ("scale", c_float), ("soft_cap", c_float), ("sinks", c_void_p),
     )  # fmt: skip
 
 

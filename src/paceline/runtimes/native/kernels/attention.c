@@ -40,12 +40,15 @@ static int group_of(const AttentionOperation *own) { return own->heads / own->kv
 int chunk_rows(const AttentionOperation *own) { return larger(1, MOST_QUERIES / group_of(own)); }
 int part_floats(const AttentionOperation *own) { return padded_columns(own->head_size) + LANES; }
 
+/* Whether the mask of a range counts in a layer. */
+static int has_mask_of(const AttentionOperation *own, const Range *range) { return range->mask >= 0 && !own->is_causal; }
+
 void splits_of(const AttentionOperation *own, const Chunk *chunk, int *first, int *end) {
     const Range *range = chunk->range;
-    const int row = range->mask < 0 ? chunk->row : 0;
+    const int has_mask = has_mask_of(own, range), row = has_mask ? 0 : chunk->row;
     const int begin = own->window ? range->cached_len + row + 1 - own->window : 0;
     *first = larger(begin, range->first_slot) / SPLIT;
-    *end = (range->cached_len + (range->mask < 0 ? chunk->row + chunk->rows : range->rows) + SPLIT - 1) / SPLIT;
+    *end = (range->cached_len + (has_mask ? range->rows : chunk->row + chunk->rows) + SPLIT - 1) / SPLIT;
 }
 
 /* Floats that a thread works in, for a pass of so many rows. */
@@ -56,12 +59,16 @@ int64_t paceline_attention_floats(int32_t group, int32_t head_size, int32_t rows
 
 static Seen seen_of(const Pass *pass, const AttentionOperation *own, const Range *range, int row) {
     Seen seen = {range->first_slot, range->cached_len + row + 1, range->cached_len + row + 1, 0};
-    if (range->mask >= 0) {
+    int end = seen.end; /* of the row and those before it, from which a window counts */
+    if (has_mask_of(own, range)) {
         seen.mask = pass->masks + range->mask + row * range->rows;
-        seen.known = seen.end = range->cached_len;
-        for (int other = 0; other < range->rows; other++) seen.end += seen.mask[other];
+        seen.known = seen.end = end = range->cached_len;
+        for (int other = 0; other < range->rows; other++) {
+            seen.end += seen.mask[other];
+            if (other <= row) end += seen.mask[other];
+        }
     }
-    if (own->window) seen.begin = larger(seen.begin, seen.end - own->window);
+    if (own->window) seen.begin = larger(seen.begin, end - own->window);
     return seen;
 }
 

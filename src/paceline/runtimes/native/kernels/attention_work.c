@@ -99,6 +99,7 @@ void run_attention(const Work *work, const Operation *operation) {
         for (int row; (row = next_of(work, 0, work->rows, &share)) < work->rows;) write_kv(work->program, work->pass, own, row);
         barrier();
     }
+    if (own->q < 0) return;
     const int enough = PIECES_A_THREAD * work->program->num_threads;
     int chunks = 0, most = 0, splits = 0;
     Walk walk = start_walk(work->pass, own);

@@ -118,10 +118,11 @@ typedef struct {
 
 typedef struct {
     Operation head;
-    int32_t q, k, v, heads, kv_heads, head_size; /* k and v -1: another operation has written the rows */
+    int32_t q, k, v, heads, kv_heads, head_size; /* k and v -1: another operation has written the rows; q -1: they are only written */
     int32_t layer;  /* of the cache */
     int32_t tables; /* which block tables of the pass name its blocks */
     int32_t window; /* the last rows that are seen; 0 = all */
+    int32_t is_causal; /* masks of ranges do not count */
     float scale, soft_cap; /* 0 = none */
     const float *sinks;    /* [heads] the score of a key without a value that every row sees; NULL = none */
 } AttentionOperation;
