@@ -1,12 +1,14 @@
 """Tiny block drafters in the formats they are published in, and their definition in NumPy without cache, blocks or runtimes."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from harness.eagle_checkpoints import Tensors, random_tensors
+from harness.eagle_checkpoints import Tensors, random_tensors, write_head
 
 Array = NDArray[Any]
 TARGET_HIDDEN, VOCAB_SIZE, MASK = 32, 97, 96
@@ -16,7 +18,8 @@ SIZES: Mapping[str, Any] = {
     "model_type": "qwen3",
 }  # fmt: skip
 DFLASH: Mapping[str, Any] = {
-    **SIZES, "architectures": ["DFlashDraftModel"], "block_size": 8, "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]},
+    **SIZES, "architectures": ["DFlashDraftModel"], "block_size": 8,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]},
 }  # fmt: skip
 DSPARK: Mapping[str, Any] = {
     **SIZES, "architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": MASK, "target_layer_ids": [-1, 3, 5],
@@ -25,7 +28,13 @@ DSPARK: Mapping[str, Any] = {
 
 
 def block_tensors(
-    config: Mapping[str, Any] = DFLASH, *, markov: str | None = None, confidence: bool | None = None, qk_norm: bool = True, seed: int = 0
+    config: Mapping[str, Any] = DFLASH,
+    *,
+    markov: str | None = None,
+    confidence: bool | None = None,
+    qk_norm: bool = True,
+    target_hidden: int = TARGET_HIDDEN,
+    seed: int = 0,
 ) -> Tensors:
     """Random tensors of a drafter.
 
@@ -34,7 +43,7 @@ def block_tensors(
     """
     hidden, inner, size, rank = config["hidden_size"], config["intermediate_size"], config["head_dim"], 6
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * TARGET_HIDDEN), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * target_hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
         shapes |= {
@@ -57,6 +66,33 @@ def block_tensors(
     return random_tensors(shapes, seed)
 
 
+def write_random_block(directory: Path, *, markov: str | None = None, hidden_size: int = 64, **more: Any) -> Path:
+    """A drafter that knows nothing of its target of 3 layers."""
+    config = {**(DFLASH if markov is None else DSPARK), "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, **more}
+    layers = [-1, 0, 2]
+    if markov is None:
+        config["dflash_config"] = {"mask_token_id": 3, "target_layer_ids": layers}
+    else:
+        config |= {"target_layer_ids": layers, "markov_head_type": markov, "confidence_head_with_markov": True}
+    tensors = block_tensors(config, markov=markov, confidence=None if markov is None else True, target_hidden=hidden_size)
+    return write_head(directory, config, tensors)
+
+
+def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> Path:
+    """A DSpark drafter for the successor target of 2 layers, whose bias alone names the successor of the token before."""
+    count = len(successor)
+    config = {
+        **DSPARK, "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, "target_layer_ids": [-1, 0, 1],
+        "vocab_size": count,
+    }  # fmt: skip
+    tensors = block_tensors(config, target_hidden=hidden_size)
+    tensors["norm.weight"] = torch.zeros(hidden_size)  # rows of the block say nothing
+    tensors["markov_head.markov_w1.weight"] = torch.eye(count)
+    output = torch.zeros(count, count)
+    output[torch.from_numpy(successor), torch.arange(count)] = sharpness * hidden_size**0.5  # as the target's own logits
+    return write_head(directory, config, tensors | {"markov_head.markov_w2.weight": output})
+
+
 class PlainBlock:
     """One sequence of a block drafter, greedy, in float64. Source: formats of DFlash and DSpark as their publishers compute them.
 
@@ -65,7 +101,9 @@ class PlainBlock:
         layers: (window, is_causal) of each layer.
     """
 
-    def __init__(self, config: Mapping[str, Any], tensors: Tensors, embedding: Array, head: Array, layers: Sequence[tuple[int | None, bool]]) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Tensors, embedding: Array, head: Array, layers: Sequence[tuple[int | None, bool]]
+    ) -> None:
         self.config, self.embedding, self.head, self.layers = config, embedding, head, layers
         self.w = {name: values.double().numpy() for name, values in tensors.items()}
         self.states = np.zeros((0, self.w["fc.weight"].shape[1]))
@@ -125,7 +163,9 @@ class PlainBlock:
                 row += latent @ self.w["markov_head.markov_w2.weight"].T
                 if "confidence_head.proj.weight" in self.w:
                     features = np.r_[h, e] if self.config.get("confidence_head_with_markov") else h
-                    confidences.append(float(_sigmoid(self.w["confidence_head.proj.weight"][0] @ features + self.w["confidence_head.proj.bias"][0])))
+                    confidences.append(
+                        float(_sigmoid(self.w["confidence_head.proj.weight"][0] @ features + self.w["confidence_head.proj.bias"][0]))
+                    )
             previous = int(row.argmax())
             tokens.append(previous)
         return tokens, confidences, logits

@@ -71,14 +71,14 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
         return _SPECULATORS[named]
     if config.get("model_type") in _ASSISTANTS:
         return HeadKind.GEMMA4_ASSISTANT
+    if config.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in shapes):
+        return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))
     for part, kind in _ARCHITECTURES.items():
         if part in architecture:
             return kind
     if "mask_hidden" in shapes:
         return HeadKind.PEAGLE
-    if config.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in shapes):
-        return HeadKind.DOMINO
     if "dflash_config" in config:
         return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH
     names = {file.name for file in files}

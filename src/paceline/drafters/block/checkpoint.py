@@ -203,10 +203,11 @@ def _check_supported(files: HeadFiles) -> None:
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     unsupported = next((key for key in keys if key.startswith(_CHANGES_MORE)), None)
-    if any(name in architecture for name in _OTHER_NETWORKS) or unsupported is not None:
-        what = architecture or f"{files.kind.value} drafter with {unsupported!r}"
+    if any(name in architecture for name in _OTHER_NETWORKS):
+        raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
+    if unsupported is not None:
         raise IncompatibleDrafterError(
-            f"{files.path} is a drafter of the kind {what}, which is not supported: use another drafter for this model"
+            f"{files.path} is a {files.kind.value} drafter with {unsupported!r}, which is not supported: use another drafter"
         )
 
 

@@ -26,8 +26,8 @@ from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 FLUSH_ROWS = 64  # positions that wait before their rows are made without a draft
-COMPARED = 24
-"""Tokens after which the alignment of a drafter whose files do not name it is settled."""
+CLEAR_LEAD, MAX_COMPARED = 4, 24
+"""The alignment of a drafter whose files do not name it is settled once one reading is right so many tokens more often, or after so many."""
 
 
 class BlockDrafter(Drafter):
@@ -215,10 +215,10 @@ class BlockDrafter(Drafter):
         for index, token in enumerate(rows):
             self._num_right[index] += token == actual
         self._num_compared += 1
-        if self._num_compared >= COMPARED:
+        lead = self._num_right[0] - self._num_right[1]
+        if abs(lead) >= CLEAR_LEAD or self._num_compared >= MAX_COMPARED:
             self._is_open = False
-            if self._num_right[0] != self._num_right[1]:
-                self.drafts_at_anchor = self._num_right[0] > self._num_right[1]
+            self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
 
 
 def _draws_of_rows(draft: GrowingDraft, count: int, shift: int) -> NDArray[np.void]:
