@@ -78,8 +78,9 @@ def test_layers_without_names_are_spread_over_the_target(tmp_path: Path) -> None
     assert read_block_config(files, TARGET).boundaries == (2, 5, 7)  # outputs of layers 1, round(3.5) and 6
 
 
-def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path) -> None:
+def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernels()
+    draft_always(monkeypatch)
     target, _ = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
     config = {
         **{name: value for name, value in DSPARK.items() if name not in ("sample_from_anchor", "target_layer_ids")},
@@ -94,11 +95,10 @@ def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path)
     with LLM(str(target), drafter=str(write_head(tmp_path / "drafter", config, tensors)), kv_cache_gb=0.05) as llm:
         (drafter,) = llm.engine.speculator.drafters
         assert isinstance(drafter, BlockDrafter)
-        assert not drafter.drafts_at_anchor
-        draft_always(llm)
+        before = drafter.drafts_at_anchor
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         first, second = llm.generate([[5, 6]], sampling)[0], llm.generate([[5, 6]], sampling)[0]
     assert first.token_ids == second.token_ids == plain.token_ids
-    assert drafter.drafts_at_anchor
+    assert (before, drafter.drafts_at_anchor) == (False, True)
     assert second.speculation.mean_acceptance_length > 1.5
