@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from harness.block_checkpoints import write_perfect_block, write_random_block
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import (
     CODE,
@@ -208,6 +209,9 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
         "eagle3": str(write_head(folder / "eagle3", spec, eagle3_tensors(spec, target_hidden=64))),
         "peagle": str(write_head(folder / "peagle", {**masked, "mask_token_id": 3}, peagle)),
         "medusa": str(write_heads(folder / "medusa", "rows", random_heads(num_heads=4))),
+        "dflash": str(write_random_block(folder / "dflash")),
+        "dflash-sliding": str(write_random_block(folder / "dflash-sliding", layer_types=["sliding_attention"] * 2, sliding_window=24)),
+        "dspark": str(write_random_block(folder / "dspark", markov="rnn")),
         "draft_model": str(draft),
     }
     pairs = {name: Pair(target, drafter) for name, drafter in {**heads, **_texts(heads["eagle3"])}.items()}
@@ -231,8 +235,9 @@ def write_known_pairs(folder: Path) -> dict[str, Pair]:
 
 def write_cyclic_pairs(folder: Path) -> dict[str, Pair]:
     """The successor target, which leaves its cycle now and then, and heads that know the cycle."""
-    target = write_successor_target(folder / "target", "qwen3", sharpness=SHARPNESS)[0]
+    target, successor = write_successor_target(folder / "target", "qwen3", sharpness=SHARPNESS)
     pairs = {f"medusa-{layout}": medusa_as(layout, folder / layout, target) for layout in ("rows", "tgi", "vllm_map")}
+    pairs["dspark"] = Pair(target, str(write_perfect_block(folder / "dspark", successor, sharpness=SHARPNESS)))
     return pairs | {"medusa-and-suffix": Pair(target, ("suffix", str(pairs["medusa-rows"].drafter)))}
 
 
@@ -273,9 +278,12 @@ PAIRS: Mapping[str, Callable[[Path], dict[str, Pair]]] = {
 
 TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
-    "random": ("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), "draft_model", *TEXTS),
+    "random": (
+        *("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS)),
+        *("dflash", "dflash-sliding", "dspark", "draft_model", *TEXTS),
+    ),
     "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
-    "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "medusa-and-suffix"),
+    "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "dspark", "medusa-and-suffix"),
     "experts": ("ngram", "mtp", "mtp-stacked"),
     "gemma4": ("assistant", "assistant-gguf"),
 }

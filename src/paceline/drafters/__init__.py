@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter
 from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import boundaries_of, open_eagle_drafter
@@ -62,6 +63,7 @@ HEADS: dict[HeadKind, Callable[[HeadFiles, LoadedTarget], Drafter]] = {
     HeadKind.PEAGLE: open_eagle_drafter,
     HeadKind.MTP: open_mtp,
     HeadKind.GEMMA4_ASSISTANT: open_assistant,
+    **dict.fromkeys(BLOCK_KINDS, open_block_drafter),
 }
 
 DRAFT_MODEL = DraftModelDrafter.name
@@ -165,8 +167,13 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
         drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # copies repeated text at next to no cost
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
-    layers = {layer for drafter in drafters if drafter.head is not None for layer in boundaries_of(drafter.head, target, options)}
+    layers = {layer for drafter in drafters if drafter.head is not None for layer in _boundaries_of(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
+
+
+def _boundaries_of(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
+    """Return the target's layer boundaries that a head reads."""
+    return block_boundaries(head, target) if head.kind in BLOCK_KINDS else boundaries_of(head, target, options)
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
@@ -303,5 +310,5 @@ def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool =
         )
     if files.kind not in HEADS:
         known = ", ".join(one.value for one in HEADS)
-        raise IncompatibleDrafterError(f"{path} holds a {files.kind.value} head, which cannot be used yet; heads of {known} can")
+        raise IncompatibleDrafterError(f"{path} is a {files.kind.value} drafter, which is not supported; those of {known} are")
     return files

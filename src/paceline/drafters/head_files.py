@@ -204,6 +204,33 @@ def check_pairing(files: HeadFiles, target: ModelConfig, *, hidden_size: int, vo
         )
 
 
+def target_ids_of(files: HeadFiles, size: int, target: ModelConfig) -> NDArray[np.int64] | None:
+    """Return the target's id of each of `size` draft ids; None = the same.
+
+    `d2t` holds offsets to add to draft ids. The sums ascend, and `t2d` marks the same ids.
+
+    Raises:
+        IncompatibleDrafterError: an id is not the target's.
+        CheckpointError: the tables contradict each other.
+    """
+    if "d2t" not in files.tensors:
+        return None
+    offsets = files.table("d2t")
+    if offsets.shape != (size,):
+        raise CheckpointError(f"{files.path}: d2t has {list(offsets.shape)} entries for {size} rows of lm_head.weight; download it again")
+    ids = np.arange(size) + offsets
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or np.any(np.diff(ids) <= 0)):
+        raise IncompatibleDrafterError(
+            f"{files.path}: d2t, which holds what to add to a draft id, gives ids from {ids.min()} to {ids.max()} that do not ascend "
+            f"within the target's {target.vocab_size}: the head was made for another model, or its table holds ids in place of offsets"
+        )
+    if "t2d" in files.tensors:
+        marked = np.flatnonzero(files.table("t2d"))
+        if len(marked) and not np.array_equal(marked, ids):
+            raise CheckpointError(f"{files.path}: d2t and t2d name different target ids; the file is damaged, download it again")
+    return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
+
+
 def _tensor_files(directory: Path) -> tuple[Path, ...]:
     """Return the files of a directory that hold the head; safetensors before PyTorch's.
 

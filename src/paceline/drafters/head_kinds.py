@@ -24,6 +24,7 @@ class HeadKind(Enum):
     DSPARK = "dspark"
     DOMINO = "domino"
     XPRESS = "xpress"
+    LILICORR = "lilicorr"
     MLP = "mlp"
     LANGUAGE_MODEL = "draft_model"
 
@@ -38,11 +39,13 @@ _SPECULATORS = {
 _ARCHITECTURES = {
     "PEagle": HeadKind.PEAGLE,
     "Peagle": HeadKind.PEAGLE,
+    "LiLiCorr": HeadKind.LILICORR,
     "DSpark": HeadKind.DSPARK,
     "DFlash2": HeadKind.DFLASH2,
     "XPress": HeadKind.XPRESS,
     "Domino": HeadKind.DOMINO,
     "DFlash": HeadKind.DFLASH,
+    "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
 }  # parts of names; the first match decides
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -68,6 +71,8 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
         return _SPECULATORS[named]
     if config.get("model_type") in _ASSISTANTS:
         return HeadKind.GEMMA4_ASSISTANT
+    if config.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in shapes):
+        return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))
     for part, kind in _ARCHITECTURES.items():
         if part in architecture:

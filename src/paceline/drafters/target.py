@@ -78,9 +78,10 @@ class LoadedTarget:
         """The runtime whose vocabulary matrix heads without one share; None = heads quantise their own copy."""
         return self.runtime if self.head_quant is None else None
 
-    def quantized(self, weights: Weights, files: Sequence[Path]) -> Weights:
-        """Return the weights of a head, read from `files`, quantised by the settings."""
-        if self.head_quant is None:
+    def quantized(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:
+        """Return the weights of a head, read from `files`, quantised by the settings for heads or for draft models."""
+        options = self.draft_model_quant if as_draft_model else self.head_quant
+        if options is None:
             return weights
         sums, num_threads = fastest_page_sums(), self.engine.num_threads
-        return quantized_weights(weights, self.head_quant, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)
+        return quantized_weights(weights, options, cache_directory(), files=files, num_threads=num_threads, page_sums=sums)

@@ -67,6 +67,8 @@ class AttentionConfig:
         keys_are_values: values are the projected keys, before norm and rotation; there is no v projection.
         is_gated: the output before o is multiplied by the sigmoid of another projection of the input.
         kv_layer: the layer whose keys and values are read; None = its own.
+        value_scale: factor of values.
+        is_causal: attention is causal even where a pass has a mask, which then applies to other layers.
     """
 
     num_heads: int
@@ -85,6 +87,8 @@ class AttentionConfig:
     keys_are_values: bool = False
     is_gated: bool = False
     kv_layer: int | None = None
+    value_scale: float = 1.0
+    is_causal: bool = False
 
     @property
     def key_rope(self) -> RopeConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.config import Quant, QuantOptions, cache_directory, copy_quant_options, draft_quant_options, weights_cache_bytes
 from paceline.drafters import HeadOptions, check_draft_adapter, prepare_one
+from paceline.drafters.block import BLOCK_KINDS
 from paceline.errors import PacelineError, memory_errors
 from paceline.hub import resolve
 from paceline.machine import available_memory_bytes
@@ -358,7 +359,8 @@ def draft_memory(
 ) -> ModelMemory | None:
     """Return the memory of a drafter's network; None where it has none."""
     if drafter.head is not None:
-        return drafter.head.memory(draft_quant_options(question.draft_quantization, None))
+        is_block = drafter.head.kind in BLOCK_KINDS  # quantised as draft models are
+        return drafter.head.memory(_draft_quant(target, question) if is_block else draft_quant_options(question.draft_quantization, None))
     if drafter.facts is None:
         return None
     quantization = _draft_quant(target, question)

@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
+from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
 from paceline.drafters.eagle.config import open_switches, read_eagle_config
@@ -153,7 +154,18 @@ def check_head(
         return _check_medusa(files, target, options)
     if files.kind is HeadKind.GEMMA4_ASSISTANT:
         return _check_assistant(files, target)
+    if files.kind in BLOCK_KINDS:
+        return _check_block(files, target)
     return _check_mtp(files, target, options, copy_quant) if files.kind is HeadKind.MTP else _check_eagle(files, target, options)
+
+
+def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:
+    config = read_block_config(files, target.config)
+    opened = open_block(files, config, target.config)
+    read = ", ".join(map(str, config.boundaries))
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}, that reads layer boundaries {read}; "
+    facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
+    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 
 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:

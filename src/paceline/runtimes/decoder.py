@@ -80,6 +80,10 @@ class Blocks(Protocol[Value]):
         """
         ...
 
+    def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+        """Write k and v [T, K * D] to the cache of `layer` without attention. The result [T, 1] has no meaning."""
+        ...
+
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
         """Return the causal convolution over time of each channel of x [T, C], followed by SiLU except in `ShortConvConfig`.
 
@@ -186,6 +190,8 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
         k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
         if attention.norms_values:
             v = blocks.head_norm(v, None, attention.num_kv_heads)
+        if attention.value_scale != 1.0:
+            v = blocks.scale(v, attention.value_scale)
         attended = blocks.attention(q, (k, v), attention, layer)
     if gate is not None:
         attended = blocks.gated(gate, attended, Activation.SIGMOID)

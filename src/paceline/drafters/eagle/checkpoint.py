@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.eagle.config import FIRST_NORM, LAST_NORM, EagleConfig, config_fields, is_nested, means_no_norm, unified_names
-from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_files import HeadFiles, target_ids_of
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
@@ -96,7 +96,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
     files.check_all_used([*used, *tables], ignored=lambda name: _is_unused(files, name))
     tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used if name != _MASK}
     mask = as_float32(files.weight(_MASK)).reshape(-1) if _MASK in used else None
-    ids = _target_ids(files, config, target)
+    ids = target_ids_of(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
         tensors["lm_head.weight"], ids = _mapped_rows(files, files.weight("lm_head.weight"), _token_map(files, target))
     embedded_ids = tensors["embedding.weight"].shape[0] if config.own_embedding else target.vocab_size
@@ -209,32 +209,6 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
     required |= {f"{prefix}{name}.weight": (hidden,) for name in norms}
     if attention.qk_norm is QKNorm.HEAD:
         required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
-
-
-def _target_ids(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> NDArray[np.int64] | None:
-    """Read `d2t`, which holds offsets to add to draft ids. The sums ascend, and `t2d` marks the same ids.
-
-    Raises:
-        IncompatibleDrafterError: an id is not the target's.
-        CheckpointError: the tables contradict each other.
-    """
-    if "d2t" not in files.tensors:
-        return None
-    size = config.layers.vocab_size
-    offsets = files.table("d2t")
-    if offsets.shape != (size,):
-        raise CheckpointError(f"{files.path}: d2t has {list(offsets.shape)} entries for {size} rows of lm_head.weight; download it again")
-    ids = np.arange(size) + offsets
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or np.any(np.diff(ids) <= 0)):
-        raise IncompatibleDrafterError(
-            f"{files.path}: d2t, which holds what to add to a draft id, gives ids from {ids.min()} to {ids.max()} that do not ascend "
-            f"within the target's {target.vocab_size}: the head was made for another model, or its table holds ids in place of offsets"
-        )
-    if "t2d" in files.tensors:
-        marked = np.flatnonzero(files.table("t2d"))
-        if len(marked) and not np.array_equal(marked, ids):
-            raise CheckpointError(f"{files.path}: d2t and t2d name different target ids; the file is damaged, download it again")
-    return None if np.array_equal(ids, np.arange(target.vocab_size)) else ids
 
 
 def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:

@@ -194,15 +194,20 @@ class NativeBlocks:
         return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
+        return self._append(self._attention(q.index, kv, attention, layer), q)
+
+    def store_kv(self, k: Value, v: Value, attention: AttentionConfig, layer: int) -> Value:
+        return self._append(self._attention(-1, (k, v), attention, layer), k, 1)
+
+    def _attention(self, q: int, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> AttentionOperation:
         k, v = (-1, -1) if kv is None else (kv[0].index, kv[1].index)
         owner = layer if attention.kv_layer is None else attention.kv_layer
-        operation = AttentionOperation(
-            q=q.index, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
+        return AttentionOperation(
+            q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
             layer=owner, tables=self._cache_config.tables_of(owner), window=attention.window or 0,
-            scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
+            is_causal=attention.is_causal, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
-        return self._append(operation, q)
 
     def gated(self, gate: Value, up: Value, activation: Activation | ClampedSwiGLU) -> Value:
         number, slope, limit = 2, 0.0, 0.0

@@ -145,10 +145,13 @@ class RopeOperation(Operation):
 
 
 class AttentionOperation(Operation):
-    """Attention over a layer of the cache. Window and soft cap 0 = none; `tables`: block table set of the pass; k = v = -1: read only."""
+    """Attention over a layer of the cache. Window and soft cap 0 = none; `tables`: block table set of the pass; k = v = -1: read only.
+
+    q = -1: keys and values are only written. `is_causal`: masks of ranges are ignored.
+    """
 
     CODE, INPUTS = Code.ATTENTION, ("q", "k", "v")
-    _fields_ = _fields("int32 q k v heads kv_heads head_size layer tables window; float scale soft_cap; pointer sinks")
+    _fields_ = _fields("int32 q k v heads kv_heads head_size layer tables window is_causal; float scale soft_cap; pointer sinks")
 
 
 class GatedOperation(Operation):
@@ -345,7 +348,7 @@ class Program(Structure):
     )
 
 
-VERSION = 19
+VERSION = 20
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (

@@ -30,17 +30,19 @@ class Attention(Protocol):
         ...
 
 
-def visible_slots(rows: RowRange, window: int | None = None) -> BoolArray:
+def visible_slots(rows: RowRange, window: int | None = None, *, is_causal: bool = False) -> BoolArray:
     """Return [num_rows, cached_len + num_rows], True = may attend: to cached rows, then causally or by the range's mask.
 
     Args:
-        window: only the last `window` rows of each row's path; None = all.
+        window: only the last `window` rows of each row's path; None = all. Later rows, which a mask may allow, are not counted.
+        is_causal: the range's mask is ignored.
     """
     mask = np.ones((rows.num_rows, rows.cached_len + rows.num_rows), np.bool_)
     mask[:, : rows.first_slot] = False
-    mask[:, rows.cached_len :] = np.tri(rows.num_rows, dtype=np.bool_) if rows.mask is None else rows.mask
+    mask[:, rows.cached_len :] = np.tri(rows.num_rows, dtype=np.bool_) if rows.mask is None or is_causal else rows.mask
     if window is not None:
-        mask &= np.cumsum(mask[:, ::-1], axis=1)[:, ::-1] <= window
+        before = mask & np.tri(*mask.shape, rows.cached_len, dtype=np.bool_)
+        mask &= np.cumsum(before[:, ::-1], axis=1)[:, ::-1] <= window
     return mask
 
 
@@ -79,7 +81,7 @@ class PlainAttention:
         self._ranges = ranges
         self._device = device
         self._blocks = []
-        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._masks: dict[tuple[int | None, bool], list[torch.Tensor | None]] = {}
         for rows in ranges:
             num_blocks = -(-(rows.cached_len + rows.num_rows) // block_size)
             self._blocks.append(torch.from_numpy(rows.block_table[:num_blocks].astype(np.int64)).to(device))
@@ -87,12 +89,12 @@ class PlainAttention:
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        window = config.window
-        if window not in self._masks:
-            masks = [visible_slots(rows, window) for rows in self._ranges]
-            self._masks[window] = [None if mask.all() else torch.from_numpy(mask).to(self._device) for mask in masks]
+        kind = config.window, config.is_causal
+        if kind not in self._masks:
+            masks = [visible_slots(rows, config.window, is_causal=config.is_causal) for rows in self._ranges]
+            self._masks[kind] = [None if mask.all() else torch.from_numpy(mask).to(self._device) for mask in masks]
         attended = torch.empty_like(q)
-        for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks[window], strict=True):
+        for rows, blocks, mask in zip(self._ranges, self._blocks, self._masks[kind], strict=True):
             num_slots = rows.cached_len + rows.num_rows
             own = slice(rows.start, rows.start + rows.num_rows)
             result = attend(
@@ -125,32 +127,32 @@ class PaddedAttention:
             row_in_range.extend(range(rows.num_rows))
         self._num_rows, self._num_slots = num_rows, num_blocks * block_size
         self._tables = torch.from_numpy(tables).to(device)
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, bool], torch.Tensor] = {}
         self._row_range = torch.tensor(row_range, device=device)
         self._row_in_range = torch.tensor(row_in_range, device=device)
 
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        window = config.window
-        if window not in self._masks:
-            self._masks[window] = torch.from_numpy(self._mask(window)).to(q.device)
+        kind = config.window, config.is_causal
+        if kind not in self._masks:
+            self._masks[kind] = torch.from_numpy(self._mask(config.window, is_causal=config.is_causal)).to(q.device)
         padded = q.new_zeros(len(self._tables), self._num_rows, *q.shape[1:])
         padded[self._row_range, self._row_in_range] = q
         attended = attend(
             padded.transpose(1, 2),
             keys[self._tables].transpose(1, 2).flatten(2, 3),
             values[self._tables].transpose(1, 2).flatten(2, 3),
-            self._masks[window],
+            self._masks[kind],
             config,
             sinks,
         )
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
 
-    def _mask(self, window: int | None) -> BoolArray:
+    def _mask(self, window: int | None, *, is_causal: bool) -> BoolArray:
         """Return [ranges, 1, rows, slots]."""
         mask = np.zeros((len(self._ranges), 1, self._num_rows, self._num_slots), np.bool_)
         mask[..., 0] = True  # a padding row must attend to something, or its softmax is 0/0
         for index, rows in enumerate(self._ranges):
-            mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows, window)
+            mask[index, 0, : rows.num_rows, : rows.cached_len + rows.num_rows] = visible_slots(rows, window, is_causal=is_causal)
         return mask

@@ -140,10 +140,14 @@ class TorchBlocks:
         owner = layer if attention.kv_layer is None else attention.kv_layer
         keys, values = self._kv_storage[2 * owner], self._kv_storage[2 * owner + 1]
         if kv is not None:
-            keys[self._block_of_row, :, self._slot_of_row] = _heads(kv[0], attention.num_kv_heads)
-            values[self._block_of_row, :, self._slot_of_row] = _heads(kv[1], attention.num_kv_heads)
+            self.store_kv(*kv, attention, owner)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
         return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
+        self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
+        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
+        return k[:, :1]
 
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
         return self._states.convolution(x, layer, self._weights)

@@ -42,12 +42,14 @@ static int group_of(const AttentionOperation *op) { return op->heads / op->kv_he
 int chunk_rows(const AttentionOperation *op) { return larger(1, MAX_QUERIES / group_of(op)); }
 int split_result_floats(const AttentionOperation *op) { return padded_columns(op->head_size) + LANES; }
 
+static int uses_mask(const AttentionOperation *op, const Range *range) { return range->mask >= 0 && !op->is_causal; }
+
 void splits_of(const AttentionOperation *op, const Chunk *chunk, int *first, int *end) {
     const Range *range = chunk->range;
-    const int row = range->mask < 0 ? chunk->row : 0;
+    const int has_mask = uses_mask(op, range), row = has_mask ? 0 : chunk->row;
     const int begin = op->window ? range->cached_len + row + 1 - op->window : 0;
     *first = larger(begin, range->first_slot) / SPLIT;
-    *end = (range->cached_len + (range->mask < 0 ? chunk->row + chunk->rows : range->rows) + SPLIT - 1) / SPLIT;
+    *end = (range->cached_len + (has_mask ? range->rows : chunk->row + chunk->rows) + SPLIT - 1) / SPLIT;
 }
 
 /* Return the floats of a thread's scratch memory for a pass of `rows` rows. */
@@ -58,12 +60,16 @@ int64_t paceline_attention_floats(int32_t group, int32_t head_size, int32_t rows
 
 static Seen seen_of(const Pass *pass, const AttentionOperation *op, const Range *range, int row) {
     Seen seen = {range->first_slot, range->cached_len + row + 1, range->cached_len + row + 1, 0};
-    if (range->mask >= 0) {
+    int end = seen.end; /* end of the row's path: a mask may allow later rows, which a window does not count */
+    if (uses_mask(op, range)) {
         seen.mask = pass->masks + range->mask + row * range->rows;
-        seen.straight = seen.end = range->cached_len;
-        for (int other = 0; other < range->rows; other++) seen.end += seen.mask[other];
+        seen.straight = seen.end = end = range->cached_len;
+        for (int other = 0; other < range->rows; other++) {
+            seen.end += seen.mask[other];
+            if (other <= row) end += seen.mask[other];
+        }
     }
-    if (op->window) seen.begin = larger(seen.begin, seen.end - op->window);
+    if (op->window) seen.begin = larger(seen.begin, end - op->window);
     return seen;
 }
 

@@ -99,6 +99,7 @@ void run_attention(const Work *work, const Operation *operation) {
         for (int row; (row = next_piece_of(work, 0, work->rows, &share)) < work->rows;) write_kv(work->program, work->pass, op, row);
         barrier();
     }
+    if (op->q < 0) return;
     const int enough = PIECES_PER_THREAD * work->program->num_threads;
     int chunks = 0, most = 0, splits = 0;
     ChunkCursor cursor = first_chunk(work->pass, op);

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 19 /* increased whenever a record, a code or a function changes; VERSION in runtimes/native/records.py is equal */
+#define KERNELS_VERSION 20 /* increased whenever a record, a code or a function changes; VERSION in runtimes/native/records.py is equal */
 
 /* Rows of a block, which share the loaded and decoded weights: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -99,10 +99,11 @@ typedef struct {
 
 typedef struct {
     Operation head;
-    int32_t q, k, v, heads, kv_heads, head_size; /* k = v = -1: another operation has written the rows */
+    int32_t q, k, v, heads, kv_heads, head_size; /* k = v = -1: another operation has written the rows; q = -1: they are only written */
     int32_t layer;  /* of the cache */
     int32_t tables; /* which set of the pass's block tables */
     int32_t window; /* rows of the sliding window; 0 = none */
+    int32_t is_causal; /* masks of ranges are ignored */
     float scale, soft_cap; /* 0 = none */
     const float *sinks;    /* [heads] the score of a key without a value that every row attends to; NULL = none */
 } AttentionOperation;

@@ -1,0 +1,230 @@
+"""Drafting with a block drafter: one pass drafts all positions of a block.
+
+Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accepted token is the target's own draw; a draft may be shorter
+than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's pass (DDTree
+of mlx-vlm chooses by probability alone).
+
+Context rows are made of the target's hidden states once per committed position, before the first draft that needs them. There is no pass
+over the prompt.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
+from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
+from paceline.kv_cache.cache import KVCache
+from paceline.runtimes.base import FloatArray, split_into_passes
+from paceline.runtimes.ranking import Draws, RankedRow
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
+from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
+
+FLUSH_ROWS = 64  # positions that wait before their rows are made without a draft
+CLEAR_LEAD, MAX_COMPARED = 4, 24
+"""If the files do not say which position a row drafts, it is decided by a lead of CLEAR_LEAD tokens, or after MAX_COMPARED."""
+
+
+class BlockDrafter(Drafter):
+    """Drafts with a block drafter.
+
+    Args:
+        cache: the target's; the drafter's context rows are kept in step with it.
+        vocab_size: V of the target; ids beyond it are never drafted.
+        drafts_at_anchor: the alignment to begin with, see `BlockConfig`.
+        tree_width: draft tokens per node; 1 = a chain.
+    """
+
+    def __init__(
+        self,
+        head: BlockHead,
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        drafts_at_anchor: bool,
+        tree_width: int = 1,
+    ) -> None:
+        config = head.config
+        self.name = config.kind.value
+        self.needs = DrafterNeeds(layers=config.boundaries)
+        self.head, self.drafts_at_anchor = head, drafts_at_anchor
+        self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
+        self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
+        self._tree_width = tree_width
+        head.rank_with(self._sampler.ranking(tree_width))
+        self._is_open = config.drafts_at_anchor is None
+        self._num_right = [0, 0]  # of the first row and of the second one, as the next token
+        self._num_compared = 0
+        self._firsts = RequestState[tuple[int, int, int]]()  # of the last draft: where, and the best token of rows 0 and 1
+        layers = config.layers
+        parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
+        self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        late = []
+        for one in rows:
+            collected = one.collected_hidden_states
+            if collected is None:
+                raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
+            features = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
+            if self.context.observe(one.request, one.start, features) > FLUSH_ROWS or one.request.is_finished:
+                late.append(one.request)
+        self._make_context(late)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        pairs = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.is_ready(one)]
+        self._make_context([request for request, _ in pairs])
+        trees: dict[int, DraftTree | None] = {}
+        for part in split_into_passes(pairs, lambda pair: self._num_rows(pair[1])):
+            group: list[tuple[BlockRows, GrowingDraft]] = []
+            num_spares = 0
+            for request, budget in part:
+                self._compare(request)
+                depth, width = self._shape(budget)
+                count = self._num_rows(budget)
+                needed = self.context.num_spares(request, count)
+                if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.embedded_ids:
+                    continue
+                if num_spares + needed > SPARE_BLOCKS:
+                    trees |= self._draft(group)
+                    group, num_spares = [], 0
+                rows = self.context.block_range(request, count, num_spares)
+                if rows is None:
+                    continue
+                num_spares += needed
+                draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_slot)
+                group.append((BlockRows(request.token_ids[-1], rows, range(count)), draft))
+            trees |= self._draft(group)
+        return [trees.get(id(request)) for request in requests]
+
+    def release(self, request: Request) -> None:
+        self.context.release(request)
+        self._firsts.pop(request)
+
+    def _shape(self, budget: DraftBudget) -> tuple[int, int]:
+        depth, width = draft_shape(budget, self._tree_width)
+        return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
+
+    def _num_rows(self, budget: DraftBudget) -> int:
+        """Rows of a block that drafts as far as a budget allows; both alignments' while that is open."""
+        depth = self._shape(budget)[0]
+        return min(self.head.config.block_size, depth if self.drafts_at_anchor and not self._is_open else depth + 1)
+
+    def _make_context(self, requests: Sequence[Request]) -> None:
+        waiting = [(request, rows) for request in requests if (rows := self.context.waiting_rows(request)) is not None]
+        for part in split_into_passes(waiting, lambda pair: pair[1].rows.num_rows):
+            self._run_context([request for request, _ in part], [rows for _, rows in part])
+
+    def _run_context(self, requests: Sequence[Request], rows: Sequence[ContextRows]) -> None:
+        try:
+            self.head.run_context(rows)
+        except BaseException:  # an interrupted pass leaves no valid rows
+            for request in requests:
+                self.context.release(request)
+            raise
+        for request in requests:
+            self.context.keep(request)
+
+    def _draft(self, group: Sequence[tuple[BlockRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
+        if not group:
+            return {}
+        drafts = [draft for _, draft in group]
+        is_biased = self.head.rank > 0
+        shift = 0 if self.drafts_at_anchor else 1
+        output = self.head.run_block([rows for rows, _ in group], None if is_biased else _block_draws(group, shift))
+        if is_biased:
+            logits, hidden = np.array(output.logits), np.array(output.hidden_states)
+        first = 0
+        for rows, draft in group:
+            count = len(rows.wanted)
+            if is_biased:
+                self._note(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
+                self._choose(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
+            else:
+                ranked = output.ranked[first : first + count]
+                self._note(draft.request, [row.token_ids[0] for row in ranked[:2]])
+                self._take_rows(draft, ranked[shift:], output.logits[first + shift : first + count])
+            first += count
+        return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
+
+    def _take_rows(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
+        """Draft tokens of rows that do not depend on one another."""
+        for level in range(draft.depth):
+            nodes = draft.frontier
+            if not nodes:
+                return
+            if draft.uses_ranking:
+                is_greedy = draft.request.params.is_greedy
+                found = [self._sampler.sample_ranked(ranked[level], draft.width, is_greedy=is_greedy)] * len(nodes)
+            else:
+                found = [self._next(draft, node, logits[level]) for node in nodes]
+            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+
+    def _choose(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
+        """Draft tokens one level after another, each row with the bias of the tokens before it."""
+        head, states = self.head, {0: np.zeros(self.head.rank, np.float32)}
+        for level in range(draft.depth):
+            nodes = draft.frontier
+            if not nodes:
+                return
+            rows = [head.markov_row(draft.request.token_ids[-1] if node == 0 else draft.token_ids[node]) for node in nodes]
+            made = [
+                head.latent(row, hidden[level], states[draft.parents[node] if node else 0]) for node, row in zip(nodes, rows, strict=True)
+            ]
+            states |= {node: state for node, (_, state) in zip(nodes, made, strict=True)}
+            base = np.repeat(logits[level : level + 1], len(nodes), 0)
+            output = head.run_bias(np.stack([latent for latent, _ in made]), base, frontier_draws([draft]))
+            if draft.uses_ranking:
+                is_greedy = draft.request.params.is_greedy
+                found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
+            else:
+                found = [self._next(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
+            if head.config.has_confidence:
+                found = [_with_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
+            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+
+    def _next(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
+        return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
+
+    def _note(self, request: Request, best: Sequence[int]) -> None:
+        """Store the best tokens of the first two rows while the alignment is open."""
+        if self._is_open and len(best) == 2:
+            self._firsts[request] = len(request.token_ids), best[0], best[1]
+
+    def _compare(self, request: Request) -> None:
+        """Count which of the first two rows named the token that followed; settle the alignment after some."""
+        noted = self._firsts.pop(request) if self._is_open else None
+        if noted is None or len(request.token_ids) <= noted[0]:
+            return
+        actual, ids = request.token_ids[noted[0]], self.head.target_ids
+        rows = [int(best if ids is None or self.head.rank == 0 else ids[best]) for best in noted[1:]]
+        for index, token in enumerate(rows):
+            self._num_right[index] += token == actual
+        self._num_compared += 1
+        lead = self._num_right[0] - self._num_right[1]
+        if abs(lead) >= CLEAR_LEAD or self._num_compared >= MAX_COMPARED:
+            self._is_open = False
+            self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
+
+
+def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) -> Draws | None:
+    """Return how the tokens of all rows are drawn: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
+    return token_draws(
+        [
+            (draft.request, row - shift) if draft.is_drawn and row >= shift else None
+            for rows, draft in group
+            for row in range(len(rows.wanted))
+        ]
+    )
+
+
+def _with_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
+    """The same with the drafter's own chance of its first token; those of its siblings share what is left."""
+    if not found.token_ids or found.draft_probs is not None:
+        return found
+    rest = sum(found.probs[1:])
+    scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0
+    return DraftTokens(found.token_ids, (confidence, *[prob * scale for prob in found.probs[1:]]))

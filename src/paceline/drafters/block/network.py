@@ -1,0 +1,220 @@
+"""The networks of a block drafter, and the choice of one token after another among a block's rows.
+
+`context_rows` makes keys and values of committed positions from the target's hidden states; they stay. `block_rows` runs the last token and
+mask tokens over them; its own keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to each
+row (`biased_rows`).
+
+Sources: DFlash (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from paceline.drafters.block.checkpoint import BlockCheckpoint, BlockConfig, MarkovKind
+from paceline.models.config import WeightType
+from paceline.models.layers import QKNorm
+from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
+from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
+from paceline.runtimes.embedding import embedding_rows
+from paceline.runtimes.load import open_head
+from paceline.runtimes.ranking import Draws, Ranking
+
+BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
+"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; a bias before its product, and its rows."""
+
+
+def context_rows(config: BlockConfig) -> Compose:
+    """Keys and values of committed positions; nothing is attended."""
+
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        chunks = [blocks.input(f"{BOUNDARY}.{index}", config.feature_size) for index in range(len(config.boundaries))]
+        (mixed,) = blocks.linear(blocks.concat(*chunks), "fc")
+        context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
+        for layer, attention in config.layers.attentions.items():
+            prefix = f"layers.{layer}."
+            k, v = blocks.linear(context, prefix + "k_proj", prefix + "v_proj")
+            if attention.qk_norm is QKNorm.HEAD:
+                k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
+            k = blocks.rope(k, attention.num_kv_heads, attention.key_rope)
+            v = v if attention.value_scale == 1.0 else blocks.scale(v, attention.value_scale)
+            stored.append(blocks.store_kv(k, v, attention, layer))
+        return {f"stored.{layer}": value for layer, value in enumerate(stored)}
+
+    return compose
+
+
+def block_rows(config: BlockConfig) -> Compose:
+    """A block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
+
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        x = blocks.input(EMBEDDING, config.layers.hidden_size)
+        for index, layer in enumerate(config.layers.layers):
+            x = decoder_layer(blocks, layer, x, index)
+        hidden = blocks.rms_norm(x, "final_norm")
+        logits = blocks.lm_head(blocks.logits_rows(hidden), "lm_head")
+        if config.logit_scale != 1.0:
+            logits = blocks.scale(logits, config.logit_scale)
+        if config.logit_soft_cap is not None:
+            logits = blocks.soft_cap(logits, config.logit_soft_cap)
+        return {LOGITS: logits, HIDDEN_STATES: hidden}
+
+    return compose
+
+
+def biased_rows(config: BlockConfig, rank: int) -> Compose:
+    """`logits` [R, Vd]: rows of a block with the bias of DSpark, from its latent vector [T, r]."""
+
+    def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, rank)), "markov_output")
+        return {LOGITS: blocks.add(bias, blocks.logits_rows(blocks.input(BASE, config.layers.vocab_size)))}
+
+    return compose
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """Committed positions of one request whose keys and values are to be made.
+
+    Attributes:
+        features: [T, F] hidden states of the target, all boundaries of a row next to one another.
+        rows: where they are cached.
+    """
+
+    features: FloatArray
+    rows: RowRange
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The block of one request.
+
+    Attributes:
+        anchor: the last token.
+        rows: its rows, the anchor's first.
+        wanted: rows of the block whose logits are wanted.
+    """
+
+    anchor: int
+    rows: RowRange
+    wanted: Sequence[int]
+
+
+class BlockHead:
+    """Runs a block drafter.
+
+    Args:
+        checkpoint: its weights.
+        tensors: of its networks; `lm_head.weight` may be the target's.
+        embedding: of tokens, read where it is stored.
+        lm_head_of: see `open_head`.
+
+    Attributes:
+        runtime: the network of committed positions; making its cache makes that of the others too.
+        embedded_ids: token ids from here on have no embedding.
+    """
+
+    def __init__(
+        self,
+        checkpoint: BlockCheckpoint,
+        tensors: Mapping[str, AnyTensor],
+        embedding: AnyTensor,
+        *,
+        num_threads: int,
+        max_model_len: int,
+        backend: str = "auto",
+        device: str = "cpu",
+        lm_head_of: Network | None = None,
+    ) -> None:
+        config = checkpoint.config
+        self.config, self.target_ids, self._small = config, checkpoint.target_ids, checkpoint.small
+        self.rank = self._small["markov_w1"].shape[1] if config.markov is not None else 0
+        self.runtime = open_head(
+            context_rows(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
+            backend=backend, device=device, lm_head_of=lm_head_of,
+        )  # fmt: skip
+        self._block = self.runtime.sibling(block_rows(config))
+        self._biased = self.runtime.sibling(biased_rows(config, self.rank)) if self.rank else None
+        self._ranking: Ranking | None = None
+        self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
+        self._plain = replace(config.layers, embedding_scale=1.0)
+        self._mask_row = checkpoint.mask_embedding
+        self.embedded_ids = embedding.shape[0]
+        self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
+
+    def rank_with(self, ranking: Ranking) -> None:
+        """Rank the rows of logits from now on, by this ranking alone."""
+        self._ranking = ranking
+
+    def run_context(self, parts: Sequence[ContextRows]) -> None:
+        """Cache keys and values of committed positions of several requests."""
+        features = np.concatenate([part.features for part in parts]) if len(parts) > 1 else parts[0].features
+        size = self.config.feature_size
+        inputs = {name: np.ascontiguousarray(features[:, index * size : (index + 1) * size]) for index, name in enumerate(self._names)}
+        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
+        self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
+
+    def run_block(self, parts: Sequence[BlockRows], draws: Draws | None = None) -> ForwardOutput:
+        """One pass over the blocks of several requests; logits are those of the wanted rows, request by request."""
+        starts = [0, *accumulate(part.rows.num_rows for part in parts)]
+        token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
+        token_ids[starts[:-1]] = [part.anchor for part in parts]
+        rows = embedding_rows(self._embedding, token_ids, self._plain, WeightType.F32)
+        if self._mask_row is not None:
+            rows[np.setdiff1d(np.arange(starts[-1]), starts[:-1])] = self._mask_row
+        if self.config.embedding_scale != 1.0:
+            rows = rows * np.float32(self.config.embedding_scale)
+        positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
+        wanted = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.wanted], np.int32)
+        ranking = self._ranking if self._biased is None else None
+        return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
+
+    def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
+        """Rows of logits `base` [n, Vd] with the bias of `latent` [n, r]."""
+        if self._biased is None:
+            raise RuntimeError("this drafter has no Markov head")
+        rows = np.arange(len(latent), dtype=np.int32)
+        return self._biased.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
+
+    def markov_row(self, token_id: int) -> FloatArray:
+        """[r] the row of the previous token; zeros for an id that the drafter does not know."""
+        table = self._small["markov_w1"]
+        return table[token_id] if token_id < len(table) else np.zeros(self.rank, np.float32)
+
+    def latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What the bias of a row is made of, [r], and the next state [r].
+
+        Args:
+            row: [r] of the previous token.
+            hidden: [E] of the row.
+            state: [r] after the tokens before it; zeros at the first row. Only `MarkovKind.RNN` uses it.
+        """
+        kind = self.config.markov
+        if kind is MarkovKind.GATED:
+            gate = self._small["gate"] @ np.concatenate([hidden, row]) + self._small["gate_bias"]
+            return row * _sigmoid(gate), state
+        if kind is MarkovKind.RNN:
+            joint = self._small["joint"] @ np.concatenate([state, row, hidden]) + self._small["joint_bias"]
+            gate, candidate, out = np.split(joint, 3)
+            state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
+            return np.tanh(out), state
+        return row, state
+
+    def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
+        """Chance that the token drafted at a row is accepted once those before it are."""
+        features = np.concatenate([hidden, row]) if self.config.confidence_reads_token else hidden
+        return float(_sigmoid(self._small["confidence"][0] @ features + self._small["confidence_bias"][0]))
+
+
+def _sigmoid(x: FloatArray) -> FloatArray:
+    with np.errstate(over="ignore"):  # exp of a large number is inf, and 1 / inf is 0
+        return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
+
+
+def _batch(rows: Sequence[RowRange], positions: Sequence[IntArray]) -> ForwardBatch:
+    starts = accumulate((one.num_rows for one in rows), initial=0)
+    ranges = tuple([one._replace(start=start) for one, start in zip(rows, starts, strict=False)])
+    return ForwardBatch(np.concatenate(positions) if len(positions) > 1 else positions[0], ranges)

@@ -1,0 +1,194 @@
+"""Tiny block drafters in the formats they are published in, and their definition in NumPy without cache, blocks or runtimes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness.eagle_checkpoints import Tensors, random_tensors, write_head
+
+Array = NDArray[Any]
+TARGET_HIDDEN, VOCAB_SIZE, MASK = 32, 97, 96
+SIZES: Mapping[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512,
+    "model_type": "qwen3",
+}  # fmt: skip
+DFLASH: Mapping[str, Any] = {
+    **SIZES, "architectures": ["DFlashDraftModel"], "block_size": 8,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]},
+}  # fmt: skip
+DSPARK: Mapping[str, Any] = {
+    **SIZES, "architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": MASK, "target_layer_ids": [-1, 3, 5],
+    "markov_rank": 6, "sample_from_anchor": True,
+}  # fmt: skip
+
+
+def block_tensors(
+    config: Mapping[str, Any] = DFLASH,
+    *,
+    markov: str | None = None,
+    confidence: bool | None = None,
+    qk_norm: bool = True,
+    target_hidden: int = TARGET_HIDDEN,
+    seed: int = 0,
+) -> Tensors:
+    """Random tensors of a drafter.
+
+    Args:
+        confidence: with a confidence head, which reads the previous token's Markov row or not; None = without.
+    """
+    hidden, inner, size, rank = config["hidden_size"], config["intermediate_size"], config["head_dim"], 6
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * target_hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        shapes |= {
+            prefix + "self_attn.q_proj.weight": (queries, hidden), prefix + "self_attn.k_proj.weight": (keys, hidden),
+            prefix + "self_attn.v_proj.weight": (keys, hidden), prefix + "self_attn.o_proj.weight": (hidden, queries),
+            prefix + "mlp.gate_proj.weight": (inner, hidden), prefix + "mlp.up_proj.weight": (inner, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, inner), prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
+        if qk_norm:
+            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (size,) for part in ("q", "k")}
+    if markov is not None:
+        shapes |= {"markov_head.markov_w1.weight": (VOCAB_SIZE, rank), "markov_head.markov_w2.weight": (VOCAB_SIZE, rank)}
+    if markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+    if markov == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
+    if confidence is not None:
+        shapes |= {"confidence_head.proj.weight": (1, hidden + rank * confidence), "confidence_head.proj.bias": (1,)}
+    return random_tensors(shapes, seed)
+
+
+def write_random_block(directory: Path, *, markov: str | None = None, hidden_size: int = 64, **more: Any) -> Path:
+    """A drafter that knows nothing of its target of 3 layers."""
+    config = {**(DFLASH if markov is None else DSPARK), "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, **more}
+    layers = [-1, 0, 2]
+    if markov is None:
+        config["dflash_config"] = {"mask_token_id": 3, "target_layer_ids": layers}
+    else:
+        config |= {"target_layer_ids": layers, "markov_head_type": markov, "confidence_head_with_markov": True}
+    tensors = block_tensors(config, markov=markov, confidence=None if markov is None else True, target_hidden=hidden_size)
+    return write_head(directory, config, tensors)
+
+
+def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> Path:
+    """A DSpark drafter for the successor target of 2 layers, whose bias alone names the successor of the token before."""
+    count = len(successor)
+    config = {
+        **DSPARK, "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, "target_layer_ids": [-1, 0, 1],
+        "vocab_size": count,
+    }  # fmt: skip
+    tensors = block_tensors(config, target_hidden=hidden_size)
+    tensors["norm.weight"] = torch.zeros(hidden_size)  # rows of the block say nothing
+    tensors["markov_head.markov_w1.weight"] = torch.eye(count)
+    output = torch.zeros(count, count)
+    output[torch.from_numpy(successor), torch.arange(count)] = sharpness * hidden_size**0.5  # as the target's own logits
+    return write_head(directory, config, tensors | {"markov_head.markov_w2.weight": output})
+
+
+class PlainBlock:
+    """One sequence of a block drafter, greedy, in float64. Source: formats of DFlash and DSpark as their publishers compute them.
+
+    Args:
+        config: all levels of config.json as one mapping.
+        layers: (window, is_causal) of each layer.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Tensors, embedding: Array, head: Array, layers: Sequence[tuple[int | None, bool]]
+    ) -> None:
+        self.config, self.embedding, self.head, self.layers = config, embedding, head, layers
+        self.w = {name: values.double().numpy() for name, values in tensors.items()}
+        self.states = np.zeros((0, self.w["fc.weight"].shape[1]))
+
+    def commit(self, features: Array) -> None:
+        self.states = np.concatenate([self.states, features])
+
+    def hidden(self, anchor: int, size: int) -> Array:
+        """[size, E] after the final norm."""
+        config, num_known = self.config, len(self.states)
+        context = _norm(self.states @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
+        x = self.embedding[[anchor] + [config["mask_token_id"]] * (size - 1)] * config.get("input_embedding_scale", 1.0)
+        positions = np.arange(num_known + size)
+        for layer, (window, is_causal) in enumerate(self.layers):
+            prefix = f"layers.{layer}."
+            normed = _norm(x, self.w[prefix + "input_layernorm.weight"])
+            q = self._heads(normed, prefix, "q", positions[num_known:])
+            rows = np.concatenate([context, normed])
+            k, v = self._heads(rows, prefix, "k", positions), self._heads(rows, prefix, "v", positions)
+            v = v * config.get("attention_value_scale", 1.0)
+            away = positions[num_known:, None] - positions[None]
+            seen = (away >= 0) | (not is_causal)
+            if window is not None:
+                seen &= (away < window) & (away > -window)
+            group = q.shape[1] // k.shape[1]
+            scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * config["head_dim"] ** -0.5
+            scores = np.where(seen[None], scores, -np.inf)
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            shares /= shares.sum(-1, keepdims=True)
+            attended = np.einsum("hqk,khd->qhd", shares, np.repeat(v, group, 1)).reshape(size, -1)
+            x = x + attended @ self.w[prefix + "self_attn.o_proj.weight"].T
+            normed = _norm(x, self.w[prefix + "post_attention_layernorm.weight"])
+            gate, up, down = (self.w[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            gated = normed @ gate.T
+            x = x + (gated / (1 + np.exp(-gated)) * (normed @ up.T)) @ down.T
+        return _norm(x, self.w["norm.weight"])
+
+    def draft(self, anchor: int, size: int) -> tuple[list[int], list[float], Array]:
+        """Tokens, confidences and rows of logits of a draft."""
+        hidden = self.hidden(anchor, size)[0 if self.config.get("sample_from_anchor") else 1 :]
+        logits = hidden @ self.head.T * self.config.get("output_multiplier", 1.0)
+        cap = self.config.get("final_logit_softcapping")
+        logits = np.tanh(logits / cap) * cap if cap else logits
+        tokens, confidences, previous, state = [], [], anchor, 0.0
+        for row, h in zip(logits, hidden, strict=True):
+            if "markov_head.markov_w1.weight" in self.w:
+                e = self.w["markov_head.markov_w1.weight"][previous]
+                latent = e
+                if "markov_head.gate_proj.weight" in self.w:
+                    latent = e * _sigmoid(self.w["markov_head.gate_proj.weight"] @ np.r_[h, e] + self.w["markov_head.gate_proj.bias"])
+                elif "markov_head.joint_proj.weight" in self.w:
+                    state = np.zeros_like(e) if not tokens else state
+                    joint = self.w["markov_head.joint_proj.weight"] @ np.r_[state, e, h] + self.w["markov_head.joint_proj.bias"]
+                    gate, candidate, latent = np.split(joint, 3)
+                    state = _sigmoid(gate) * state + (1 - _sigmoid(gate)) * np.tanh(candidate)
+                    latent = np.tanh(latent)
+                row += latent @ self.w["markov_head.markov_w2.weight"].T
+                if "confidence_head.proj.weight" in self.w:
+                    features = np.r_[h, e] if self.config.get("confidence_head_with_markov") else h
+                    confidences.append(
+                        float(_sigmoid(self.w["confidence_head.proj.weight"][0] @ features + self.w["confidence_head.proj.bias"][0]))
+                    )
+            previous = int(row.argmax())
+            tokens.append(previous)
+        return tokens, confidences, logits
+
+    def _heads(self, x: Array, prefix: str, part: str, positions: Array) -> Array:
+        size = self.config["head_dim"]
+        y = (x @ self.w[f"{prefix}self_attn.{part}_proj.weight"].T).reshape(len(x), -1, size)
+        if part == "v":
+            return y
+        norm = self.w.get(f"{prefix}self_attn.{part}_norm.weight")
+        y = y if norm is None else _norm(y, norm)
+        if self.config.get("interleaved"):
+            angle = positions[:, None] * self.config["rope_theta"] ** (-np.arange(size // 2) / (size // 2))
+            cos, sin, even, odd = np.cos(angle)[:, None], np.sin(angle)[:, None], y[..., ::2], y[..., 1::2]
+            return np.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(y.shape)
+        angle = positions[:, None] * self.config["rope_theta"] ** (-np.arange(size // 2) / (size // 2))
+        cos, sin, first, second = np.cos(angle)[:, None], np.sin(angle)[:, None], y[..., : size // 2], y[..., size // 2 :]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _norm(x: Array, weight: Array) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))

@@ -1,0 +1,119 @@
+"""Block drafters are recognised, refused by what they are, and read the right row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.always_drafts import draft_always
+from harness.block_checkpoints import DFLASH, DSPARK, block_tensors, write_perfect_block, write_random_block
+from harness.eagle_checkpoints import write_head
+from harness.exact_targets import skip_without_kernels
+from harness.medusa_checkpoints import write_successor_target
+from harness.model_configs import make_config
+from paceline import LLM, SamplingParams
+from paceline.drafters.block.checkpoint import open_block, read_block_config
+from paceline.drafters.block.drafter import BlockDrafter
+from paceline.drafters.head_files import HeadFiles
+from paceline.drafters.head_kinds import HeadKind
+from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.proof.doctor import DoctorOptions, diagnose
+
+TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (DFLASH, HeadKind.DFLASH),
+        ({**DFLASH, "architectures": ["MuseGlimmerAssistantModel"]}, HeadKind.DFLASH),
+        ({**DFLASH, "architectures": []}, HeadKind.DFLASH),
+        (DSPARK, HeadKind.DSPARK),
+        ({**DSPARK, "architectures": ["Lfm2DSparkDraftModel"]}, HeadKind.DSPARK),
+        ({**DFLASH, "architectures": ["DFlash2DraftModel"]}, HeadKind.DFLASH2),
+        ({**DFLASH, "architectures": ["LiLiCorrDraftModel"]}, HeadKind.LILICORR),
+        ({**DFLASH, "projector_type": "domino"}, HeadKind.DOMINO),
+    ],
+)
+def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind, tmp_path: Path) -> None:
+    assert HeadFiles.open(write_head(tmp_path, config, block_tensors())).kind is kind
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"architectures": ["Gemma4DSparkModel"]}, "of the kind Gemma4DSparkModel, which is not supported"),
+        ({"lilicorr_top_k": 4}, "'lilicorr_top_k', which is not supported"),
+        ({"conv_kernel_size": 2}, "'conv_kernel_size', which is not supported"),
+        ({"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; vanilla, gated, rnn are"),
+        ({"mask_token_id": 97}, r"mask_token_id = \[97\], expected one id below the target's 97"),
+        ({"target_layer_ids": [1, 3]}, r"reads 3 of the target's layer boundaries, and its config names \[2, 4\]"),
+        ({"target_layer_ids": [1, 3, 9]}, "its config names .* of 9 layers: it was made for another model"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "is_causal": False}, "shorter than a block"),
+    ],
+)
+def test_a_drafter_that_computes_something_else_is_refused(more: Any, what: str, tmp_path: Path) -> None:
+    files = HeadFiles.open(write_head(tmp_path, {**DSPARK, **more}, block_tensors(markov="vanilla")))
+    with pytest.raises(IncompatibleDrafterError, match=what):
+        read_block_config(files, TARGET)
+
+
+def test_a_drafter_of_another_width_is_refused(tmp_path: Path) -> None:
+    files = HeadFiles.open(write_random_block(tmp_path, hidden_size=64))
+    with pytest.raises(IncompatibleDrafterError, match="it was made for another model"):
+        read_block_config(files, make_config(hidden_size=48, vocab_size=97, num_layers=9))
+
+
+def test_an_unknown_tensor_is_refused_and_copies_of_the_target_are_not_loaded(tmp_path: Path) -> None:
+    copies = {"embed_tokens.weight": torch.zeros(97, 32), "lm_head.weight": torch.zeros(97, 32)}
+    files = HeadFiles.open(write_head(tmp_path / "copies", DFLASH, block_tensors() | copies))
+    assert not {"embedding.weight", "lm_head.weight"} & set(open_block(files, read_block_config(files, TARGET), TARGET).weights)
+    files = HeadFiles.open(write_head(tmp_path / "unknown", DFLASH, block_tensors() | {"layers.0.extra.weight": torch.zeros(2, 2)}))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.extra\.weight"):
+        open_block(files, read_block_config(files, TARGET), TARGET)
+
+
+def test_layers_without_names_are_spread_over_the_target(tmp_path: Path) -> None:
+    files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": {"mask_token_id": 3}}, block_tensors()))
+    assert read_block_config(files, TARGET).boundaries == (2, 5, 7)  # outputs of layers 1, round(3.5) and 6
+
+
+def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_kernels()
+    draft_always(monkeypatch)
+    target, _ = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    config = {
+        **{name: value for name, value in DSPARK.items() if name not in ("sample_from_anchor", "target_layer_ids")},
+        "aux_hidden_state_layer_ids": [0, 1, 2], "hidden_size": 128, "num_hidden_layers": 2, "mask_token_id": 3, "vocab_size": 97,
+    }  # fmt: skip
+    tensors = block_tensors(config, target_hidden=128)
+    for name, values in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            values.zero_()  # so the row of the last token names the token after it, and rows of masks name another
+        if name == "norm.weight":
+            values.fill_(1.0)
+    with LLM(str(target), drafter=str(write_head(tmp_path / "drafter", config, tensors)), kv_cache_gb=0.05) as llm:
+        (drafter,) = llm.engine.speculator.drafters
+        assert isinstance(drafter, BlockDrafter)
+        before = drafter.drafts_at_anchor
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
+        first, second = llm.generate([[5, 6]], sampling)[0], llm.generate([[5, 6]], sampling)[0]
+    assert first.token_ids == second.token_ids == plain.token_ids
+    assert (before, drafter.drafts_at_anchor) == (False, True)
+    assert second.speculation.mean_acceptance_length > 1.5
+
+
+def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> None:
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    drafter = write_perfect_block(tmp_path / "drafter", successor, sharpness=4.0)
+    found = diagnose(DoctorOptions(model=str(target), drafters=(str(drafter),)))
+    assert found.problems == []
+    (one,) = found.drafters
+    assert one.pair is not None
+    assert one.pair.summary.startswith("dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; its sizes fit")
+    other = write_random_block(tmp_path / "other", hidden_size=64)
+    found = diagnose(DoctorOptions(model=str(target), drafters=(str(other),)))
+    assert not found.works
+    assert any("it was made for another model" in problem for problem in found.problems)
