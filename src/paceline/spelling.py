@@ -20,7 +20,6 @@ OTHER_NAMES = {
     "guided_decoding": "grammar",
     "speculative_config": "drafter",
     "speculative_model": "drafter",
-    "num_speculative_tokens": "num_speculative_tokens",
     "gpu_memory_utilization": "kv_cache_gb",
     # transformers
     "max_new_tokens": "max_tokens",

@@ -50,7 +50,7 @@ def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_llm(target: Path, head: Path, **options: object) -> LLM:
-    return LLM(str(target), drafter=str(head), num_draft_tokens=4, drafter_options=options, **LIMITS)  # type: ignore[arg-type]
+    return LLM(str(target), drafter=str(head), num_speculative_tokens=4, drafter_options=options, **LIMITS)  # type: ignore[arg-type]
 
 
 def config_of(llm: LLM) -> EagleConfig:
@@ -62,7 +62,7 @@ def config_of(llm: LLM) -> EagleConfig:
 def acceptance(llm: LLM) -> float:
     prompt = [FIRST_TOKEN, *np.random.default_rng(1).choice(DRAFT_IDS, 40).tolist()]
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=40, ignore_eos=True))
-    assert output.speculation.drafted > 28
+    assert output.speculation.num_draft_tokens > 28
     return output.speculation.acceptance_rate
 
 

@@ -338,7 +338,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
         return memory.draft.weights_bytes
 
     shared = bytes_of(draft_vocab_size=FIRST)
-    monkeypatch.setattr("paceline.proof.head_pairing.load_mtp", with_own)
+    monkeypatch.setattr("paceline.proof.pairing.load_mtp", with_own)
     assert bytes_of(draft_vocab_size=FIRST) == shared
     assert bytes_of() > shared
 

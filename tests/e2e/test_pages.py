@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from draw_imports import REPOSITORY
 from harness.adapter_files import low_rank, write_adapter
+from harness.block_checkpoints import write_random_block
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.eagle_checkpoints import EAGLE3, eagle3_tensors, write_head
 from harness.gemma4_assistants import CLUSTERS, write_assistant, write_target
@@ -57,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lmsys/vicuna-7b-v1.3",
         "path/to/Qwen3-8B",
         "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-8B",
     ):
         shutil.copytree(target, root / name)
     spec = {**EAGLE3, "hidden_size": 64, "intermediate_size": 96}
@@ -71,7 +73,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_assistant(root / "google/gemma-4-E2B-it-assistant", **CLUSTERS)
     add_module(write_checkpoint(root / "DIRECTORY", "qwen3", **SMALL), "mtp", random_module(), num_layers=2)
     bytes_only = write_byte_level_tokenizer(write_checkpoint(root / "gguf", "llama", vocab_size=263, **SMALL))
-    write_gguf(bytes_only, root / "model-Q4_0.gguf", "Q4_0", metadata=byte_level_vocabulary(bytes_only))
+    for name in ("model-Q4_0.gguf", "my-model.gguf"):
+        metadata = {**byte_level_vocabulary(bytes_only), "tokenizer.chat_template": "{{ messages[-1].content }}"}
+        write_gguf(bytes_only, root / name, "Q4_0", metadata=metadata)
+    for name, block, markov in (
+        ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", None),
+        ("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Instruct-DSpark", "vanilla"),
+    ):
+        write_checkpoint(root / name, "llama", num_hidden_layers=3)
+        write_random_block(root / block, markov=markov)
     asked = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}
     (root / "requests.jsonl").write_text(json.dumps(asked) + "\n")
     errors = root / "src/paceline/errors.py"

@@ -379,7 +379,7 @@ def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, mo
         has_tree = any(len(plan.parents) > 1 and len(nodes) == len(plan.parents) for plan, nodes in zip(plans, wanted, strict=True))
         if not has_tree or len(plans) == 1:
             return arguments
-        return arguments._replace(wanted=arguments.wanted._replace(rows=np.roll(arguments.wanted.rows, len(wanted[0]))))
+        return arguments._replace(logits_rows=arguments.logits_rows._replace(rows=np.roll(arguments.logits_rows.rows, len(wanted[0]))))
 
     monkeypatch.setattr(step_module, "assemble", shifted)
     with differs:

@@ -93,7 +93,7 @@ def test_tokens_are_the_same_whatever_vocabulary_drafts(
             tally["token ids compared with plain decoding, drafts of another vocabulary"] += len(output.token_ids)
     assert accepted > 0
     llm.engine.cache.check()
-    drafter_cache = getattr(llm.drafter, "writer", llm.drafter).cache  # type: ignore[union-attr]
+    drafter_cache = getattr(llm.drafter, "model", llm.drafter).cache  # type: ignore[union-attr]
     drafter_cache.check()
     assert drafter_cache.pool.num_free == drafter_cache.pool.num_blocks
 

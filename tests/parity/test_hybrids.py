@@ -206,7 +206,7 @@ def test_a_text_model_beside_an_encoder_and_a_drafting_head_is_the_same_model(
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, num_threads=2, device="cpu", backend=backend)
     loaded = load_runtime(tmp_path, options)
     assert loaded.own_head == "mtp"
-    assert [notice.split(":")[0] for notice in loaded.notices] == ["the checkpoint's image and audio encoders are left out"]
+    assert [notice.split(":")[0] for notice in loaded.notices] == ["the checkpoint's image and audio encoders are not loaded"]
     expected = prompt_logits(open_backend(plain.directory, backend), plain.token_ids)
     assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
 

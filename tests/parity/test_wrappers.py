@@ -97,7 +97,7 @@ def test_a_text_has_the_logits_of_the_whole_model(whole: Callable[[str], tuple[P
     assert difference(prompt_logits(open_backend(directory, backend), token_ids), expected) <= BOUND
     if backend == "torch":
         notices = load_runtime(directory, RuntimeOptions(device="cpu", backend="torch")).notices
-        assert sum("encoders are left out" in notice for notice in notices) == 1
+        assert sum("encoders are not loaded" in notice for notice in notices) == 1
     assert open_weights(directory, read_config(directory)).has_encoders
 
 

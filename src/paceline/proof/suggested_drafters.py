@@ -26,6 +26,7 @@ from paceline.small_files import read_json
 
 EAGLE, EAGLE3, PEAGLE, MEDUSA = (kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MEDUSA))
 MTP, ASSISTANT, DRAFT_MODEL = HeadKind.MTP.value, HeadKind.GEMMA4_ASSISTANT.value, HeadKind.LANGUAGE_MODEL.value
+DFLASH, DSPARK = HeadKind.DFLASH.value, HeadKind.DSPARK.value
 BUILT_IN_METHODS = ("ngram", "suffix", "prediction")
 
 
@@ -48,6 +49,8 @@ ACCEPTANCE: Mapping[str, AssumedAcceptance] = {
         (MEDUSA, 0.40, 0.60, "Cai et al. 2024, arXiv:2401.10774: the first head is right in about 60 %, later ones less"),
         (MTP, 0.65, 0.85, "DeepSeek-V3, arXiv:2412.19437, section 5.4.3: 0.85 to 0.90 for the first token, later ones less"),
         (ASSISTANT, 0.60, 0.80, "model cards: 3.4 tokens a step with five draft tokens"),
+        (DFLASH, 0.55, 0.80, "as EAGLE-3, by the acceptance lengths on the model cards; not measured here"),
+        (DSPARK, 0.55, 0.80, "as DFlash; not measured here"),
         ("ngram", 0.05, 0.55, "measured here: from new prose to text that repeats its prompt"),
         ("suffix", 0.05, 0.60, "measured here: from new prose to text that repeats earlier text"),
         ("prediction", 0.0, 0.95, "the share of the output that equals the predicted text"),
@@ -98,6 +101,16 @@ PUBLISHED: tuple[tuple[str, str, str, float | None], ...] = (
     ("amazon/GPT-OSS-20B-P-EAGLE", PEAGLE, "openai/gpt-oss-20b", None),
     ("amazon/gpt-oss-120b-p-eagle", PEAGLE, "openai/gpt-oss-120b", None),
     ("amazon/Qwen3-Coder-30B-A3B-Instruct-P-EAGLE", PEAGLE, "Qwen/Qwen3-Coder-30B-A3B-Instruct", None),
+    ("z-lab/Qwen3-4B-DFlash-b16", DFLASH, "Qwen/Qwen3-4B", 0.5e9),
+    ("z-lab/Qwen3-8B-DFlash-b16", DFLASH, "Qwen/Qwen3-8B", 1.0e9),
+    ("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", DFLASH, _LLAMA31_8B, None),
+    ("z-lab/Qwen3-Coder-30B-A3B-DFlash", DFLASH, "Qwen/Qwen3-Coder-30B-A3B-Instruct", None),
+    ("z-lab/gpt-oss-20b-DFlash", DFLASH, "openai/gpt-oss-20b", None),
+    ("deepseek-ai/dspark_qwen3_4b_block7", DSPARK, "Qwen/Qwen3-4B", 0.5e9),
+    ("deepseek-ai/dspark_qwen3_8b_block7", DSPARK, "Qwen/Qwen3-8B", 1.0e9),
+    ("deepseek-ai/dspark_qwen3_14b_block7", DSPARK, "Qwen/Qwen3-14B", None),
+    ("LiquidAI/LFM2.5-1.2B-Instruct-DSpark", DSPARK, "LiquidAI/LFM2.5-1.2B-Instruct", None),
+    ("LiquidAI/LFM2.5-8B-A1B-DSpark", DSPARK, "LiquidAI/LFM2.5-8B-A1B", None),
     ("google/gemma-4-E2B-it-assistant", ASSISTANT, "google/gemma-4-E2B-it", 0.08e9),
     ("google/gemma-4-E4B-it-assistant", ASSISTANT, "google/gemma-4-E4B-it", 0.08e9),
     ("google/gemma-4-12B-it-assistant", ASSISTANT, "google/gemma-4-12B-it", 0.42e9),
