@@ -30,13 +30,13 @@ SAMPLINGS = {
     "samples": SamplingParams(temperature=1.0, top_k=20, n=2, seed=24),
 }
 IN_A_NORMAL_RUN = {
-    *(("random-f32-native", kind, "tree") for kind in ("peagle", "medusa", "draft_model", "all")),
+    *(("random-f32-native", kind, "tree") for kind in ("peagle", "medusa", "draft_model", "dflash", "pard", "all")),
     ("random-f32-native", "suffix", "chain"),
     *(("random-bf16-native", kind, "chain") for kind in ("eagle", "mtp-extra_layer")),
     ("random-bf16-native", "eagle3", "tree"),
     *(("known-f32-native", kind, "tree") for kind in ("mtp-mtp", "prediction")),
     ("known-f32-native", "eagle-deaf", "chain"),
-    ("cyclic-f32-native", "medusa-rows", "tree"),
+    *(("cyclic-f32-native", kind, "tree") for kind in ("medusa-rows", "dspark")),
     ("experts-f32-native", "mtp", "tree"),
     ("gemma4-f32-native", "assistant", "tree"),
     ("gemma4-bf16-native", "assistant-gguf", "chain"),
@@ -195,9 +195,10 @@ def test_collected_boundaries_change_no_token(target: str, given_of: GivenOf, ta
 # The second rule
 
 
+SAMPLED = ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")
 DRAWN = [
-    *(("random", kind, "chain", Proposal.SAMPLED) for kind in ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")),
-    ("random", "draft_model", "tree", Proposal.WITHOUT_REPLACEMENT),
+    *(("random", kind, "chain", Proposal.SAMPLED) for kind in (*SAMPLED, "dflash", "dspark", "pard")),
+    *(("random", kind, "tree", Proposal.WITHOUT_REPLACEMENT) for kind in ("draft_model", "pard")),
     ("random", "medusa", "tree", Proposal.SAMPLED),  # its heads' draws make a chain, whatever room there is
     ("known", "suffix", "tree", Proposal.DETERMINISTIC),
     ("known", "eagle", "chain", Proposal.SAMPLED),

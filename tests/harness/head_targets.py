@@ -1,5 +1,6 @@
 """Targets with drafters of every kind: heads that must predict them perfectly, in every form they are stored in, and heads that cannot."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -213,12 +214,21 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
         "dflash-sliding": str(write_random_block(folder / "dflash-sliding", layer_types=["sliding_attention"] * 2, sliding_window=24)),
         "dspark": str(write_random_block(folder / "dspark", markov="rnn")),
         "draft_model": str(draft),
+        "pard": str(_with_mask_token(draft, folder / "pard")),
     }
     pairs = {name: Pair(target, drafter) for name, drafter in {**heads, **_texts(heads["eagle3"])}.items()}
     for layout in MTP_LAYOUTS:
         directory = shutil.copytree(target, folder / layout)
         pairs[f"mtp-{layout}"] = Pair(add_module(directory, layout, random_module(), num_layers=3), "mtp")
     return pairs
+
+
+def _with_mask_token(draft: Path, folder: Path) -> Path:
+    """Copy a draft model as a PARD model: its tokens after mask tokens are seldom right."""
+    shutil.copytree(draft, folder)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**values, "pard_token": 5}), encoding="utf-8")
+    return folder
 
 
 def write_known_pairs(folder: Path) -> dict[str, Pair]:
@@ -280,7 +290,7 @@ TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
     "random": (
         *("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS)),
-        *("dflash", "dflash-sliding", "dspark", "draft_model", *TEXTS),
+        *("dflash", "dflash-sliding", "dspark", "draft_model", "pard", *TEXTS),
     ),
     "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "dspark", "medusa-and-suffix"),

@@ -3,12 +3,16 @@
 A step costs one draft pass per draft token; the first pass also catches up on the tokens committed since the last draft. A tree adds
 siblings to the chain, from rows that the chain computes anyway. Tokens are sampled as `DraftSampler` describes. For rejection sampling,
 drafts are drawn with separate noise, and the tree holds the distributions that they were drawn from.
+
+A PARD draft model (arXiv:2504.18583) was trained with a mask token: one pass over the new tokens and k - 1 mask tokens gives the rows of
+all k draft tokens. The mask tokens' rows are dropped from its cache.
 """
 
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
@@ -19,16 +23,18 @@ from paceline.config import cache_directory
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.drafters.translate import ByteTokenizer, SharedPieces, TextDrafter
-from paceline.errors import CapacityError, IncompatibleDrafterError, RequestError
+from paceline.errors import CapacityError, CheckpointError, IncompatibleDrafterError, RequestError
 from paceline.kv_cache.cache import BLOCK_SIZE, CachedSequence, KVCache
 from paceline.kv_cache.recurrent_state import CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
 from paceline.models.checkpoint import read_model_config
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble, split_into_passes
+from paceline.models.config import ModelConfig
+from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble, split_into_passes
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.ranking import RankedRow
 from paceline.sampling.residual import TokenProbs, draw_distinct
+from paceline.small_files import read_json
 from paceline.speculation.drafter import FREE_PREFILL_TOKENS, DraftBudget, Drafter, DrafterTraits, PrefillTime, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -90,6 +96,7 @@ class _Draft(Generic[ResultT]):
 
     Attributes:
         pending: tokens of the next pass; none once the draft is finished.
+        depth: most tokens of the draft.
         uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
         truncates: whether top-k, top-p or min-p remove tokens.
         level: number of rows it received.
@@ -100,6 +107,7 @@ class _Draft(Generic[ResultT]):
     state: _CachedText
     drafting: Drafting[ResultT]
     pending: list[int]
+    depth: int
     uses_ranking: bool = False
     truncates: bool = False
     level: int = 0
@@ -118,6 +126,7 @@ class DraftModelDrafter(Drafter):
         tree_width: draft tokens per position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: remarks on the pair for the banner.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
+        mask_token_id: of a PARD model, which drafts all tokens in one pass; None = it drafts one token a pass.
     """
 
     name = "draft_model"
@@ -134,14 +143,17 @@ class DraftModelDrafter(Drafter):
         tree_width: int = 1,
         note: str = "",
         prefill_token_s: float = 0.0,
+        mask_token_id: int | None = None,
     ) -> None:
-        self.runtime, self.cache = runtime, cache
+        self.runtime, self.cache, self._mask_token_id = runtime, cache, mask_token_id
         self._vocab_size = vocab_size
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
         self._tree_width = tree_width
-        self.traits = DrafterTraits(_description(runtime, tree_width, note), cache_bytes_per_token=cache.bytes_per_token)
+        self.traits = DrafterTraits(
+            _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None), cache_bytes_per_token=cache.bytes_per_token
+        )
         self._states = RequestState[_CachedText]()
         self._prefill_time = PrefillTime(prefill_token_s)
         self._sampler = DraftSampler(None, vocab_size, self._num_known_ids)
@@ -202,7 +214,7 @@ class DraftModelDrafter(Drafter):
         if max(pending) >= self.runtime.config.vocab_size:  # the target has more ids
             return None
         next(drafting)  # the root's row comes first
-        return _Draft(request, state, drafting, pending)
+        return _Draft(request, state, drafting, pending, depth)
 
     def _state_of(self, request: Request) -> _CachedText:
         """Return the request's state, created if new. With translated ids, a prefix hit is not expected."""
@@ -228,10 +240,14 @@ class DraftModelDrafter(Drafter):
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                for part in split_into_passes(active, lambda draft: len(draft.pending)):
+                for part in split_into_passes(active, lambda draft: len(draft.pending) + self._num_masked(draft)):
                     ran, found = self._run(part, [draft.pending for draft in part], wants_logits=True)
-                    for draft, row in zip(ran, found, strict=True):
-                        self._advance(draft, row)
+                    for draft, rows in zip(ran, found, strict=True):
+                        for row in rows:
+                            if draft.pending:
+                                self._advance(draft, row)
+                        if draft.pending and self._mask_token_id is not None:
+                            self._advance(draft, None)
         except BaseException:
             for request in requests:  # an interrupted pass leaves no valid rows
                 self.release(request)
@@ -245,6 +261,9 @@ class DraftModelDrafter(Drafter):
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]
                     draft.state.num_agreed = len(draft.state.token_ids)  # all of them are the request's
+
+    def _num_masked(self, draft: _Draft[ResultT]) -> int:
+        return 0 if self._mask_token_id is None else draft.depth - 1
 
     def _advance(self, draft: _Draft[ResultT], row: DraftRow | None) -> None:
         """Send a draft its next row, None if there is none."""
@@ -349,54 +368,68 @@ class DraftModelDrafter(Drafter):
 
     def _run(
         self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
-    ) -> tuple[list[_Draft[ResultT]], list[DraftRow]]:
+    ) -> tuple[list[_Draft[ResultT]], list[list[DraftRow]]]:
         """Run one pass of the draft model; a draft that gets no cache block ends.
 
         Returns:
-            the drafts that ran, and the last row of each.
+            the drafts that ran, and the rows of the next token of each; with a mask token also those of later ones.
         """
         ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
+            masks = [self._mask_token_id] * self._num_masked(draft) if wants_logits and self._mask_token_id is not None else []
             try:
                 # The last row of a text may be cut and run again, for its logits; those before it are agreed.
                 num_known = len(ids) - wants_logits if len(ids) > 1 else 1
-                state = draft.state
-                plans.append(self.cache.reserve(state.sequence, range(-1, len(ids) - 1), num_known, pinned_len=state.num_agreed))
+                state, num_rows = draft.state, len(ids) + len(masks)
+                plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_agreed))
             except CapacityError:
                 self._advance(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)
-            rows.append(ids)
-        wanted = [[len(ids) - 1] if wants_logits else [] for ids in rows]
+            rows.append([*ids, *masks])
         if not ran:
             return ran, []
+        firsts = [len(ids) - self._num_masked(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if wants_logits else []
+        wanted = [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if wants_logits else [range(0)] * len(rows)
         start = perf_counter()
         inputs, batch, asked = assemble(plans, rows, wanted)
         is_ranked = wants_logits and any(draft.uses_ranking for draft in ran)
         if is_ranked:
-            drawn = [(draft.request, draft.level) if draft.uses_ranking and not draft.request.params.is_greedy else None for draft in ran]
-            truncates = any(draft.truncates and draft.uses_ranking for draft in ran)
-            asked = asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
+            asked = self._with_ranking(asked, ran, [len(own) for own in wanted])
         output = self.runtime.forward(inputs, batch, asked)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
             self._prefill_time.observe(num_rows, perf_counter() - start)
-        for draft, ids in zip(ran, rows, strict=True):
-            self.cache.keep_path(draft.state.sequence, len(ids) - 1)
-            draft.state.token_ids.extend(ids)
+        for draft, ids, own in zip(ran, rows, wanted, strict=True):
+            num_kept = own[0] + 1 if own else len(ids)
+            self.cache.keep_path(draft.state.sequence, num_kept - 1)
+            draft.state.token_ids.extend(ids[:num_kept])
         if not wants_logits:
             return ran, []
-        ranked = output.ranked if is_ranked else [None] * len(ran)
+        ranked = iter(output.ranked if is_ranked else [None] * len(output.logits))
+        found = [DraftRow(logits, next(ranked)) for logits in output.logits]
+        ends = list(accumulate(map(len, wanted)))
         return ran, [
-            DraftRow(logits, found if draft.uses_ranking else None) for draft, logits, found in zip(ran, output.logits, ranked, strict=True)
+            [row if draft.uses_ranking else DraftRow(row.logits) for row in found[end - len(own) : end]]
+            for draft, own, end in zip(ran, wanted, ends, strict=True)
         ]
 
+    def _with_ranking(self, asked: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+        drawn = [
+            (draft.request, draft.level + index) if draft.uses_ranking and not draft.request.params.is_greedy else None
+            for draft, count in zip(drafts, num_rows, strict=True)
+            for index in range(count)
+        ]
+        truncates = any(draft.truncates and draft.uses_ranking for draft in drafts)
+        return asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
 
-def _description(runtime: Network, tree_width: int, note: str) -> str:
+
+def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
     num_layers = runtime.config.num_layers
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
+    shape += ", PARD: all tokens in one pass" if in_one_pass else ""
     return f"draft_model ({layers}, hidden size {runtime.config.hidden_size}{shape}{note})"
 
 
@@ -428,6 +461,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     has_all_ids = comparison.is_compatible and comparison.coverage == 1.0
     token_ratio = 1.0 if has_all_ids else _token_ratio(target.tokenizer, tokenizer)
     max_model_len = min(math.ceil(target.max_model_len * token_ratio), config.max_positions)
+    mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
     passes = time_passes(runtime, cache, (_PROFILED_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, tokenizers = None, None
@@ -447,8 +481,28 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         tree_width=target.speculation.tree_width,
         note=_pair_note(comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter),
         prefill_token_s=passes[_PROFILED_ROWS] / _PROFILED_ROWS,
+        mask_token_id=mask_token_id,
     )
     return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
+
+
+def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
+    """Return the mask token of a PARD draft model; None for any other language model.
+
+    Raises:
+        CheckpointError: it is no id of the model.
+        IncompatibleDrafterError: a PARD-2 model, which also reads the target's hidden states.
+    """
+    path = directory / "config.json"
+    values = read_json(path) if path.is_file() else {}
+    if not isinstance(values, dict) or "pard_token" not in values:
+        return None
+    if any(name.startswith("pard2") for name in values):
+        raise IncompatibleDrafterError(f"{directory} is a PARD-2 draft model, which is not supported; PARD models are")
+    token = values["pard_token"]
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
+        raise CheckpointError(f"{path}: pard_token = {token!r}, expected an id below {config.vocab_size}; download it again")
+    return token
 
 
 def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, token_ratio: float) -> tuple[Network, KVCache]:

@@ -300,10 +300,10 @@ def examine_drafter(
         facts, adapter = read_checkpoint_facts(prepared.path, question.max_model_len), None
         if question.draft_adapter is not None:
             facts, adapter = with_merged(facts, question.draft_adapter, _draft_quant(target, question))
+        pair = check_draft_model(target, facts)
     except PacelineError as error:
         problems.append(str(error))
         return DrafterDiagnosis(name)
-    pair = check_draft_model(target, facts)
     if not pair.works:
         problems.append(f"the draft model {prepared.path} cannot draft for {target.path}: {pair.summary}")
     return DrafterDiagnosis(prepared.name, facts, pair=pair, adapter=adapter)

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
+from paceline.drafters.draft_model import read_mask_token
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
 from paceline.drafters.eagle.config import open_switches, read_eagle_config
@@ -78,6 +79,8 @@ def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCh
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     notes = []
+    if read_mask_token(draft.path, draft.config) is not None:
+        notes.append("it is a PARD model: one pass drafts all tokens")
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
