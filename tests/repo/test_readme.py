@@ -84,11 +84,11 @@ def test_every_link_between_pages_leads_somewhere(page: str) -> None:
     assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
-def test_the_file_map_of_the_readme_is_the_package() -> None:
+def test_the_code_map_lists_the_package() -> None:
     """The map is the code block that starts with `src/paceline/`: one entry a line, then two spaces and what it is."""
-    blocks = [block.splitlines() for block in FENCED.findall(_page("README.md"))]
+    blocks = [block.splitlines() for block in FENCED.findall(_page("ARCHITECTURE.md"))]
     maps = [lines[1:] for lines in blocks if lines and lines[0].split("  ")[0].strip() == "src/paceline/"]
-    assert len(maps) == 1, "README.md needs one code block that starts with src/paceline/"
+    assert len(maps) == 1, "ARCHITECTURE.md needs one code block that starts with src/paceline/"
     indent = min(len(line) - len(line.lstrip()) for line in maps[0] if line.strip())
     listed = {re.split(r"\s{2,}", line.strip())[0] for line in maps[0] if line.strip() and len(line) - len(line.lstrip()) == indent}
     real = {f"{path.name}/" if path.is_dir() else path.name for path in PACKAGE.iterdir()}
