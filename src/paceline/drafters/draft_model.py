@@ -82,12 +82,14 @@ class _CachedText:
         token_ids: of the rows, in the draft model's ids.
         num_agreed: number of first rows that are known to match the request's text.
         num_read: number of the request's tokens at its last draft; before the first one, of those in the prefix cache.
+        start: index of the first token in the request's text; above 0 once the text is longer than the draft model's context.
     """
 
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
     num_agreed: int = 0
     num_read: int = 0
+    start: int = 0
 
 
 @dataclass(slots=True)
@@ -150,6 +152,7 @@ class DraftModelDrafter(Drafter):
         self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
         self._translation = translation
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
+        self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
             _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None), cache_bytes_per_token=cache.bytes_per_token
@@ -163,7 +166,7 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[DraftTree | None] | None] = []
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
-            depth = min(budget.max_depth, budget.row_budget - 1, self.max_model_len - len(context))
+            depth = min(budget.max_depth, budget.row_budget - 1, self._max_depth)
             draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
@@ -184,7 +187,7 @@ class DraftModelDrafter(Drafter):
         """
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
-            depth = min(count, self.max_model_len - len(context))
+            depth = min(count, self._max_depth)
             drafting = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
             drafts.append(self._begin(request, context, num_unchanged, depth, drafting))
         self._grow(requests, drafts)
@@ -204,6 +207,9 @@ class DraftModelDrafter(Drafter):
         if depth < 1 or not context:
             return None
         state = self._state_of(request)
+        if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
+            self._restart(state, request, max(0, len(context) + depth - self.max_model_len), depth)
+        context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
         if not state.token_ids:  # rows in the prefix cache need not run again
             state.num_agreed = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_agreed])
@@ -224,6 +230,14 @@ class DraftModelDrafter(Drafter):
             if self._translation is None:
                 state.num_read = self.cache.cached_prefix_len(state.sequence, request.token_ids)
         return state
+
+    def _restart(self, state: _CachedText, request: Request, num_surplus: int, depth: int) -> None:
+        """Drop all rows, and start at a later token if the text is longer than the context: half of it stays free for later tokens."""
+        self.cache.release(state.sequence)
+        state.sequence = self.cache.new_sequence(request.sequence.salt)
+        state.token_ids.clear()
+        state.num_agreed = 0
+        state.start = num_surplus + (self.max_model_len - depth) // 2 if num_surplus else 0
 
     def _truncate_rejected(self, state: _CachedText, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Truncate the cache to the rows whose tokens the target committed; the root always runs again, for its logits."""
@@ -541,5 +555,5 @@ def _pair_note(comparison: VocabularyComparison, max_model_len: int, wanted_cont
     note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
     note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
     if max_model_len < wanted_context:
-        note += f"; no drafts after its context of {max_model_len} tokens"
+        note += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
     return note

@@ -84,7 +84,7 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
-            "steps after the shorter context are plain"
+            "of longer texts it reads the last tokens"
         )
     if draft.num_parameters >= target.num_parameters:
         notes.append(

@@ -127,16 +127,19 @@ def test_rejections_and_steps_without_a_guess_leave_no_trace(
         append(request, [*drafts[:kept], *unasked])
 
 
-def test_a_request_as_long_as_the_drafts_context_gets_no_guess(drafter: DraftModelDrafter) -> None:
-    limit = drafter.runtime.config.max_positions
-    request = make_request([5] * (limit - 2))
-    assert [len(drafts or ()) for drafts in ask(drafter, request, depth=8)] == [2]
-    append(request, [6])
-    assert [len(drafts or ()) for drafts in ask(drafter, request, depth=8)] == [1]
-    append(request, [6])
-    assert ask(drafter, request, depth=8) == [None]
-    append(request, [6, 7])
-    assert ask(drafter, request, depth=8) == [None]
+def test_a_text_longer_than_the_context_is_read_from_its_last_tokens(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
+    limit, depth = drafter.runtime.config.max_positions, 8
+    tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, limit + 30).tolist()
+    request = make_request(tokens[: limit - depth])
+    assert ask(drafter, request, depth=depth) == ask(make_drafter(twin), make_request(tokens[: limit - depth]), depth=depth)
+    append(request, tokens[limit - depth : limit - depth + 1])
+    start = 1 + (limit - depth) // 2
+    for end in (limit - depth + 1, limit + 30):
+        append(request, tokens[len(request.token_ids) : end])
+        (drafts,) = ask(drafter, request, depth=depth)
+        assert len(drafts or ()) == depth
+        assert [drafts] == ask(make_drafter(twin), make_request(tokens[start:end]), depth=depth)
+        drafter.cache.check()
 
 
 def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:

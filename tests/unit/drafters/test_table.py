@@ -127,11 +127,11 @@ def test_a_draft_model_that_cannot_spell_the_targets_text_is_refused(directory: 
         make_drafter(str(other), directory)
 
 
-def test_the_banner_says_where_a_shorter_context_ends_the_drafts(directory: Path, tmp_path: Path) -> None:
+def test_the_banner_names_a_shorter_context(directory: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=64)
     drafter = make_drafter(str(other), directory)
     assert drafter is not None
-    assert "no drafts after its context of 64 tokens" in drafter.traits.description
+    assert "drafts from the last tokens of texts longer than its context of 64" in drafter.traits.description
 
 
 def test_a_draft_model_that_knows_fewer_tokens_is_good_enough(directory: Path, tmp_path: Path) -> None:
