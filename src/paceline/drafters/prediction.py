@@ -114,7 +114,7 @@ class PredictedText:
         best = None
         for index, length in enumerate(reversed(MATCH_LENGTHS)):
             if index == len(self._ends):
-                self._ends.append(_ends_of_runs(self._token_ids, length))
+                self._ends.append(_index_ngrams(self._token_ids, length))
             ends = self._ends[index].get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
             if not ends:  # then no longer suffix occurs either
                 break
@@ -123,8 +123,8 @@ class PredictedText:
         return best
 
 
-def _ends_of_runs(token_ids: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
-    """Return for each run of `length` tokens the positions after it, ascending."""
+def _index_ngrams(token_ids: Sequence[int], length: int) -> dict[tuple[int, ...], list[int]]:
+    """Return for each n-gram of `length` tokens the positions that follow it, ascending."""
     ends: dict[tuple[int, ...], list[int]] = {}
     for end in range(length, len(token_ids) + 1):
         ends.setdefault(tuple(token_ids[end - length : end]), []).append(end)

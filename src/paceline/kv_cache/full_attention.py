@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
-_FILL_BYTE = 0x3C  # makes small finite numbers in every packed type
+_FILL_BYTE = 0x3C  # fill byte: a small finite number in every type
 
 
 class RowLayout(Protocol):

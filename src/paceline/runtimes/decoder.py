@@ -69,7 +69,7 @@ class Blocks(Protocol[Value]):
         ...
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
-        """Rotate each head's first `rotary_size` values, times the temperature of their position; copy the others."""
+        """Rotate each head's first `rotary_size` values, times the attention temperature of their position; copy the others."""
         ...
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:

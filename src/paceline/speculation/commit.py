@@ -8,11 +8,11 @@ from paceline.speculation.request import FinishReason, Request, StopMatcher, Tok
 
 
 def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher | None) -> FinishReason | None:
-    """Return why a request finishes with the last token of `path`; None if it goes on.
+    """Return why the last token of `path` finishes the request; None if it does not.
 
     Args:
-        path: tokens after those of the request. Those before the last one do not finish it.
-        text_stop: holds every token but the last one, which is added; None = no text can finish the request.
+        path: uncommitted tokens after those of the request; none before the last one finishes it.
+        text_stop: matcher of stop texts, which has seen every token but the last one and is given that one; None = no stop texts.
     """
     is_end_token = path[-1] in request.end_token_ids
     is_full = len(request.token_ids) + len(path) >= request.max_len
@@ -107,10 +107,10 @@ def token_logprobs(token_ids: Sequence[int], nodes: Sequence[int], logits: Float
 
 
 def prompt_logprobs(request: Request, logits: FloatArray) -> list[TokenLogprobs | None]:
-    """Return the log-probabilities of the prompt tokens after the rows of a pass; None for the first token, which follows no row.
+    """Return the log-probabilities of the prompt tokens that this pass predicts; None for the prompt's first token, which no row predicts.
 
     Args:
-        request: tokens whose log-probabilities are known from before a preemption are skipped.
+        request: tokens whose log-probabilities were computed before a preemption are skipped.
         logits: [rows, V], from position `committed_len` on.
     """
     start, num_top = request.sequence.committed_len, request.params.prompt_logprobs or 0

@@ -59,7 +59,7 @@ class DrafterNeeds:
 
     Attributes:
         hidden_states: the final hidden states.
-        layers: layer boundaries to collect, fixed when the target is loaded.
+        layers: layer boundaries whose hidden states are collected (boundary i is the input of layer i), fixed when the target is loaded.
     """
 
     hidden_states: bool = False

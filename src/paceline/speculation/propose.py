@@ -18,7 +18,7 @@ from paceline.speculation.drafter import DraftBudget, Drafter
 from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 
-MAX_FAILURE_BACKOFF_STEPS = 64  # longest time a drafter that keeps failing is not called
+MAX_FAILURE_BACKOFF_STEPS = 64  # a drafter that keeps failing is called again after at most so many steps
 
 log = logging.getLogger(__name__)
 

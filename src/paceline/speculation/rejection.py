@@ -53,7 +53,8 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
 
     Args:
         tree: rooted at the request's last token.
-        logits: [N, V] float32, row i belongs to node i. Of a drawn chain all rows are read, otherwise those along the accepted path.
+        logits: [N, V] float32, row i belongs to node i. All rows are read if the draft is a chain sampled from `draft_probs`,
+            otherwise those along the accepted path.
         request: not changed.
 
     Raises:

@@ -66,7 +66,7 @@ class SpeculationStats:
 
     @property
     def num_bonus_tokens(self) -> int:
-        """Number of tokens that the target added to the accepted ones: one a step, unless an accepted token finished the request."""
+        """Number of tokens that the target added to the accepted ones: one a step. A draft token that finishes a request counts here."""
         return self.num_emitted_tokens - self.num_accepted_tokens
 
     @property

@@ -5,7 +5,7 @@
     forward    run the target once over all rows: prompt chunks, last tokens, drafts
     verify     draw the target's own tokens along each tree                             verify.py
     commit     append the accepted tokens and one bonus token                           commit.py
-    keep       keep the cache rows of the accepted path and free those of rejected tokens
+    keep       keep the cache rows of the accepted path, free those of rejected tokens  kv_cache/cache.py
     observe    update the policy's rates and times, and give drafters the kept rows     speculator.py
 
 A request whose tokens are not all cached (a prompt, or after preemption) runs those first, in chunks; the chunk with its last token is a
@@ -95,7 +95,7 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
     if rows.tree is not None:
         _accept(rows, rows.tree, speculator)
     rows.is_observed = request.is_speculative
-    cache.keep_path(request.sequence, rows.kept_nodes[-1])
+    cache.keep_path(request.sequence, rows.kept_nodes[-1])  # its path to the root; all other rows of the pass are freed
     cache.register_prefix(request.sequence, request.token_ids)
 
 
@@ -118,7 +118,7 @@ def _accept(rows: RequestRows, tree: DraftTree, speculator: Speculator) -> None:
 
 
 def _fail(request: Request, error: Exception, cache: KVCache) -> None:
-    """Finish a request with its own error. Rows with damaged numbers are removed from the prefix cache."""
+    """Finish a request with its own error. After NaN or infinite values its rows are removed from the prefix cache."""
     cache.cancel(request.sequence)
     if isinstance(error, CheckpointError):
         cache.evict(request.sequence)

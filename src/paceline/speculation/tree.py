@@ -25,10 +25,10 @@ class DraftTree:
         parents: [N] parent of each node, -1 for the root, parents[i] < i.
         depths: [N] tokens between the root and the node, 0 for the root.
         sources: [N] name of the drafter of each node ("" for the root).
-        draft_probs: by node, the distribution over the target's ids from which its children were drawn, siblings in the order of their
-            draws; a node without one has children that were chosen. Only valid if neither the number of children nor which of them are
-            left depends on the tokens drawn.
-        probs: [N] the drafter's probability of each token, given that all tokens before it are accepted (1 for the root); None =
+        draft_probs: by node, the distribution over the target's ids from which its children were sampled, in the order of siblings.
+            Children of other nodes were chosen without sampling, such as the most probable ones. Only valid if neither the number of
+            children nor which of them are left depends on the tokens drawn.
+        probs: [N] the drafter's confidence in the node's own token, given that all tokens before it are accepted (1 for the root); None =
             unknown. The policy calibrates them, so any confidence between 0 and 1 will do.
     """
 

@@ -1,8 +1,9 @@
 """Verification: which draft tokens the target itself would have produced.
 
-At the root, the target's token is drawn from the target's logits with the noise of that position. If a child holds that token, the child is
-accepted, and the same is done there. Otherwise the token is the bonus token. A token that finishes the request ends it too. Every token is
-the target's own draw, so outputs are those of plain decoding for any tree, and no draft probability is needed.
+At the root, the target's token is sampled from its logits, with the noise that plain decoding uses at that position. If a child holds this
+token, the child is accepted, and sampling goes on from the child's logits. Otherwise the token is the bonus token, and verification ends. A
+token that finishes the request also ends it. Every token is the target's own sample, so the output is that of plain decoding for any tree,
+and no draft probabilities are needed.
 """
 
 from typing import NamedTuple

@@ -15,7 +15,7 @@ __all__ = ["BLOCK_KINDS", "block_boundaries", "open_block_drafter"]
 
 
 def block_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
-    """The target's layer boundaries that a block drafter reads.
+    """Return the target's layer boundaries that a block drafter reads.
 
     Args:
         target: its checkpoint.
@@ -27,7 +27,7 @@ def block_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
 
 
 def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
-    """The drafter for the files of one and a loaded target.
+    """Open a block drafter for a loaded target.
 
     Raises:
         CheckpointError, IncompatibleDrafterError: the files do not hold what a drafter for this target needs.

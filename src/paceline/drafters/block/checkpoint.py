@@ -1,7 +1,7 @@
-"""Block drafters as they are stored: what the network is, and its weights under our names.
+"""Read block drafters from their files: the config of the network, and its weights under our names.
 
-A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values that were made
-of the target's hidden states. Sources: DFlash (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse
+A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
+the target's hidden states. Sources: DFlash (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse
 Glimmer's assistant (transformers).
 """
 
@@ -32,9 +32,9 @@ _MUSE = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
-_CHANGES_MORE = ("lilicorr", "conv_kernel_size", "selector_rank", "projector_type", "shared_kv")
-"""Parts of config keys of drafters that compute something else."""
-_OTHER_NETWORKS = ("Gemma4DSpark", "DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
+_UNSUPPORTED_KEYS = ("lilicorr", "conv_kernel_size", "selector_rank", "projector_type", "shared_kv")
+"""Prefixes of config keys whose networks are not supported."""
+_UNSUPPORTED_ARCHITECTURES = ("Gemma4DSpark", "DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
 _PARTS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -46,30 +46,30 @@ _SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
 
 
 class MarkovKind(Enum):
-    """How the bias of DSpark depends on the tokens drafted so far."""
+    """What the bias of DSpark depends on."""
 
-    VANILLA = "vanilla"  # on the previous token
-    GATED = "gated"  # on it and the row's hidden state
-    RNN = "rnn"  # on all tokens of the block, through a state
+    VANILLA = "vanilla"  # the previous token
+    GATED = "gated"  # the previous token and the hidden state of the row
+    RNN = "rnn"  # all tokens drafted so far, through a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What a block drafter is.
+    """Config of a block drafter.
 
     Attributes:
-        layers: sizes of its decoder layers; `vocab_size` is the number of draft ids.
+        layers: its decoder layers; their `vocab_size` is the number of draft ids.
         feature_size: width of one of the target's hidden states.
-        boundaries: the target's layer boundaries it reads, in the order in which they are joined.
-        block_size: rows of a block at most, the last token's included.
+        boundaries: the target's layer boundaries it reads, in the order in which they are concatenated.
+        block_size: maximum rows of a block, including that of the last token.
         embedding_scale: factor of the embedding rows.
         logit_scale, logit_soft_cap: applied to the logits, in this order.
         drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
             position; None = the files do not say.
-        markov: of DSpark, how the bias is made; None = there is none.
-        has_confidence: whether a chance of acceptance comes with each token.
-        confidence_reads_token: whether it depends on the previous token's Markov row too.
-        own_lm_head, own_embedding: whether the file's matrices are used instead of the target's, of which many files hold copies.
+        markov: bias of DSpark; None = none.
+        has_confidence: it predicts the probability that a draft token is accepted.
+        confidence_reads_token: that prediction also reads the previous token's Markov row.
+        own_lm_head, own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
     """
 
     kind: HeadKind
@@ -94,9 +94,9 @@ class BlockCheckpoint:
     """An opened block drafter.
 
     Attributes:
-        weights: of its networks, under the names of `network.py`; without an output matrix that is the target's.
-        small: what is computed outside of them, float32: `markov_w1` [V, r], `markov_gate`, `markov_joint`, `confidence` with biases.
-        mask_embedding: [E] row of the mask token where it is not the target's; None = the target's.
+        weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
+        small: float32 matrices that NumPy multiplies: `markov_w1` [V, r], `gate`, `joint`, `confidence`, with biases.
+        mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
     """
 
@@ -108,14 +108,14 @@ class BlockCheckpoint:
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
-    """What the drafter in `files` is.
+    """Read the config of the drafter in `files`.
 
     Raises:
-        CheckpointError: the config lacks a value or holds an absurd one.
+        CheckpointError: a value of the config is missing or impossible.
         IncompatibleDrafterError: it computes something that is not supported, or was made for another target.
     """
     _check_supported(files)
-    files = _plain(files)
+    files = _with_plain_names(files)
     fields = _fields(files)
     fc = files.shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size:
@@ -169,12 +169,12 @@ def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
 
 
 def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> BlockCheckpoint:
-    """The weights and the draft vocabulary.
+    """Open the weights and the draft vocabulary.
 
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
     """
-    files = _plain(files)
+    files = _with_plain_names(files)
     required, optional, dropped = _shapes(files, config)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
@@ -182,7 +182,7 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     small = {name for name in used if name.startswith(("markov_head.", "confidence_head.")) and not name.endswith("markov_w2.weight")}
     tensors: dict[str, AnyTensor] = {_our_name(name): files.weight(name) for name in used if name not in small}
     if not _is_neox(_fields(files)):
-        _turn_pairs(tensors, config.layers)
+        _interleaved_to_halves(tensors, config.layers)
     mask = files.path / "mask_embedding.pt"
     stored = read_tensors(mask, "head") if files.path.is_dir() and mask.is_file() else {}
     row = np.asarray(stored["embedding"].open(), np.float32).reshape(-1) if "embedding" in stored else None
@@ -198,14 +198,14 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
 
 
 def _check_supported(files: HeadFiles) -> None:
-    """Refuse drafters that compute something else, by what they are."""
+    """Refuse drafters whose network is not supported, by name."""
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""
-    unsupported = next((key for key in keys if key.startswith(_CHANGES_MORE)), None)
-    if any(name in architecture for name in _OTHER_NETWORKS):
+    unsupported = next((key for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
+    if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
         raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
     if unsupported is not None:
         raise IncompatibleDrafterError(
@@ -213,8 +213,8 @@ def _check_supported(files: HeadFiles) -> None:
         )
 
 
-def _plain(files: HeadFiles) -> HeadFiles:
-    """The same files with one name per tensor."""
+def _with_plain_names(files: HeadFiles) -> HeadFiles:
+    """Return the files with one spelling of each tensor name."""
     renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
         alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
@@ -223,7 +223,7 @@ def _plain(files: HeadFiles) -> HeadFiles:
 
 
 def _fields(files: HeadFiles) -> JsonFields:
-    """The settings of all levels of the config as one."""
+    """Return the fields of all levels of the config, merged."""
     config: Mapping[str, Any] = files.config
     values: dict[str, Any] = dict(_MUSE) if config.get("model_type") == "muse_glimmer_assistant" else {}
     for part in (config.get("transformer_layer_config"), config, config.get("dflash_config")):
@@ -276,7 +276,7 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConf
 
 
 def _attention_kinds(fields: JsonFields, num_layers: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
-    """Window and causality of each layer. Where nothing is said, layers with a window are causal and others see the whole block."""
+    """Return window and causality of each layer. By default, layers with a window are causal and others see the whole block."""
     values = fields.values
     named = values.get("layer_types")
     if fields.flag("use_swa", default=False):
@@ -302,7 +302,7 @@ def _attention_kinds(fields: JsonFields, num_layers: int, *, speculators: bool) 
 
 
 def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Boundary b is the residual stream that enters layer b. Files name layers whose output they read; those of speculators boundaries."""
+    """Return the boundaries it reads; boundary b is the input of layer b. Most files name layer outputs, speculators' boundaries."""
     num_layers = target.num_layers
     named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
     if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
@@ -331,20 +331,20 @@ def _drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
 
 
 def default_alignment(files: HeadFiles) -> bool:
-    """What a config without `sample_from_anchor` most often means: that of speculators no, that of others of DSpark yes."""
+    """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
     is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
 def _is_neox(fields: JsonFields) -> bool:
-    """Whether rotated values are halves of a head, not neighbours."""
+    """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
     named = fields.values.get("architectures")
     default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
     return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))
 
 
-def _turn_pairs(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
-    """Order the rows of queries and keys so that neighbours which are rotated together become halves."""
+def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
+    """Reorder query and key rows so that neighbouring pairs become pairs of halves."""
     for layer, mixer in layers.attentions.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
         own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
@@ -357,7 +357,7 @@ def _turn_pairs(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
 
 
 def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Sequence[str]]:
-    """Tensors that the network needs, those it uses if present, and those that are copies of the target's."""
+    """Return the required tensors, the optional ones, and the names of unused ones, such as copies of the target's."""
     layers, hidden = config.layers, config.layers.hidden_size
     required: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
@@ -401,7 +401,7 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int,
 
 
 def _our_name(name: str) -> str:
-    """The name in `network.py` of a tensor of the file."""
+    """Return the name of a tensor of the file in `network.py`."""
     if any(name.endswith(sinks) for sinks in _SINKS):
         return f"layers.{name.split('.')[1]}.attention.sinks"
     stem, kind = name.rsplit(".", 1)

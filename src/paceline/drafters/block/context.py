@@ -1,8 +1,8 @@
-"""Keys and values that a block drafter makes of the target's hidden states, cached at the target's own block and slot.
+"""Cache of a block drafter's context: keys and values computed from the target's hidden states, at the target's own blocks and slots.
 
-Those of position s depend on the tokens up to s and on nothing else, like the target's own rows. So copies, forks, shared prefixes and
-eviction of blocks are right for both. A mark of each slot, a hash of the tokens up to it, tells which rows of an adopted prefix were made
-by an earlier request; the others are not attended to.
+A row depends only on the tokens up to its position, like the target's own rows, so copies, forks, shared prefixes and eviction of blocks
+apply to both. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes tell which rows exist; missing ones are not
+attended to.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from paceline.speculation.drafter import RequestState
 from paceline.speculation.request import Request
 
 SPARE_BLOCKS = 64
-"""Blocks for rows of a draft beyond the blocks a sequence has."""
+"""Blocks for draft rows that do not fit the blocks of a sequence."""
 
-_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd: another token always changes the mark
+_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd, so a different token always changes the hash
 
 
 @dataclass(slots=True)
 class _Context:
-    """Rows [first, num_rows) of a request are cached; hidden states of positions num_rows … num_seen - 1 wait."""
+    """State of a request: rows [first, num_rows) are cached; hidden states of positions num_rows … num_seen - 1 are waiting."""
 
     sequence: CachedSequence
     first: int
     num_rows: int
     num_seen: int
-    mark: np.uint64  # of the tokens before num_rows
+    hash: np.uint64  # of the tokens before num_rows
     waiting: list[FloatArray] = field(default_factory=list)
 
 
@@ -43,7 +43,7 @@ class ContextCache:
     Args:
         runtime: the drafter's network; its cache becomes this one's.
         cache: the target's.
-        window: positions that a row of a draft may see, its own included.
+        window: positions that a draft row may attend to, its own included.
     """
 
     def __init__(self, runtime: Network, cache: KVCache, *, window: int) -> None:
@@ -52,14 +52,14 @@ class ContextCache:
         self.block_size, self.window = cache.block_size, window
         self.bytes_per_token = sum(memory.num_bytes for memory in rows) // max(1, cache.max_slots)
         self._spares = range(num_blocks, num_blocks + SPARE_BLOCKS)
-        self._marks = np.zeros((1, num_blocks, self.block_size), np.uint64)
+        self._hashes = np.zeros((1, num_blocks, self.block_size), np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
         self._contexts = RequestState[_Context]()
-        for memory in (*rows, PagedCache(self._marks)):
+        for memory in (*rows, PagedCache(self._hashes)):
             cache.add_layer_cache(memory)
 
     def observe(self, request: Request, start: int, features: FloatArray) -> int:
-        """Take hidden states [T, F] of positions `start` …; return how many wait."""
+        """Store hidden states [T, F] of positions from `start` on; return how many are waiting."""
         context = self._contexts.get(request)
         if context is None or context.sequence is not request.sequence or context.num_seen != start:
             context = self._contexts[request] = self._begin(request, start)
@@ -68,11 +68,11 @@ class ContextCache:
         return context.num_seen - context.num_rows
 
     def release(self, request: Request) -> None:
-        """Drop what is known of a request; its rows stay as long as the target's."""
+        """Forget a request; its rows stay as long as the target's."""
         self._contexts.pop(request)
 
     def waiting_rows(self, request: Request) -> ContextRows | None:
-        """The rows that can be made now; None where there are none."""
+        """Return the waiting rows; None if there are none."""
         context = self._contexts.get(request)
         if context is None or context.num_rows == context.num_seen:
             return None
@@ -82,22 +82,22 @@ class ContextCache:
         begin = context.num_rows
         return ContextRows(context.waiting[0], RowRange(0, context.num_seen - begin, begin, table, None, min(begin, context.first)))
 
-    def keep(self, request: Request) -> None:
-        """Note that the waiting rows were made."""
+    def mark_computed(self, request: Request) -> None:
+        """Record that the waiting rows are now cached."""
         context = self._contexts[request]
         begin, end = context.num_rows, context.num_seen
-        marks = self._marks_of(request.token_ids[begin:end], begin, context.mark)
+        hashes = self._hashes_of(request.token_ids[begin:end], begin, context.hash)
         table, size = np.array(request.sequence.block_table, np.int64), self.block_size
         slots = np.arange(begin, end)
-        self._marks[0, table[slots // size], slots % size] = marks
-        context.mark, context.num_rows, context.waiting = marks[-1], end, []
+        self._hashes[0, table[slots // size], slots % size] = hashes
+        context.hash, context.num_rows, context.waiting = hashes[-1], end, []
 
     def block_range(self, request: Request, num_rows: int, spares: int) -> RowRange | None:
-        """Where the rows of a draft go; None where the hidden states stop short of the last token or no spare block is left.
+        """Return where the rows of a draft are written; None if context rows are missing or spare blocks run out.
 
         Args:
-            num_rows: of the draft, that of the last token included.
-            spares: spare blocks that other requests of the pass use.
+            num_rows: of the draft, including that of the last token.
+            spares: spare blocks that other requests of the pass already use.
         """
         context, root = self._contexts.get(request), len(request.token_ids) - 1
         if context is None or context.num_rows != root:
@@ -113,33 +113,33 @@ class ContextCache:
         return RowRange(0, num_rows, root, np.array(table, np.int32), mask, first)
 
     def is_ready(self, request: Request) -> bool:
-        """Whether the hidden states reach up to the last token."""
+        """Return whether hidden states of all tokens but the last one are here."""
         context = self._contexts.get(request)
         return context is not None and context.num_seen == len(request.token_ids) - 1 and context.sequence is request.sequence
 
     def num_waiting(self, request: Request) -> int:
-        """Rows that can be made now."""
+        """Return the number of waiting rows."""
         context = self._contexts.get(request)
         return 0 if context is None else context.num_seen - context.num_rows
 
     def num_spares(self, request: Request, num_rows: int) -> int:
-        """Spare blocks that a draft of so many rows needs."""
+        """Return the number of spare blocks that a draft of `num_rows` rows needs."""
         end = len(request.token_ids) - 1 + num_rows
         return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))
 
     def _begin(self, request: Request, start: int) -> _Context:
-        """The rows before `start` that an earlier request made of the same tokens."""
+        """Return the state of a new request, with the rows before `start` that an earlier request with the same tokens computed."""
         if start == 0:
             return _Context(request.sequence, 0, 0, 0, np.uint64(0))
-        marks = self._marks_of(request.token_ids[:start], 0, np.uint64(0))
+        hashes = self._hashes_of(request.token_ids[:start], 0, np.uint64(0))
         slots, size = np.arange(start), self.block_size
         table = np.array(request.sequence.block_table, np.int64)
-        is_known = self._marks[0, table[slots // size], slots % size] == marks
+        is_known = self._hashes[0, table[slots // size], slots % size] == hashes
         unknown = np.flatnonzero(~is_known)
-        return _Context(request.sequence, int(unknown[-1]) + 1 if len(unknown) else 0, start, start, marks[-1])
+        return _Context(request.sequence, int(unknown[-1]) + 1 if len(unknown) else 0, start, start, hashes[-1])
 
-    def _marks_of(self, token_ids: Sequence[int], first: int, before: np.uint64) -> NDArray[np.uint64]:
-        """The marks of slots `first` …: a polynomial of all tokens up to each."""
+    def _hashes_of(self, token_ids: Sequence[int], first: int, before: np.uint64) -> NDArray[np.uint64]:
+        """Return the hashes of slots from `first` on: a polynomial of all tokens up to each."""
         values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[first : first + len(token_ids)]
         values[:1] += before
         return np.cumsum(values, dtype=np.uint64)

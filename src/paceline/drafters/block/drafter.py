@@ -4,8 +4,8 @@ Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accept
 than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's pass (DDTree
 of mlx-vlm chooses by probability alone).
 
-Context rows are made of the target's hidden states once per committed position, before the first draft that needs them. There is no pass
-over the prompt.
+Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
+pass over the prompt.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-FLUSH_ROWS = 64  # positions that wait before their rows are made without a draft
+FLUSH_ROWS = 64  # waiting rows at which context rows are computed without a draft
 CLEAR_LEAD, MAX_COMPARED = 4, 24
 """If the files do not say which position a row drafts, it is decided by a lead of CLEAR_LEAD tokens, or after MAX_COMPARED."""
 
 
 class BlockDrafter(Drafter):
-    """Drafts with a block drafter.
+    """Drafts a block of tokens in one pass.
 
     Args:
-        cache: the target's; the drafter's context rows are kept in step with it.
+        cache: the target's; context rows are stored in the same blocks.
         vocab_size: V of the target; ids beyond it are never drafted.
-        drafts_at_anchor: the alignment to begin with, see `BlockConfig`.
+        drafts_at_anchor: initial alignment, see `BlockConfig`.
         tree_width: draft tokens per node; 1 = a chain.
     """
 
@@ -55,10 +55,10 @@ class BlockDrafter(Drafter):
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
         head.rank_with(self._sampler.ranking(tree_width))
-        self._is_open = config.drafts_at_anchor is None
-        self._num_right = [0, 0]  # of the first row and of the second one, as the next token
+        self._is_alignment_unknown = config.drafts_at_anchor is None
+        self._num_right = [0, 0]  # how often row 0, and row 1, predicted the next token
         self._num_compared = 0
-        self._firsts = RequestState[tuple[int, int, int]]()  # of the last draft: where, and the best token of rows 0 and 1
+        self._firsts = RequestState[tuple[int, int, int]]()  # of the last draft: its position, and the most probable tokens of rows 0 and 1
         layers = config.layers
         parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
         self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
@@ -82,7 +82,7 @@ class BlockDrafter(Drafter):
             group: list[tuple[BlockRows, GrowingDraft]] = []
             num_spares = 0
             for request, budget in part:
-                self._compare(request)
+                self._check_alignment(request)
                 depth, width = self._shape(budget)
                 count = self._num_rows(budget)
                 needed = self.context.num_spares(request, count)
@@ -109,9 +109,9 @@ class BlockDrafter(Drafter):
         return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
 
     def _num_rows(self, budget: DraftBudget) -> int:
-        """Rows of a block that drafts as far as a budget allows; both alignments' while that is open."""
+        """Return the rows of a block for a budget; one more while the alignment is unknown."""
         depth = self._shape(budget)[0]
-        return min(self.head.config.block_size, depth if self.drafts_at_anchor and not self._is_open else depth + 1)
+        return min(self.head.config.block_size, depth if self.drafts_at_anchor and not self._is_alignment_unknown else depth + 1)
 
     def _make_context(self, requests: Sequence[Request]) -> None:
         waiting = [(request, rows) for request in requests if (rows := self.context.waiting_rows(request)) is not None]
@@ -126,7 +126,7 @@ class BlockDrafter(Drafter):
                 self.context.release(request)
             raise
         for request in requests:
-            self.context.keep(request)
+            self.context.mark_computed(request)
 
     def _draft(self, group: Sequence[tuple[BlockRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
@@ -141,17 +141,17 @@ class BlockDrafter(Drafter):
         for rows, draft in group:
             count = len(rows.wanted)
             if is_biased:
-                self._note(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
-                self._choose(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
+                self._remember_firsts(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
+                self._add_biased(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
             else:
                 ranked = output.ranked[first : first + count]
-                self._note(draft.request, [row.token_ids[0] for row in ranked[:2]])
-                self._take_rows(draft, ranked[shift:], output.logits[first + shift : first + count])
+                self._remember_firsts(draft.request, [row.token_ids[0] for row in ranked[:2]])
+                self._add_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
-    def _take_rows(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
-        """Draft tokens of rows that do not depend on one another."""
+    def _add_independent(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
+        """Add levels from rows that are independent of one another."""
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
@@ -163,8 +163,8 @@ class BlockDrafter(Drafter):
                 found = [self._next(draft, node, logits[level]) for node in nodes]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
-    def _choose(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
-        """Draft tokens one level after another, each row with the bias of the tokens before it."""
+    def _add_biased(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
+        """Add levels from left to right; each row gets the bias of the tokens before it."""
         head, states = self.head, {0: np.zeros(self.head.rank, np.float32)}
         for level in range(draft.depth):
             nodes = draft.frontier
@@ -189,14 +189,14 @@ class BlockDrafter(Drafter):
     def _next(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
         return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
-    def _note(self, request: Request, best: Sequence[int]) -> None:
-        """Store the best tokens of the first two rows while the alignment is open."""
-        if self._is_open and len(best) == 2:
+    def _remember_firsts(self, request: Request, best: Sequence[int]) -> None:
+        """Store the most probable tokens of the first two rows while the alignment is unknown."""
+        if self._is_alignment_unknown and len(best) == 2:
             self._firsts[request] = len(request.token_ids), best[0], best[1]
 
-    def _compare(self, request: Request) -> None:
-        """Count which of the first two rows named the token that followed; settle the alignment after some."""
-        noted = self._firsts.pop(request) if self._is_open else None
+    def _check_alignment(self, request: Request) -> None:
+        """Count which of the first two rows predicted the token that followed, and decide the alignment after some comparisons."""
+        noted = self._firsts.pop(request) if self._is_alignment_unknown else None
         if noted is None or len(request.token_ids) <= noted[0]:
             return
         actual, ids = request.token_ids[noted[0]], self.head.target_ids
@@ -206,7 +206,7 @@ class BlockDrafter(Drafter):
         self._num_compared += 1
         lead = self._num_right[0] - self._num_right[1]
         if abs(lead) >= CLEAR_LEAD or self._num_compared >= MAX_COMPARED:
-            self._is_open = False
+            self._is_alignment_unknown = False
             self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
 
 
@@ -222,7 +222,7 @@ def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) ->
 
 
 def _with_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
-    """The same with the drafter's own chance of its first token; those of its siblings share what is left."""
+    """Return the tokens with the predicted confidence of the first one; its siblings share the rest."""
     if not found.token_ids or found.draft_probs is not None:
         return found
     rest = sum(found.probs[1:])

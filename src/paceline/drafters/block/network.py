@@ -1,7 +1,7 @@
-"""The networks of a block drafter, and the choice of one token after another among a block's rows.
+"""The networks of a block drafter.
 
-`context_rows` makes keys and values of committed positions from the target's hidden states; they stay. `block_rows` runs the last token and
-mask tokens over them; its own keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to each
+`context_rows` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_rows` runs the last
+token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to each
 row (`biased_rows`).
 
 Sources: DFlash (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
@@ -24,11 +24,11 @@ from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, Ranking
 
 BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
-"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; a bias before its product, and its rows."""
+"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; latent vectors of a bias, and its rows."""
 
 
 def context_rows(config: BlockConfig) -> Compose:
-    """Keys and values of committed positions; nothing is attended."""
+    """Return the network that stores keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         chunks = [blocks.input(f"{BOUNDARY}.{index}", config.feature_size) for index in range(len(config.boundaries))]
@@ -48,7 +48,7 @@ def context_rows(config: BlockConfig) -> Compose:
 
 
 def block_rows(config: BlockConfig) -> Compose:
-    """A block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
+    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         x = blocks.input(EMBEDDING, config.layers.hidden_size)
@@ -66,7 +66,7 @@ def block_rows(config: BlockConfig) -> Compose:
 
 
 def biased_rows(config: BlockConfig, rank: int) -> Compose:
-    """`logits` [R, Vd]: rows of a block with the bias of DSpark, from its latent vector [T, r]."""
+    """Return the network that adds the bias of DSpark, from latent vectors [T, r], to rows of a block: `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, rank)), "markov_output")
@@ -77,7 +77,7 @@ def biased_rows(config: BlockConfig, rank: int) -> Compose:
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
-    """Committed positions of one request whose keys and values are to be made.
+    """Committed positions of one request whose keys and values are to be computed.
 
     Attributes:
         features: [T, F] hidden states of the target, all boundaries of a row next to one another.
@@ -95,7 +95,7 @@ class BlockRows:
     Attributes:
         anchor: the last token.
         rows: its rows, the anchor's first.
-        wanted: rows of the block whose logits are wanted.
+        wanted: rows of the block whose logits are returned.
     """
 
     anchor: int
@@ -109,12 +109,12 @@ class BlockHead:
     Args:
         checkpoint: its weights.
         tensors: of its networks; `lm_head.weight` may be the target's.
-        embedding: of tokens, read where it is stored.
+        embedding: embedding table of the tokens.
         lm_head_of: see `open_head`.
 
     Attributes:
-        runtime: the network of committed positions; making its cache makes that of the others too.
-        embedded_ids: token ids from here on have no embedding.
+        runtime: the network of committed positions; the other networks use its cache.
+        embedded_ids: number of token ids that have an embedding.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class BlockHead:
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
     def rank_with(self, ranking: Ranking) -> None:
-        """Rank the rows of logits from now on, by this ranking alone."""
+        """Rank rows of logits with this ranking from now on."""
         self._ranking = ranking
 
     def run_context(self, parts: Sequence[ContextRows]) -> None:
-        """Cache keys and values of committed positions of several requests."""
+        """Compute and cache keys and values of committed positions of several requests."""
         features = np.concatenate([part.features for part in parts]) if len(parts) > 1 else parts[0].features
         size = self.config.feature_size
         inputs = {name: np.ascontiguousarray(features[:, index * size : (index + 1) * size]) for index, name in enumerate(self._names)}
@@ -158,7 +158,7 @@ class BlockHead:
         self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
 
     def run_block(self, parts: Sequence[BlockRows], draws: Draws | None = None) -> ForwardOutput:
-        """One pass over the blocks of several requests; logits are those of the wanted rows, request by request."""
+        """Run one pass over the blocks of several requests; logits are those of the wanted rows, request by request."""
         starts = [0, *accumulate(part.rows.num_rows for part in parts)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
         token_ids[starts[:-1]] = [part.anchor for part in parts]
@@ -173,19 +173,19 @@ class BlockHead:
         return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
-        """Rows of logits `base` [n, Vd] with the bias of `latent` [n, r]."""
+        """Return rows of logits `base` [n, Vd] with the bias of `latent` [n, r]."""
         if self._biased is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
         return self._biased.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
 
     def markov_row(self, token_id: int) -> FloatArray:
-        """[r] the row of the previous token; zeros for an id that the drafter does not know."""
+        """Return the Markov row [r] of the previous token; zeros for an id that the drafter does not know."""
         table = self._small["markov_w1"]
         return table[token_id] if token_id < len(table) else np.zeros(self.rank, np.float32)
 
     def latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What the bias of a row is made of, [r], and the next state [r].
+        """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
 
         Args:
             row: [r] of the previous token.
@@ -204,7 +204,7 @@ class BlockHead:
         return row, state
 
     def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
-        """Chance that the token drafted at a row is accepted once those before it are."""
+        """Return the probability that the token drafted at a row is accepted, given that those before it are."""
         features = np.concatenate([hidden, row]) if self.config.confidence_reads_token else hidden
         return float(_sigmoid(self._small["confidence"][0] @ features + self._small["confidence_bias"][0]))
 

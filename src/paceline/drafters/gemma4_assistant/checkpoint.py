@@ -122,9 +122,9 @@ def _layers_with_keys(target: ModelConfig) -> dict[bool, int]:
 
 
 def _with_target_keys(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
-    """Return a layer with the key heads and the window of the target layer that it reads.
+    """Return the layer with the number of key heads and the window of the target layer whose cache it reads.
 
-    A row is at the position after the cached ones and has no key of its own: it attends to one cached row less than the window.
+    A drafted row follows the cached positions and adds no key of its own, so it attends to at most window - 1 of them.
     """
     mixer, owner = layer.attention, layer.attention.kv_layer or 0
     kept: AttentionConfig = target.layers[owner].attention
@@ -234,7 +234,7 @@ def _feature_size(file: GgufFile) -> int:
 
 
 def _names(file: GgufFile, vocab_size: int, hidden_size: int, features: int) -> Mapping[str, str]:
-    """Return the name in the file of each part that it holds."""
+    """Return the stored tensor name of each part that the file has."""
     found = {part: name for part in _USUAL for name in file.tensors if _is_part(name, part)}
     shapes: dict[str, tuple[int | None, ...]] = {  # a shape that fits several parts is taken for the first one
         _PRE: (hidden_size, 2 * features),

@@ -1,7 +1,7 @@
 """Network of an assistant: layers that have only queries and attend to the target's keys and values.
 
-Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers attend to the causal window of the target, that code to two
-rows more; tokens outside the best clusters have probability 0, there that of the worst token inside.
+Source: Gemma 4's assistants in transformers 5.23. Deviations: sliding layers attend to exactly the target's causal window, in transformers
+to two rows more; tokens outside the best clusters have probability 0, in transformers the lowest logit inside.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from paceline.models.weights import AnyTensor, Weights
 
 _NEST = re.compile(r"medusa_heads?\.")
 _NUMBER = "([0-9]{1,6})"  # of a head or a block: no file has more
-_MOST_MISSING = 1024  # missing blocks that an error may list by name
+_MOST_MISSING = 1024  # most missing blocks that an error names
 _ROW_OF_BLOCKS = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.)?(weight|bias)")
 _NAMED_BLOCKS = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
 _NAMED_HEADS = re.compile(rf"lm_heads\.{_NUMBER}\.weight")

@@ -265,7 +265,7 @@ class MedusaDrafter(Drafter):
         """Fill a published tree, given as (parent, depth, rank) per node, with this step's candidates."""
         token_ids: list[int] = []
         parents: list[int] = []
-        node_of = {0: 0}  # a rank that a narrow vocabulary does not have leaves a gap
+        node_of = {0: 0}  # a small vocabulary has fewer candidates than the tree asks for: the node is left out
         for node, (parent, depth, rank) in enumerate(shape, start=1):
             ids = candidates.at(depth).token_ids if parent in node_of else ()
             if rank < len(ids):

@@ -19,10 +19,10 @@ _OF_CONVOLUTIONS = "conv"
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:
-    """A matrix [N, K] by its checkpoint name.
+    """A linear layer of the target that an adapter can change: its weight [N, K] by its checkpoint name.
 
     Attributes:
-        parts: names of the products of `Adapter` in it, with their rows; None = all rows.
+        parts: by projection name in `Adapter`, its rows of a fused weight such as q, k and v; None = all rows.
     """
 
     shape: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Quantised matrices that a checkpoint stores in several tensors. They become groups, or floats, a few rows at a time."""
+"""Read quantised matrices that a checkpoint stores in several tensors (codes, scales, zero points), a few rows at a time."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -27,7 +27,7 @@ PageSums = Callable[[NDArray[np.uint8], NDArray[np.uint64]], None]
 
 _WORDS = PAGE_BYTES // 4
 _STRETCH = 1024  # pages for a thread at a time
-_CHUNK = 64  # pages whose products fit in the processor's cache
+_CHUNK = 64  # pages summed at a time, so that the products fit in the CPU cache
 
 
 def _factors() -> NDArray[np.uint64]:

@@ -291,10 +291,10 @@ class NativeBlocks:
         return self._append(operation, logits, 8 * routing.num_chosen + 1)
 
     def _expert_products(self, x: Value, routes: Value, routing: Routing, *names: str, of_pairs: bool) -> tuple[Value, ...]:
-        """Record products of each pair of a row and an expert. A value's row has room for `num_chosen` pairs, in any order.
+        """Record the products of a mixture of experts, one a (row, chosen expert) pair. Rows have room for `num_chosen`, in any order.
 
         Args:
-            of_pairs: x has a row for each pair; else for each row of the pass.
+            of_pairs: x has a row for each pair; otherwise one for each row of the pass.
             names: of the matrices, with a placeholder for the expert's number.
         """
         outs: list[Value] = []

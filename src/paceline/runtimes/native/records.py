@@ -280,7 +280,7 @@ class ColumnsOperation(Operation):
 
 
 class RankOperation(Operation):
-    """Summarise rows of logits, see `runtimes.ranking.Ranking`; `number`: index of the ranking in the network."""
+    """Find the top ids and the log-sum of rows of logits, see `runtimes.ranking.Ranking`; `number`: index of the network's ranking."""
 
     CODE, INPUTS = Code.RANK, ("x",)
     _fields_ = _fields("int32 x width number columns count; int32* target_ids")
@@ -299,7 +299,7 @@ class SampleOptions(Structure):
 
 
 class SamplePath(Structure):
-    """A path to sample, see kernels/native.h."""
+    """A path of a draft tree along which target tokens are sampled, see kernels/native.h."""
 
     _fields_ = _fields(
         "pointer logits block_max; int64 stride block_max_stride; pointer options tree; uint64 seed sample_index position;"

@@ -120,7 +120,7 @@ class TorchBlocks:
         return (_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
-        """Rotate the pairs (j, j + R/2) of the first R values of each head, then multiply by the temperature."""
+        """Rotate the pairs (j, j + R/2) of the first R values of each head, times the position's attention temperature (Llama 4)."""
         key = rope, x.shape[-1] // num_heads
         if key not in self._rotations:
             self._rotations[key] = _rotations(*key, self._positions, x.dtype)

@@ -14,7 +14,7 @@ from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
 MEMORY = 0.96  # factor on the weight of the earlier samples with each new one
-STALL_MEMORY = 0.1  # this factor if the earlier samples turn out to be stalls of the machine
+STALL_MEMORY = 0.1  # in place of MEMORY if a much faster sample shows that the earlier ones were stalls of the machine
 MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected time, because a longer one is probably a stall
 STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
 MIN_INFORMATION = 1e-6  # of y * y relative to x * x: below it, the samples that tell a from b are too old
@@ -28,9 +28,9 @@ class LinearCost:
     """seconds = a * x + b * y with a, b >= 0, fitted by least squares with exponential forgetting.
 
     Args:
-        ratio: expected b / a. A ridge penalty on b - ratio * a, worth `PRIOR_SAMPLES` samples at `usual_y`, draws b back to it while no
-            sample has y above 0.
-        usual_y: samples with a greater y weigh less, so that none of them determines b; 0 = no penalty, and equal weights.
+        ratio: expected b / a. A ridge penalty, with the weight of `PRIOR_SAMPLES` samples at `usual_y`, keeps b near ratio * a until
+            samples with y > 0 arrive.
+        usual_y: samples with a larger y are scaled down to it, so that no single sample determines b; 0 = no scaling and no penalty.
     """
 
     __slots__ = ("_ratio", "_ridge", "_usual_y", "_xs", "_xx", "_xy", "_ys", "_yy", "a", "b", "is_known")
@@ -122,7 +122,7 @@ class CostModel:
         self.profile = profile
         self.host = LinearCost(usual_y=HOST_DRAFTS)
         self._speed: dict[AdapterUse, LinearCost] = {}
-        self._drafting: dict[tuple[str, int], LinearCost] = {}  # by drafter and bit length of the number of requests
+        self._drafting: dict[tuple[str, int], LinearCost] = {}  # by drafter and by number of requests, rounded to powers of two
         self._num_proposals: dict[str, int] = {}  # by drafter
         self._seconds: list[float] = []  # of the profile, by rows
 
@@ -132,9 +132,8 @@ class CostModel:
         host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
         fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
         row_s = draft_row_s + speed.b * self.profile.row_s * shape.cached_len / max(1, shape.num_sequences)
-        first = self._seconds[shape.num_rows]
         rows = self._rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
-        return [fixed_s + speed.b * (seconds - first) + row_s * count for count, seconds in enumerate(rows)]
+        return [fixed_s + speed.b * (seconds - rows[0]) + row_s * count for count, seconds in enumerate(rows)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
         """Return the seconds that a drafter takes for drafts of this depth for so many requests at once; 0 while they are unknown."""

@@ -52,7 +52,7 @@ class FixedDraftLength:
         return None
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
-        """Return why a drafter is not to draft for a request in this step; None = it may."""
+        """Return why a drafter is not to draft for a request; None = it may. Called once a step for each; may update the history."""
         return None
 
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
@@ -126,7 +126,7 @@ def best_choice(
     steps.
 
     Args:
-        gains: by request, the probability that its first, second, … token is accepted, descending.
+        gains: by request, the probability that its first, second, … token and all before it on its path are accepted, descending.
         times: seconds of the step by number of draft tokens; the length of the list limits that number.
         num_requests: all requests that emit a token in the step. A longer pass delays each of them.
         draft_s: seconds of drafting to depth 0, 1, …
@@ -254,7 +254,10 @@ class AdaptiveDraftLength(FixedDraftLength):
             return
         rates, history = self._model(request, name)
         by_depth = rates.by_depth(tree.tree_depth)
-        next_nodes = [*accepted_nodes, *([] if request.is_finished else [-1])]  # no child of the last node was accepted
+        next_nodes = [
+            *accepted_nodes,
+            *([] if request.is_finished else [-1]),
+        ]  # at the last node none was accepted; if the request finished there, none was judged
         for node, accepted_child in zip([0, *accepted_nodes], next_nodes, strict=False):
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED:
