@@ -10,6 +10,7 @@ import numpy as np
 
 from fuzz.damage import BYTES, Rng, damaged_json_text, pick
 from fuzz.kind import HIDDEN, INNER, LLAMA, VOCAB, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
+from harness.block_checkpoints import DSPARK, block_tensors
 from harness.gguf_checkpoints import write_gguf
 
 
@@ -103,6 +104,48 @@ class HeadSafetensorsFile(HeadKind):
 
     def make(self, rng: Rng) -> bytes:
         return damaged_safetensors(pick(rng, self.valid), rng)
+
+
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "mask_token_id": VOCAB - 1, "vocab_size": VOCAB}
+BLOCK_CONFIG = {**DSPARK, **SIZES, "dflash_config": {"causal": False}, "markov_head_type": "rnn", "confidence_head_with_markov": True}
+
+
+def block_arrays() -> dict[str, np.ndarray]:
+    tensors = block_tensors({**DSPARK, **SIZES}, markov="rnn", confidence=True, target_hidden=HIDDEN)
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    rows = {name: np.resize(arrays[name], (VOCAB, 6)) for name in arrays if name.startswith("markov_head.markov_w")}
+    return {**arrays, **rows, "d2t": np.zeros(VOCAB, np.int64), "lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)}
+
+
+class BlockConfigFile(HeadKind):
+    name, share = "head config.json", 40
+
+    def prepare_head(self) -> None:
+        from safetensors.numpy import save_file
+
+        save_file(block_arrays(), self.head / "model.safetensors")
+
+    def undamaged(self) -> bytes:
+        return json.dumps(BLOCK_CONFIG).encode()
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_json_text(BLOCK_CONFIG, rng)
+
+
+class BlockSafetensorsFile(HeadKind):
+    name, share = "head model.safetensors", 40
+
+    def prepare_head(self) -> None:
+        from safetensors.numpy import save
+
+        (self.head / "config.json").write_text(json.dumps(BLOCK_CONFIG))
+        self.valid = save(block_arrays())
+
+    def undamaged(self) -> bytes:
+        return self.valid
+
+    def make(self, rng: Rng) -> bytes:
+        return damaged_safetensors(self.valid, rng)
 
 
 class HeadTorchFile(HeadKind):
