@@ -241,7 +241,12 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
 def _find_embedded(name: str, target: Path) -> PreparedDrafter:
     directory = target / EMBEDDED
     if (directory / "config.json").is_file():
-        return PreparedDrafter(DRAFT_MODEL, directory)
+        head = find_head(directory)
+        if head is None:
+            return PreparedDrafter(DRAFT_MODEL, directory)
+        if name == "auto":
+            return PreparedDrafter(head.kind.value, directory, head)
+        raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
     if name == "auto":
         head = _find_assistant(target) or _find_own_module(target)
         if head is None:

@@ -79,14 +79,15 @@ def check_draft_model(target: CheckpointFacts, draft: CheckpointFacts) -> PairCh
 
 def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
     notes = []
-    if read_mask_token(draft.path, draft.config) is not None:
+    is_pard = read_mask_token(draft.path, draft.config) is not None
+    if is_pard:
         notes.append("it is a PARD model: one pass drafts all tokens")
     if draft.config.max_positions < target.config.max_positions:
         notes.append(
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
             "of longer texts it reads the last tokens"
         )
-    if draft.num_parameters >= target.num_parameters:
+    if draft.num_parameters >= target.num_parameters and not is_pard:
         notes.append(
             f"the draft model has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: "
             "a draft pass costs as much as a plain step, so drafting cannot pay"

@@ -117,3 +117,13 @@ def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> Non
     found = diagnose(DoctorOptions(model=str(target), drafters=(str(other),)))
     assert not found.works
     assert any("it was made for another model" in problem for problem in found.problems)
+
+
+def test_auto_takes_the_block_drafter_in_the_targets_draft_folder(tmp_path: Path) -> None:
+    skip_without_kernels()
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    write_perfect_block(target / "draft", successor, sharpness=4.0)
+    with LLM(str(target), kv_cache_gb=0.05) as llm:
+        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
+    with pytest.raises(IncompatibleDrafterError, match="holds a dspark drafter and no draft model: use drafter='auto'"):
+        LLM(str(target), drafter="draft_model")
