@@ -74,6 +74,7 @@ def test_a_report_is_json_whatever_was_found() -> None:
 def test_a_report_holds_no_access_token() -> None:
     assert "secret" not in " ".join(_without_token(["paceline", "prove", "--hf-token", "secret", "--hf-token=secret", "--tokens", "9"]))
     assert _without_token(["paceline", "prove", "--tokens", "9"]) == ["paceline", "prove", "--tokens", "9"]
+    assert _without_token([]) == []  # called from Python
 
 
 def test_every_sampling_can_be_written_and_read_again() -> None:

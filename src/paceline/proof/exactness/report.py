@@ -64,10 +64,9 @@ def provenance(
 
 def _without_token(command: Sequence[str]) -> list[str]:
     """Return the arguments without the Hub's access token, because reports are shared."""
-    previous = ["", *command[:-1]]
     return [
         "--hf-token=…" if one.startswith("--hf-token=") else "…" if before == "--hf-token" else one
-        for before, one in zip(previous, command, strict=True)
+        for before, one in zip(["", *command], command, strict=False)
     ]
 
 
