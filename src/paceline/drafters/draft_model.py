@@ -194,7 +194,10 @@ class DraftModelDrafter(Drafter):
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def prefill_s(self, request: Request) -> float:
-        return self._prefill_time.expected_s(len(request.token_ids) - self._state_of(request).num_read)
+        state, length = self._state_of(request), len(request.token_ids)
+        if length - state.start >= self.max_model_len:  # the next draft starts at a later token
+            return self._prefill_time.expected_s(self.max_model_len // 2)
+        return self._prefill_time.expected_s(length - state.num_read)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
