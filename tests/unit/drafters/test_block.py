@@ -59,6 +59,12 @@ def test_a_drafter_that_computes_something_else_is_refused(more: Any, what: str,
         read_block_config(files, TARGET)
 
 
+def test_a_huge_head_size_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "head_dim": 10**9}, block_tensors()))
+    with pytest.raises(CheckpointError, match="heads of 1000000000 values, expected 64 in all as q_proj has"):
+        read_block_config(files, TARGET)
+
+
 def test_a_drafter_of_another_width_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write_random_block(tmp_path, hidden_size=64))
     with pytest.raises(IncompatibleDrafterError, match="it was made for another model"):

@@ -243,6 +243,8 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConf
     activation = str(fields.values.get("hidden_act", "silu"))
     if query is None or key is None or gate is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
+    if query[0] != num_heads * head_size:  # before anything is allocated by these numbers
+        raise CheckpointError(f"{fields.path}: {num_heads} heads of {head_size} values, expected {query[0]} in all as q_proj has")
     if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
         raise CheckpointError(
             f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "

@@ -223,7 +223,7 @@ def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) ->
 
 def _with_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
     """Return the tokens with the predicted confidence of the first one; its siblings share the rest."""
-    if not found.token_ids or found.draft_probs is not None:
+    if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # NaN of a damaged file
         return found
     rest = sum(found.probs[1:])
     scale = min(1.0, (1.0 - confidence) / rest) if rest > 0.0 else 0.0
