@@ -318,7 +318,7 @@ def _likeliest_first(tree: DraftTree) -> Iterable[int]:
 
 def _first_path_first(tree: DraftTree) -> Iterable[int]:
     """As for chosen guesses: how far the first draws go on, which what is drawn there decides, says whether they are left as a chain."""
-    return dict.fromkeys((*tree.first_path(), *range(1, len(tree.parents))))
+    return dict.fromkeys((*tree.first_child_path(), *range(1, len(tree.parents))))
 
 
 WRONG_CUTS: dict[str, tuple[str, DraftsOf, Order]] = {

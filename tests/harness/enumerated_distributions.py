@@ -148,7 +148,7 @@ def walk(tree: DraftTree, target: ProbsOf, chance: Branching, ends: Ends = never
         assert tuple(path) == paths[node]
         return target(paths[node])
 
-    result = RejectionSampler(tree, target_probs, lambda: _Ahead(ends), chance).run()
+    result = RejectionSampler(tree, target_probs, lambda: _Ahead(ends), chance).verify()
     assert result.token_ids[: len(result.accepted_nodes)] == (paths[result.accepted_nodes[-1]] if result.accepted_nodes else ())
     assert len(result.token_ids) == len(result.accepted_nodes) + 1
     return result

@@ -140,7 +140,7 @@ def replay(
                 running[-1][0].adapter_number, running[-1][0].has_mixture_pass = 1, True
         batch = [RequestRows.without_draft(request, 1) for request, _ in running]
         draft_s, plan_s = _guess(policy, player, batch, running, layout, costs, other_noise, drawn=drawn)
-        policy.select(batch, None)
+        policy.prune_drafts(batch, None)
         num_rows = sum(1 + rows.num_draft_tokens for rows in batch)
         num_guessed = num_rows - len(batch)
         pass_s = costs.pass_s(num_rows)
@@ -233,7 +233,7 @@ def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
     reached, kept = [1.0], [0]
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
-        reached.append(reached[parent] * budget.rate(tree.probs[node]))
+        reached.append(reached[parent] * budget.acceptance_rate(tree.probs[node]))
         if parent in kept and reached[parent] >= budget.min_reach:
             kept.append(node)
     return tree.subtree(kept)

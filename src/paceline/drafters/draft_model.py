@@ -310,7 +310,7 @@ class DraftModelDrafter(Drafter):
                 break
             path.append(drafted.token_ids[0])
             probs.append(drafted.probs[0])
-            path_prob *= budget.rate(probs[-1])
+            path_prob *= budget.acceptance_rate(probs[-1])
         return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
     def _tree(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
@@ -322,7 +322,7 @@ class DraftModelDrafter(Drafter):
             while True:
                 is_expanded = path is not None and path_prob >= budget.min_reach  # neither siblings nor the end of the chain
                 candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
-                path_prob *= budget.rate(candidates[0][1]) if candidates else 1.0
+                path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)
         except StopIteration as end:
             tree: DraftTree | None = end.value

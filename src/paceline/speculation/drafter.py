@@ -48,7 +48,7 @@ class DraftBudget:
         """Number of tokens of the longest chain within the budget."""
         return min(self.max_depth, self.row_budget - 1)
 
-    def rate(self, prob: float) -> float:
+    def acceptance_rate(self, prob: float) -> float:
         """Return the acceptance rate of a token by its probability under the drafter, given that the tokens before it are accepted."""
         return prob if self.rate_of is None else self.rate_of(prob)
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
+from typing import NamedTuple
 
 from paceline.errors import CapacityError, is_interrupt
 from paceline.kv_cache.cache import KVCache
@@ -45,6 +46,13 @@ class ErrorGuard:
         return True
 
 
+class FailurePause(NamedTuple):
+    """Failures of a drafter in a row, and the steps that are left until it is called again."""
+
+    num_failures: int = 0
+    num_steps_left: int = 0
+
+
 class Proposer:
     """Calls the drafters.
 
@@ -63,7 +71,7 @@ class Proposer:
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._failures: dict[str, tuple[int, int]] = {}  # by drafter: failures in a row, steps in which it is not called
+        self._pauses: dict[str, FailurePause] = {}  # by name of a drafter that failed the last time it was called
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
@@ -79,7 +87,7 @@ class Proposer:
         with self._guard:
             reason = policy.begin_step(batch)
         for rows in batch:
-            rows.skip_reason, rows.limit = self._limit(rows, policy, is_rejection=is_rejection)
+            rows.skip_reason, rows.limit = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
                 constrain_draft(rows)
         if reason is None:
@@ -92,12 +100,14 @@ class Proposer:
                 constrain_draft(rows)
         if any(rows.num_draft_tokens for rows in batch):
             with self._guard:
-                policy.select(batch, max_rows)
+                policy.prune_drafts(batch, max_rows)
             if max_rows is not None:
                 fit_rows(batch, max_rows - sum(rows.num_new_tokens for rows in batch))
         self.plan_s = perf_counter() - start_s - self.draft_s
 
-    def _limit(self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool) -> tuple[SkipReason | None, DraftBudget | None]:
+    def _skip_reason_or_budget(
+        self, rows: RequestRows, policy: FixedDraftLength, *, is_rejection: bool
+    ) -> tuple[SkipReason | None, DraftBudget | None]:
         """Return the most that may be drafted for a request, or the reason why nothing may."""
         request = rows.request
         if rows.tree is None:
@@ -117,18 +127,19 @@ class Proposer:
         self, name: str, drafter: Drafter, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None
     ) -> None:
         """Call a drafter. After failures in a row it is not called for 0, 1, 3, 7, … steps."""
-        failures, num_left_out = self._failures.get(name, (0, 0))
-        is_failed = num_left_out > 0
+        pause = self._pauses.get(name, FailurePause())
+        is_failed = pause.num_steps_left > 0
         if is_failed:
-            self._failures[name] = failures, num_left_out - 1
+            self._pauses[name] = pause._replace(num_steps_left=pause.num_steps_left - 1)
         else:
             try:
                 if self._call_drafter(name, drafter, batch, policy, max_rows):
-                    self._failures.pop(name, None)
+                    self._pauses.pop(name, None)
             except BaseException as error:
                 if not self._guard.handle(error):
                     raise
-                self._failures[name] = failures + 1, min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(failures, 10) - 1)
+                num_steps = min(MAX_FAILURE_BACKOFF_STEPS, 2 ** min(pause.num_failures, 10) - 1)
+                self._pauses[name] = FailurePause(pause.num_failures + 1, num_steps)
                 is_failed = True
         for rows in batch:
             rows.budget = None

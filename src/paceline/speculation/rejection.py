@@ -66,7 +66,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
-    return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).run()
+    return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).verify()
 
 
 class RejectionSampler:
@@ -90,7 +90,7 @@ class RejectionSampler:
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
-    def run(self) -> VerifyResult:
+    def verify(self) -> VerifyResult:
         """Return the accepted nodes and the tokens."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
         node = self._verify_block(length) if length else 0

@@ -148,7 +148,7 @@ class DraftTree:
             return range(node + 1, min(node + 2, count))
         return [child for child in range(node + 1, count) if self.parents[child] == node]
 
-    def first_path(self) -> list[int]:
+    def first_child_path(self) -> list[int]:
         """Return the nodes of the path of first children, from depth 1 down."""
         path = [0]
         for node, parent in enumerate(self.parents):
@@ -183,7 +183,7 @@ class DraftTree:
         """
         if fits(self.parents):
             return self
-        first = [] if self.draft_probs else self.first_path()
+        first = [] if self.draft_probs else self.first_child_path()
         kept = [0]
         for node in dict.fromkeys((*first, *range(1, len(self.parents)))):
             nodes = sorted((*kept, node))

@@ -88,8 +88,8 @@ def test_optimism_falls_as_samples_are_counted() -> None:
 
 
 def test_history_without_samples_has_the_rate_over_all_requests() -> None:
-    assert DraftHistory().rate(0.7) == pytest.approx(0.7)
-    assert DraftHistory().rate(0.7, optimism=1.0) > 0.8
+    assert DraftHistory().request_rate(0.7) == pytest.approx(0.7)
+    assert DraftHistory().request_rate(0.7, optimism=1.0) > 0.8
 
 
 @pytest.mark.parametrize("true", [0.1, 0.4, 0.9])
@@ -98,7 +98,7 @@ def test_bias_of_a_request_learns_its_own_rate(true: float, seed: int) -> None:
     found = list[float]()
     for _ in range(600):
         history.observe(0.6, accepted=bool(random.random() < true))
-        found.append(history.rate(0.6))
+        found.append(history.request_rate(0.6))
     assert float(np.mean(found[200:])) == pytest.approx(true, abs=0.1)
     assert history.num_observed <= BIAS_MEMORY
 
@@ -106,7 +106,7 @@ def test_bias_of_a_request_learns_its_own_rate(true: float, seed: int) -> None:
 def test_bias_of_a_request_shifts_all_rates_by_the_same_odds() -> None:
     history = DraftHistory(bias=math.log(3.0))
     for rate in (0.1, 0.5, 0.9):
-        found = history.rate(rate)
+        found = history.request_rate(rate)
         assert found / (1.0 - found) == pytest.approx(3.0 * rate / (1.0 - rate))
 
 
@@ -115,7 +115,7 @@ def test_bias_is_bounded_and_rates_stay_uncertain() -> None:
     for _ in range(5000):
         history.observe(0.6, accepted=True)
     assert abs(history.bias) <= MAX_BIAS
-    assert history.rate(0.6) <= MAX_RATE
+    assert history.request_rate(0.6) <= MAX_RATE
     assert (clip(0.0), clip(1.0), clip(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
 
 
@@ -125,7 +125,7 @@ def test_surprise_makes_the_bias_follow_a_changed_text_faster() -> None:
         history.observe(0.6, accepted=True)
     for _ in range(12):
         history.observe(0.6, accepted=False)
-    assert history.rate(0.6) < 0.6
+    assert history.request_rate(0.6) < 0.6
 
 
 def test_path_rates_multiply_and_end_below_the_least_rate() -> None:
@@ -157,7 +157,7 @@ def hold_back(policy: AdaptiveDraftLength, request: Request, drafted: list[int])
     assert policy.begin_step([rows]) is None
     rows.limit = DraftBudget(17, 16)
     rows.tree = DraftTree.chain(request.token_ids[-1], drafted, "lookup")
-    policy.select([rows], None)
+    policy.prune_drafts([rows], None)
     return rows
 
 

@@ -159,14 +159,14 @@ def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
     (trace,) = texts(lambda _: 0.5, np.random.default_rng(0), 1, "too much", length=64)
     seen: list[DraftTree] = []
-    select = policy.select
+    prune_drafts = policy.prune_drafts
 
     def watched(batch: Any, max_rows: int | None) -> None:
         before = [rows.tree for rows in batch]
-        select(batch, max_rows)
+        prune_drafts(batch, max_rows)
         seen.extend(tree for tree, rows in zip(before, batch, strict=True) if tree is not rows.tree)
 
-    policy.select = watched  # type: ignore[method-assign]
+    policy.prune_drafts = watched  # type: ignore[method-assign]
     replay(policy, [trace], costs)
     assert seen
     seen.clear()

@@ -282,7 +282,7 @@ def test_interrupt_of_a_drafter_is_raised() -> None:
         propose(speculator_of([Scripted("only", interrupt)]), make_request([1, 2]))
 
 
-@pytest.mark.parametrize("call", ["begin_step", "select"])
+@pytest.mark.parametrize("call", ["begin_step", "prune_drafts"])
 def test_policy_that_raises_leaves_drafts_or_plain_steps(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = speculator_of([Scripted("only", chain(5, 6, source="only"))])
     monkeypatch.setattr(speculator.policy, call, lambda *_: 1 / 0)

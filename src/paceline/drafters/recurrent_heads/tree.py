@@ -118,7 +118,7 @@ class GrowingDraft:
             self.token_ids += tokens.token_ids
             self.parents += [node] * count
             self.probs += tokens.probs
-            self.path_probs += [path_prob * self.budget.rate(prob) for prob in tokens.probs]
+            self.path_probs += [path_prob * self.budget.acceptance_rate(prob) for prob in tokens.probs]
         self.level += 1
         last = len(self.token_ids)
         if first == last or self.level >= self.depth or max(self.path_probs[first:]) < self.budget.min_reach:

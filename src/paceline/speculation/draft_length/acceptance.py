@@ -93,7 +93,7 @@ class DraftHistory:
     resume_step: int = 0
     unsent: tuple[int, DraftTree] | None = None
 
-    def rate(self, rate: float, optimism: float = 0.0) -> float:
+    def request_rate(self, rate: float, optimism: float = 0.0) -> float:
         """Return the request's acceptance rate, given the rate over all requests. `optimism`: log-odds that are added to the bias."""
         rate = clip(rate)
         odds = rate / (1.0 - rate) * math.exp(self.bias + optimism)
@@ -103,7 +103,7 @@ class DraftHistory:
         """Return the probabilities that a chain is accepted up to depth 1, 2, …, as far as they are at least `min_rate`."""
         prob, found = 1.0, list[float]()
         for rate in rates:
-            prob *= self.rate(rate, optimism)
+            prob *= self.request_rate(rate, optimism)
             if prob < min_rate:
                 break
             found.append(prob)
@@ -111,7 +111,7 @@ class DraftHistory:
 
     def observe(self, rate: float, *, accepted: bool) -> None:
         """Update the bias with a verified token whose rate over all requests is `rate`."""
-        expected = self.rate(rate)
+        expected = self.request_rate(rate)
         if (expected if accepted else 1.0 - expected) < SURPRISE:
             self.num_observed = 0.0
         self.num_observed = min(self.num_observed + 1.0, BIAS_MEMORY)

@@ -70,7 +70,7 @@ class FixedDraftLength:
         """
         return bool(tree.draft_probs) or tree.num_draft_tokens > rows.num_draft_tokens
 
-    def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
+    def prune_drafts(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         """Drop draft tokens that are not expected to pay for their rows."""
 
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         return SkipReason.UNPROFITABLE if self._overhead_budget_s < 0.0 and self._shape.is_decoding else None
 
     def skip_reason(self, request: Request, drafter: Drafter) -> SkipReason | None:
-        _, history = self._model(request, drafter.name)
+        _, history = self._rates_and_history(request, drafter.name)
         if history.resume_step > self._step or (history.unsent is not None and not self._score_unsent(request, drafter, history)):
             return SkipReason.UNPROFITABLE
         self._is_chargeable = True
@@ -211,7 +211,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             if most < 1:
                 rows.skip(SkipReason.PASS_FULL)
                 continue
-            rows.expected_speedup, history = choice.speedup, self._model(rows.request, drafter.name)[1]
+            rows.expected_speedup, history = choice.speedup, self._rates_and_history(rows.request, drafter.name)[1]
             is_chosen = is_better and index in undrafted and choice.counts[index] > 0
             if is_chosen and self._repays_prefill(rows.request, drafter, choice, times):
                 history.backoff_level = 0
@@ -227,7 +227,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return True
         return sum(self._path_probs(rows.request, tree)) > sum(self._path_probs(rows.request, rows.tree))
 
-    def select(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
+    def prune_drafts(self, batch: Sequence[RequestRows], max_rows: int | None) -> None:
         prunable = [rows for rows in batch if rows.request is not self._probed and _can_prune(rows)]
         if not prunable or self._shape is None:
             return
@@ -252,7 +252,7 @@ class AdaptiveDraftLength(FixedDraftLength):
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
         if (name := drafter_of(tree)) is None:
             return
-        rates, history = self._model(request, name)
+        rates, history = self._rates_and_history(request, name)
         by_depth = rates.by_depth(tree.tree_depth)
         next_nodes = [
             *accepted_nodes,
@@ -296,7 +296,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
         )
 
-    def _model(self, request: Request, drafter: str) -> tuple[AcceptanceRates, DraftHistory]:
+    def _rates_and_history(self, request: Request, drafter: str) -> tuple[AcceptanceRates, DraftHistory]:
         """Return a drafter's acceptance rates over all requests, and its history for one request."""
         key = drafter, request.params.is_greedy
         if key not in self.rates:
@@ -308,7 +308,7 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _is_known(self, request: Request, drafter: Drafter) -> bool:
         """Return whether enough was measured of a drafter to draft as many tokens as the model of costs and acceptance suggests."""
         is_timed = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
-        return is_timed and self._model(request, drafter.name)[0].num_observed >= 2 * COLD_TOKENS
+        return is_timed and self._rates_and_history(request, drafter.name)[0].num_observed >= 2 * COLD_TOKENS
 
     def _planned_gains(
         self, batch: Sequence[RequestRows], drafter: Drafter, present: Sequence[Sequence[float]]
@@ -317,7 +317,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         planned, undrafted = list(present), set[int]()
         for index, rows in enumerate(batch):
             if rows.budget is not None:
-                rates, history = self._model(rows.request, drafter.name)
+                rates, history = self._rates_and_history(rows.request, drafter.name)
                 gains = history.path_rates(rates.by_depth(rows.budget.max_tokens), MIN_REACH, rates.optimism)
                 if sum(gains) > sum(present[index]):
                     planned[index] = gains
@@ -332,7 +332,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         If its drafter gives probabilities and its tokens take time, it stops where the probability of the path no longer pays for a token.
         Then a single request is not limited to `count` tokens. In a batch, others wait for the longest draft.
         """
-        rates, history = self._model(request, drafter.name)
+        rates, history = self._rates_and_history(request, drafter.name)
         token_s = self.cost.draft_token_s(drafter.name)
         stops_early = rates.has_probs and not budget.needs_draft_probs and token_s > CHEAP_SHARE * times[0]
         if count < budget.max_depth and not (stops_early and num_requests == 1):
@@ -344,7 +344,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         row_s = max(0.0, times[span] - times[0]) / max(1, span)
         tokens_lost = choice.expected_tokens / choice.seconds * (row_s + (token_s if num_requests == 1 else 0.0))
         min_reach = min(0.9, tokens_lost / max(0.2, rates.by_depth(1)[0]))
-        return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.rate(rates.by_prob(prob)))
+        return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.request_rate(rates.by_prob(prob)))
 
     def _repays_prefill(self, request: Request, drafter: Drafter, choice: Choice, times: Sequence[float]) -> bool:
         """Return whether drafting saves more time over the rest of a request than its drafter needs to read the text first."""
@@ -368,7 +368,9 @@ class AdaptiveDraftLength(FixedDraftLength):
             return False
         self._overhead_budget_s, self._saving_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
-        self._model(rows.request, drafter.name)[1].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
+        self._rates_and_history(rows.request, drafter.name)[
+            1
+        ].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
         rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
         return True
 
@@ -381,7 +383,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         """Drop a request's draft, and store its beginning, to be scored when the text is longer."""
         tree, request = rows.tree, rows.request
         if tree is not None and (name := drafter_of(tree)) is not None:
-            start, history = tree.subtree([0, *tree.first_path()[:UNSENT_TOKENS]]), self._model(request, name)[1]
+            start, history = tree.subtree([0, *tree.first_child_path()[:UNSENT_TOKENS]]), self._rates_and_history(request, name)[1]
             history.unsent = len(request.token_ids), start
             history.resume_step = self._step + start.tree_depth
         rows.drop_draft(SkipReason.UNPROFITABLE)
@@ -409,7 +411,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         """Return [N] probabilities that each node and all before it are accepted, 1 for the root."""
         if tree is None or tree.num_draft_tokens == 0:
             return [1.0]
-        rates, history = self._model(request, drafter_of(tree) or FORCED)
+        rates, history = self._rates_and_history(request, drafter_of(tree) or FORCED)
         by_depth, reached, last_sibling = rates.by_depth(tree.tree_depth), [1.0], dict[int, float]()  # its rate, by parent
         for node in range(1, len(tree.token_ids)):
             parent = tree.parents[node]
@@ -418,11 +420,11 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif reached[parent] < MIN_REACH:
                 rate = 0.0
             elif tree.probs is not None:
-                rate = history.rate(rates.by_prob(tree.probs[node], is_first=parent not in last_sibling))
+                rate = history.request_rate(rates.by_prob(tree.probs[node], is_first=parent not in last_sibling))
             elif parent in last_sibling:
                 rate = SIBLING_FACTOR * last_sibling[parent]
             else:
-                rate = history.rate(by_depth[tree.depths[node] - 1])
+                rate = history.request_rate(by_depth[tree.depths[node] - 1])
             last_sibling[parent] = rate
             reached.append(reached[parent] * rate)
         return reached
