@@ -322,7 +322,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
 
     def with_own(*given: Any, **named: Any) -> MtpModule:
         module = found(*given, **named)
-        return replace(module, config=replace(module.config, own_lm_head=True))
+        return replace(module, config=replace(module.config, has_own_lm_head=True))
 
     def bytes_of(**options: int) -> int:
         question = DoctorOptions(

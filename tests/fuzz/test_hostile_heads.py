@@ -109,7 +109,7 @@ def test_a_tensor_of_another_rank_is_named(method: str, tmp_path: Path) -> None:
     """Numbers and vectors in place of matrices, one after the other."""
     config, tensors = {
         "eagle": (EAGLE1, eagle1_tensors() | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}),
-        "eagle3": (EAGLE3, eagle3_tensors(own_embedding=True)),
+        "eagle3": (EAGLE3, eagle3_tensors(has_own_embedding=True)),
         "medusa": ({}, {"0.0.linear.weight": torch.zeros(32, 32), "0.1.weight": torch.zeros(VOCAB_SIZE, 32)}),
     }[method]
     load(write_head(tmp_path / "whole", config, tensors))

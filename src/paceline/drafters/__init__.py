@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter
+from paceline.drafters.block import BLOCK_KINDS, open_block_drafter, read_block_layer_boundaries
 from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import boundaries_of, open_eagle_drafter
@@ -173,7 +173,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
 
 def _boundaries_of(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
     """Return the target's layer boundaries that a head reads."""
-    return block_boundaries(head, target) if head.kind in BLOCK_KINDS else boundaries_of(head, target, options)
+    return read_block_layer_boundaries(head, target) if head.kind in BLOCK_KINDS else boundaries_of(head, target, options)
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:

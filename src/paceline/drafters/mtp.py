@@ -150,7 +150,7 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
     def module(layers: ModelConfig, weights: Weights, num_later: int, *, feature_first: bool = False) -> MtpModule:
         return MtpModule(
             RecurrentHeadConfig(
-                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False
+                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, has_own_embedding=False
             ),
             weights,
             target_weights["embedding.weight"],
@@ -284,7 +284,7 @@ def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModul
     has_head = "lm_head.weight" in differ
     return replace(
         module,
-        config=replace(module.config, own_embedding="embedding.weight" in differ, own_lm_head=has_head),
+        config=replace(module.config, has_own_embedding="embedding.weight" in differ, has_own_lm_head=has_head),
         weights=Weights({**module.weights, "lm_head.weight": differ["lm_head.weight"]}) if has_head else module.weights,
         embedding=differ.get("embedding.weight", module.embedding),
         soft_cap=None if has_head else module.soft_cap,
@@ -402,7 +402,7 @@ def open_mtp_head(
         max_model_len=max_model_len,
         backend=backend,
         device=device,
-        lm_head_of=None if module.config.own_lm_head or module.has_lm_head_copy else lm_head_of,
+        lm_head_of=None if module.config.has_own_lm_head or module.has_lm_head_copy else lm_head_of,
         rounds_rows=module.has_lm_head_copy,
     )
     vocab = module.draft_vocab

@@ -211,7 +211,7 @@ def _check_mtp(
 ) -> tuple[HeadFacts, PairCheck]:
     num_ids = options.num_draft_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
-    shared = () if module.config.own_lm_head else ("lm_head.weight",)
+    shared = () if module.config.has_own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
     corpus = options.draft_vocab_corpus

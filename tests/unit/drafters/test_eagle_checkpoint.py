@@ -129,7 +129,7 @@ def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path)
 
 
 def test_a_tied_embedding_is_believed_of_no_head(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(own_embedding=True))
+    checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(has_own_embedding=True))
     assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
 
 
@@ -223,7 +223,7 @@ def test_an_eagle1_head_may_bring_its_own_matrix(tmp_path: Path) -> None:
     for name, config, tensors in (("plain", EAGLE1, eagle1_tensors()), ("nested", NESTED, eagle1_tensors(bias=False))):
         checkpoint = opened(tmp_path / name, config, tensors | own)
         assert checkpoint.config.kind is HeadKind.EAGLE
-        assert checkpoint.config.own_lm_head
+        assert checkpoint.config.has_own_lm_head
         assert checkpoint.weights["lm_head.weight"].shape == (VOCAB_SIZE, 32)
         assert not opened(tmp_path / f"{name}-without", config, tensors).weights.has("lm_head.weight")
     with pytest.raises(IncompatibleDrafterError, match="has 9000 token ids"):

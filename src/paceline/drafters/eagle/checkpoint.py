@@ -99,7 +99,7 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
     ids = target_ids_of(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
         tensors["lm_head.weight"], ids = _mapped_rows(files, files.weight("lm_head.weight"), _token_map(files, target))
-    embedded_ids = tensors["embedding.weight"].shape[0] if config.own_embedding else target.vocab_size
+    embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
     if config.mask_token_id is not None and config.mask_token_id >= embedded_ids:
         raise IncompatibleDrafterError(
             f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {embedded_ids}: the head was made for "
@@ -175,12 +175,12 @@ def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple
         is_joined = not config.is_eagle1 and layer == 0
         columns = 2 * hidden if is_joined else hidden
         _add_layer(layers.layers[layer], f"layers.{layer}.", required, optional, hidden=hidden, columns=columns, has_norm=has_norm)
-    if config.own_embedding:
+    if config.has_own_embedding:
         required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
     has_own_ids = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
     if "token_map" in files.tensors:
         required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
-    elif config.own_lm_head or (has_own_ids and not config.is_eagle1):
+    elif config.has_own_lm_head or (has_own_ids and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     return required, optional
 

@@ -202,7 +202,7 @@ def _text_rope(values: object) -> object:
 def _rows_by_id(files: HeadFiles, config: EagleConfig) -> list[int]:
     """Return the row counts of the tensors that have one row per target id."""
     shapes = [files.tensors[name].shape[:1] for name in ("t2d", "embed_tokens.weight") if name in files.tensors]
-    whole = config.is_eagle1 and config.own_lm_head and "token_map" not in files.tensors
+    whole = config.is_eagle1 and config.has_own_lm_head and "token_map" not in files.tensors
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
 
 
@@ -237,8 +237,8 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
         has_final_norm=has_final_norm,
         normed_recurrence=normed_recurrence,
         uses_fc_bias=fields.flag("bias", default=True) if is_nested(files) else True,
-        own_embedding="embed_tokens.weight" in files.tensors,
-        own_lm_head=lm_head is not None,
+        has_own_embedding="embed_tokens.weight" in files.tensors,
+        has_own_lm_head=lm_head is not None,
     )
 
 
@@ -274,8 +274,8 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
         norm_before_residual=norm_before_residual,
         has_final_norm=final_norm,
         normed_recurrence=files.is_speculators and fields.flag("norm_output", default=False),
-        own_embedding="embed_tokens.weight" in files.tensors,
-        own_lm_head=lm_head is not None,
+        has_own_embedding="embed_tokens.weight" in files.tensors,
+        has_own_lm_head=lm_head is not None,
         mask_token_id=_mask_token_id(files, fields, options) if files.kind is HeadKind.PEAGLE else None,
     )
 

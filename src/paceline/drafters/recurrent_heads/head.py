@@ -32,7 +32,7 @@ class RecurrentHeadConfig:
         feature_size: width of one of the target's activations.
         boundaries: the target's layer boundaries that it reads, ascending; none = the final hidden state.
         normed_recurrence: the next feature is the output after the final norm.
-        own_embedding, own_lm_head: whether the file has them; otherwise they are the target's.
+        has_own_embedding, has_own_lm_head: whether the file has them; otherwise they are the target's.
     """
 
     kind: HeadKind
@@ -40,8 +40,8 @@ class RecurrentHeadConfig:
     feature_size: int
     boundaries: tuple[int, ...] = ()
     normed_recurrence: bool = False
-    own_embedding: bool = True
-    own_lm_head: bool = False
+    has_own_embedding: bool = True
+    has_own_lm_head: bool = False
 
     @property
     def num_features(self) -> int:
