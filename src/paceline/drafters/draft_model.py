@@ -63,7 +63,7 @@ is sent that row, or None if the cache has no room, and returns the draft."""
 
 
 def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]) -> DraftSteps[list[int]]:
-    """Draft a chain: one token per row of logits, until `pick` returns None."""
+    """Draft a chain: take one token per row of logits, until `pick` returns None."""
     path: list[int] = []
     while len(path) < depth:
         row = yield path
@@ -195,7 +195,7 @@ class DraftModelDrafter(Drafter):
 
     def prefill_s(self, request: Request) -> float:
         state, length = self._get_or_create_state(request), len(request.token_ids)
-        if length - state.start >= self.max_model_len:  # the next draft starts at a later token
+        if length - state.start >= self.max_model_len:  # the next draft drops the text before a later token
             return self._prefill_time.expected_s(self.max_model_len // 2)
         return self._prefill_time.expected_s(length - state.num_tokens_at_last_draft)
 
@@ -213,7 +213,7 @@ class DraftModelDrafter(Drafter):
         if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
             self._reset_cache(state, request, max(0, len(context) + depth - self.max_model_len), depth)
         context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
-        if not state.token_ids:  # rows in the prefix cache need not run again
+        if not state.token_ids:  # tokens in the prefix cache need not run again
             state.num_verified = self.cache.match_prefix(state.sequence, context)
             state.token_ids.extend(context[: state.num_verified])
         state.num_tokens_at_last_draft = len(request.token_ids)
@@ -222,7 +222,7 @@ class DraftModelDrafter(Drafter):
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # the target has more ids
             return None
-        next(steps)  # the root's row comes first
+        next(steps)  # run the generator up to its first request for logits, those of the root
         return _Draft(request, state, steps, pending, depth)
 
     def _get_or_create_state(self, request: Request) -> _CachedSequenceState:
@@ -271,7 +271,7 @@ class DraftModelDrafter(Drafter):
             raise
 
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
-        """Run long prompts in chunks until one more pass reaches every root."""
+        """Run all but the last chunk of long uncached texts."""
         while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
             for part in split_into_passes(behind, lambda _: CATCH_UP_ROWS):
                 ran, _ = self._run_pass(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
@@ -320,7 +320,7 @@ class DraftModelDrafter(Drafter):
         try:
             path = next(growth)
             while True:
-                is_expanded = path is not None and path_prob >= budget.min_reach  # neither siblings nor the end of the chain
+                is_expanded = path is not None and path_prob >= budget.min_reach  # improbable nodes get neither siblings nor children
                 candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
                 path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)
@@ -351,7 +351,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
     def _sample(self, request: Request, row: DraftLogits | None, path: TokenPath, width: int) -> DraftTokens:
-        """Sample up to `width` tokens from the row after a path."""
+        """Sample up to `width` draft tokens from the logits after a path."""
         if row is None:
             return NO_TOKENS
         ranked = row.ranked
@@ -542,7 +542,7 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the profiled pass
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the pass that measures prefill
     max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
     cache = runtime.new_cache(
         num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)

@@ -208,7 +208,7 @@ def _as_tool(index: int, given: object) -> Tool:
 
 
 def _typed(schema: Any, *, is_root: bool = False) -> Any:
-    """Return a schema in which each property has one type and a description."""
+    """Return a JSON schema in which each property has one type and a description."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
@@ -243,7 +243,7 @@ def _template_call(place: str, call: object) -> dict[str, Any]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Parse arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
+    """Parse call arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -277,7 +277,7 @@ def _folded(messages: Sequence[Message], first: int) -> list[Message]:
             pending = _joined(pending, message.get("content"))
             continue
         if pending and message.get("role") != "user":
-            if message.get("role") == "tool":  # a result belongs directly after its call
+            if message.get("role") == "tool":  # a tool result must directly follow its call
                 found.append(message)
                 continue
             found.append({"role": "user", "content": pending})
@@ -293,7 +293,7 @@ def _joined(first: Any, second: Any, separator: str = "\n\n") -> str:
 
 def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     given: object = message
-    content = given.get("content") if isinstance(given, Mapping) else None  # other forms are rejected later
+    content = given.get("content") if isinstance(given, Mapping) else None  # malformed tool calls are rejected later
     return {**message, "content": "\n".join(map(_text_of, content))} if isinstance(content, list | tuple) else message
 
 

@@ -41,7 +41,7 @@ from paceline.parsing.tools import Tool
 from paceline.tokenizer.control_text import strings_in
 from paceline.tokenizer.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # it builds prompts with this module
+if TYPE_CHECKING:  # import cycle: the input processor builds prompts with this module
     from paceline.engine.input_processor import InputProcessor
 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -61,7 +61,7 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 _NEED_CONTENT = ("system", "developer", "user")
 """Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
-_PROMPT_TAIL = 16  # tokens at the end of a prompt that may open reasoning
+_PROMPT_TAIL = 16  # last prompt tokens that are searched for an opened reasoning section
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -110,11 +110,11 @@ class ChatOutputParser:
         return [token_id for token_id in ids if token_id is not None]
 
     def stream(self, *, sample: int = 0, several: bool = True) -> OutputStream:
-        """Return a parser of one sample whose text arrives in pieces."""
+        """Return a parser for the streamed text of one sample."""
         return self.formats.stream(self.tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
 
     def parsed(self, output: RequestOutput) -> RequestOutput:
-        """Return a whole output with its content, reasoning and tool calls."""
+        """Return a finished output with content, reasoning and tool calls parsed from its text."""
         stream = self.stream(sample=output.sample_index)
         events = [*stream.push(output.text), *stream.finish()]
         found = ParsedOutput.of_events(events, stream.sink.broken_off)
@@ -247,7 +247,7 @@ def _check_message(index: int, message: object) -> None:
 
 
 def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
-    """Render and encode a conversation; return the prompt and its text."""
+    """Render and encode a conversation; return the prompt, and its text before encoding."""
     conversation = _with_shown_system(conversation)
     tokenizer, template = conversation.input_processor.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
@@ -297,7 +297,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
 
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
-    """Move system messages into user messages if the template does not render them."""
+    """Return the conversation with system messages moved into user messages, if the template does not render them."""
     messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
@@ -325,7 +325,7 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
             text = changed.text(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit does so for each variant
+            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit would do so for each variant
                 break
             continue
         if arguments_as_text not in chosen and _shows_python(changed.messages, text):
@@ -340,7 +340,7 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
 
 
 def _shows_system(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a prompt has all system messages. Mistral Nemo's template renders them only if a user message is last."""
+    """Return whether a rendered prompt has all system messages. Mistral Nemo's template needs a user message at the end for that."""
     return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
@@ -372,7 +372,7 @@ def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, lis
 
 
 def _reported(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
-    """Report the notices of a prompt, and return the prompt."""
+    """Log the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
         input_processor.notify(notice)
     return prompt

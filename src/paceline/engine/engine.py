@@ -46,7 +46,7 @@ class EngineStats:
 
     Attributes:
         num_steps: passes of the target, prefill chunks included. A scaling pass is not counted here.
-        num_mixture_passes: additional passes for rows of X-LoRA adapters.
+        num_xlora_passes: additional passes for rows of X-LoRA adapters.
         num_preemptions: how often a request's rows were dropped to make room, and computed again.
         num_finished, num_aborted, num_failed: requests by how they ended.
         num_running, num_waiting: requests now.
@@ -57,7 +57,7 @@ class EngineStats:
     """
 
     num_steps: int = 0
-    num_mixture_passes: int = 0
+    num_xlora_passes: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -133,12 +133,12 @@ class StepLock:
             self._drain_if_due()
 
     def request_drain(self) -> None:
-        """Drain the queues now, or let the thread that holds the lock do it; never wait."""
+        """Apply the queued changes now, or let the thread that holds the lock do it; never wait."""
         self._is_drain_due = True
         self._drain_if_due()
 
     def _drain_if_due(self) -> None:
-        """Drain if the lock is free. If another thread holds it, that thread calls this after releasing it."""
+        """Apply the queued changes if the lock is free. A thread that holds it calls this after releasing it."""
         while self._is_drain_due and not self.is_mine and self._lock.acquire(blocking=False):
             try:
                 self._owner, self._is_drain_due = get_ident(), False
@@ -172,14 +172,14 @@ class Engine:
         self.scheduler = Scheduler(blocks, limits, self._is_ready)
         self.adapters = Adapters(runtime)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # the thread of its last step, its requests
+        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # per open `run`, the thread of its last step and its requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
         self._to_add: deque[EngineRequest] = deque()
         self._to_abort: deque[EngineRequest] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, no open `run` and no `held`."""
+        """Whether there is no request, no open `run`, and no caller in `held`."""
         return not self._runs and not self.has_work
 
     @property
@@ -193,13 +193,13 @@ class Engine:
         with nullcontext() if self._lock.is_mine else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_mixture_passes
+        stats.num_preemptions, stats.num_xlora_passes = self.scheduler.num_preemptions, self.runtime.num_xlora_passes
         stats.drafter_failures = self.speculator.num_failures
         return stats
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the engine from being idle, for a caller that is about to run requests."""
+        """Context manager: keep the engine from being idle while a caller prepares requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:
@@ -330,7 +330,7 @@ class Engine:
             request.stats.acceptance = self.speculator.acceptance.value
             try:
                 self.adapters.hold(request)
-            except RequestError as error:  # its adapter was removed after `check`
+            except RequestError as error:  # the request's adapter was removed after `check`
                 request.fail(error)
             request.sequence = self.cache.new_sequence(request.prefix_salt)
             if request.is_finished:
@@ -366,7 +366,7 @@ class Engine:
             if not is_interrupt(error):
                 self._fail_pass(requests, as_exception(error))
                 return
-            # an interrupt outside the pass may have left any part of the step undone
+            # an interrupt outside the pass may have left the step half done
             self._fail_pass(requests, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
@@ -426,7 +426,7 @@ class Engine:
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
-        request.drafting.clear()  # the caller may keep the request
+        request.drafting.clear()  # free drafter state, because the caller may keep the request object
 
 
 def raise_error(requests: Sequence[EngineRequest]) -> None:

@@ -192,7 +192,7 @@ class InputProcessor:
             num_prompt_tokens=len(prompt),
             params=params,
             processor=self._processor(prompt, params),
-            sequence=CachedSequence(),  # replaced when the engine adds the request
+            sequence=CachedSequence(),  # the engine assigns the real sequence when it adds the request
             seed=resolve_seed(params) if seed is None else seed,
             sample_index=0,
             max_len=min(self._max_len(len(prompt)), len(prompt) + params.max_tokens),
@@ -348,7 +348,7 @@ def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
 
 
 def _is_one_text(prediction: object) -> bool:
-    """Return whether it is a string or a list of ids, not a list of these."""
+    """Return whether a prediction is one string or one list of ids, rather than a list of predictions."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
-        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # a numpy array is no Sequence
+        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # numpy arrays are not registered as Sequence
     return all(not isinstance(item, str | Sequence | None) for item in prediction)

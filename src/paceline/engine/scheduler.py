@@ -139,7 +139,7 @@ def share_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget:
 
 
 def _distribute(order: Iterable[int], shares: list[int], max_rows: Sequence[int], rows_left: int) -> int:
-    """Raise shares to their maximum, in order, while rows are left; return the number left."""
+    """Raise each prompt's share of rows to its maximum, in order, while rows are left; return the number left."""
     for index in order:
         more = min(max_rows[index] - shares[index], rows_left)
         shares[index] += more
@@ -163,7 +163,7 @@ class Scheduler:
         self.running: list[EngineRequest] = []
         self.num_preemptions = 0
         self._blocks, self._is_ready = blocks, is_ready
-        self._shortest: list[EngineRequest] = []  # waiting requests, by tokens to compute
+        self._shortest: list[EngineRequest] = []  # waiting requests, the one with the fewest tokens to compute first
         self._entries: dict[EngineRequest, _Entry] = {}
         self._num_arrived = 0
 
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             needed = self._blocks.num_blocks_needed(request, due)
             if needed > 0 and not self._preempt_until_free(needed + reserved, index):
-                continue  # it keeps its rows, which an older one may preempt
+                continue  # the request keeps its rows, which an older one may preempt
             picked.append(ScheduledRequest(request, due))
             reserved += needed
         return picked
@@ -230,7 +230,7 @@ class Scheduler:
         """Start waiting requests that would get rows of the pass, oldest first, while blocks are free and the limit allows."""
         reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
         if reserved > self._blocks.num_free:
-            return  # a running request may lack blocks
+            return  # free blocks are left to running requests that lack some
         candidates, lacking = self._candidates()
         while candidates and len(self.running) < self.limits.max_running:
             running = [request for request in self.running if request not in decoding]
@@ -267,7 +267,7 @@ class Scheduler:
                     break
             elif self._is_ready(request):
                 oldest.append(request)
-                if not self._entries[request].is_counted:  # a further sample of a prompt whose rows are cached now
+                if not self._entries[request].is_counted:  # a further sample of a prompt, whose rows are cached by the first one
                     self._unqueue(request)
                     self._queue(request)
         may_start = (one for one in self._shortest if not self._still_lacks_blocks(one) and self._is_ready(one))
@@ -299,14 +299,14 @@ class Scheduler:
                 self._entries[other].num_overtaken += 1
 
     def _allowed(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Return the candidates that are older than any request that lacks blocks and was overtaken often enough."""
+        """Return the candidates that may start. Requests younger than one that was overtaken too often must wait."""
         limit = next((one for one in lacking if self._entries[one].num_overtaken >= MAX_OVERTAKEN), None)
         if limit is None:
             return candidates
         return [one for one in candidates if self._arrival(one) < self._arrival(limit)]
 
     def _num_spare(self) -> int:
-        """Return the blocks to leave free for the running requests and one more; none if it would run alone."""
+        """Return the blocks to leave free when a request starts: some per running request; none if it would run alone."""
         return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0
 
     def _share(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
@@ -316,7 +316,7 @@ class Scheduler:
         return share_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: EngineRequest) -> int:
-        """Return the tokens to compute; those of a waiting request's cached prefix are excluded as of when it was queued."""
+        """Return the tokens left to compute. For a waiting request the cached prefix is that found when it was queued."""
         return min(request.num_uncached, self._entries[request].num_uncached)
 
     def _queue(self, request: EngineRequest) -> None:

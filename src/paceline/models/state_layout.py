@@ -28,7 +28,7 @@ class LayerStateLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks of columns of a head."""
+        """Return the number of column blocks of a head's state matrix."""
         state = self.mixer.state
         return 0 if state is None else -(-state.columns // self.block)
 
@@ -49,16 +49,16 @@ class LayerStateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Offsets of all recurrent layers, by layer index."""
+    """Offsets of all recurrent layers in a state and in a record, by layer index."""
 
     places: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
     @classmethod
-    def of(cls, recurrents: Mapping[int, Recurrent]) -> "StateLayout":
+    def of(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
         places, state_size, record_size = {}, 0, 0
-        for layer, mixer in recurrents.items():
+        for layer, mixer in recurrent_layers.items():
             state = mixer.state
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_at = state_size

@@ -61,5 +61,5 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
 
 
 def gumbel_scores(scores: NDArray[np.floating], bits: BitsArray) -> NDArray[np.float64]:
-    """Return score - log E in float64, E from 32 random bits an id; the largest is the drawn token."""
+    """Return score - log E in float64, with exponential E from 32 random bits per id; the largest one is the drawn token."""
     return np.asarray(scores - np.log(exponential(bits)), np.float64)

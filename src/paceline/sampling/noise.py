@@ -26,7 +26,7 @@ class Purpose(IntEnum):
     """What the noise of a position is used for; the random numbers of two purposes are independent."""
 
     TOKEN = 0  # the draw of the token: in plain steps, in verification and in drafting that uses the target's noise
-    ACCEPT = 1  # this and the following are used with acceptance="rejection" only
+    ACCEPT = 1  # ACCEPT and all after it are used with acceptance="rejection" only
     RESIDUAL = 2
     DRAFT = 3
 

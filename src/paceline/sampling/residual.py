@@ -37,7 +37,7 @@ class TokenProbs:
 
     @property
     def end(self) -> int:
-        """One more than the largest listed id."""
+        """One more than the largest id with a listed probability."""
         return len(self.values) if self.token_ids is None else int(self.token_ids[-1]) + 1
 
     def is_normalised(self) -> bool:
@@ -93,11 +93,11 @@ class TokenProbs:
 def acceptance(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
     """Return target_prob / draft_prob of a draft token: its probability of acceptance, if below 1."""
     draft_prob = draft.prob(token_id)
-    return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that cannot be drawn is not accepted
+    return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot draw is never accepted
 
 
 def excess(target: TokenProbs, draft: TokenProbs, share: float = 1) -> ProbArray:
-    """[M of target] max(share * target_probs - draft_probs, 0), not normalised."""
+    """Return [M of target] max(share * target_probs - draft_probs, 0), not normalised."""
     values: Any = np.maximum(share * target.values - draft.at_ids_of(target), 0)
     return np.asarray(values)
 

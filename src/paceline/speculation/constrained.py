@@ -15,12 +15,12 @@ from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 FORCED = "grammar"  # source of forced tokens
-MAX_FORCED_TOKENS = 16  # in one draft, however short the drafts of drafters are
-ANY_ID = 2**31  # as vocabulary size in `trim`: no limit, because the grammar allows valid ids only
+MAX_FORCED_TOKENS = 16  # maximum forced tokens in one draft, whatever the draft length
+ANY_ID = 2**31  # vocabulary size that `trim` never exceeds: the grammar allows valid ids only
 
 
 def constrain_draft(rows: RequestRows) -> None:
-    """Constrain the draft of a request, or make one of forced tokens if it has none."""
+    """Constrain the draft of a request by its grammar, or make a draft of forced tokens if it has none."""
     request, limit = rows.request, rows.limit
     if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return

@@ -91,7 +91,7 @@ class RejectionSampler:
         self._token_ids: list[int] = []
 
     def verify(self) -> VerifyResult:
-        """Return the accepted nodes and the tokens."""
+        """Verify the tree; return the accepted nodes and the tokens."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:
@@ -99,7 +99,7 @@ class RejectionSampler:
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
     def _verify_children(self, node: int) -> int | None:
-        """Add the token after `node`; return the accepted child, or None at the end."""
+        """Accept a child of `node` or draw another token; return the accepted child, or None at the end."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
@@ -114,7 +114,7 @@ class RejectionSampler:
             return self._add(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # the drafter had no further token with a probability above 0
+            if draft is None:  # no further token had a probability above 0
                 break
             if self._decisions.accepts(acceptance(target, draft, token), depth, index):
                 return self._add(token, child)
@@ -133,7 +133,7 @@ class RejectionSampler:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # the row may never be needed: verify only the tokens before it
+            except BaseException as error:  # an invalid row may never be needed: verify only the tokens before it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -161,7 +161,7 @@ class RejectionSampler:
         return length
 
     def _add(self, token_id: int, child: int | None) -> int | None:
-        """Add a token; return `child` if verification goes on there."""
+        """Append a token to the result; return `child` if verification goes on there, else None."""
         self._token_ids.append(token_id)
         if child is None or self._lookahead.finishes_with(token_id):
             return None

@@ -48,7 +48,7 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(stored_tensor, "group_blocks", fail)
+    monkeypatch.setattr(stored_tensor, "convert_blocks_to_groups", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
     assert {found.info(name).bits for name in found} == {None, 4}
     assert all(found[name].shape == found.info(name).shape for name in found)

@@ -1,4 +1,4 @@
-"""Read block drafters from their files: the config of the network, and its weights under our names.
+"""Read block drafters from their files: the config of the network, and its weights under internal names.
 
 A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
 the target's hidden states. Sources: DFlash (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse
@@ -200,7 +200,7 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
 
 
 def _check_supported(files: HeadFiles) -> None:
-    """Refuse drafters whose network is not supported, by name."""
+    """Raise an error for drafters with a network part that is not supported."""
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
@@ -232,7 +232,7 @@ def _merged_config_fields(files: HeadFiles) -> JsonFields:
         values |= part if isinstance(part, Mapping) else {}
     if config.get("model_type") == "muse_glimmer_assistant":
         values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
-        values["sliding_window"] += 1  # transformers counts the distance, not the positions
+        values["sliding_window"] += 1  # transformers counts the distance to the first visible position, not the positions
     values.setdefault("max_position_embeddings", 2**20)
     return JsonFields(values, files.path / "config.json" if files.path.is_dir() else files.path)
 
@@ -245,7 +245,7 @@ def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> M
     activation = str(fields.values.get("hidden_act", "silu"))
     if query is None or key is None or gate is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    if query[0] != num_heads * head_size:  # before anything is allocated by these numbers
+    if query[0] != num_heads * head_size:  # refuse wrong head counts before anything is allocated by them
         raise CheckpointError(f"{fields.path}: {num_heads} heads of {head_size} values, expected {query[0]} in all as q_proj has")
     if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
         raise CheckpointError(
@@ -349,7 +349,7 @@ def _is_neox_rope(fields: JsonFields) -> bool:
 
 def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
     """Reorder query and key rows so that neighbouring pairs become pairs of halves."""
-    for layer, mixer in layers.attentions.items():
+    for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
         own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
         for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
@@ -367,7 +367,7 @@ def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tup
         "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
     }  # fmt: skip
     optional: dict[str, tuple[int, ...]] = {"fc.bias": (hidden,)}
-    for layer, mixer in layers.attentions.items():
+    for layer, mixer in layers.attention_layers.items():
         prefix, mlp = f"layers.{layer}.", layers.layers[layer].mlp
         assert isinstance(mlp, DenseMLP)
         inner = mlp.intermediate_size

@@ -22,18 +22,18 @@ from paceline.speculation.request import Request
 SPARE_BLOCKS = 64
 """Blocks for draft rows that do not fit the blocks of a sequence."""
 
-_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd, so a different token always changes the hash
+_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd, so that a different token always changes the hash
 
 
 @dataclass(slots=True)
 class _Context:
-    """Positions [first, num_rows) are cached; hidden states of positions num_rows … num_seen - 1 are pending."""
+    """State of one request: positions [first, num_rows) are cached; hidden states of num_rows … num_seen - 1 are pending."""
 
     sequence: CachedSequence
     first: int
     num_rows: int
     num_seen: int
-    hash: np.uint64  # of the tokens before num_rows
+    hash: np.uint64  # hash of the tokens before position num_rows
     pending: list[FloatArray] = field(default_factory=list)
 
 

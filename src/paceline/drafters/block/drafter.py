@@ -15,7 +15,7 @@ import numpy as np
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
 from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -23,7 +23,7 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-MAX_PENDING_ROWS = 64  # a request with more uncomputed context rows gets them computed without drafting
+MAX_PENDING_ROWS = 64  # with more pending rows, context rows are computed outside of drafting
 MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
 """If the config does not state which position a row drafts, it is decided by a lead of MIN_ALIGNMENT_LEAD correct
 predictions, or after MAX_ALIGNMENT_COMPARISONS."""
@@ -57,9 +57,9 @@ class BlockDrafter(Drafter):
         self._tree_width = tree_width
         head.set_ranking(self._sampler.ranking(tree_width))
         self._is_alignment_unknown = config.drafts_at_anchor is None
-        self._num_correct = [0, 0]  # how often row 0, and row 1, predicted the next token
+        self._num_correct = [0, 0]  # number of correct predictions of the next token by row 0, and by row 1
         self._num_compared = 0
-        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # position, most probable tokens of rows 0, 1
+        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # per request: position, top tokens of rows 0 and 1
         layers = config.layers
         parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
         self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
@@ -106,7 +106,7 @@ class BlockDrafter(Drafter):
         self._first_row_tokens.pop(request)
 
     def _depth_and_width(self, budget: DraftBudget) -> tuple[int, int]:
-        depth, width = draft_shape(budget, self._tree_width)
+        depth, width = draft_depth_and_width(budget, self._tree_width)
         return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
 
     def _num_rows(self, budget: DraftBudget) -> int:
@@ -152,7 +152,7 @@ class BlockDrafter(Drafter):
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
     def _add_unbiased_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
-        """Add levels from rows that are independent of one another."""
+        """Add levels whose rows do not depend on the drafted tokens."""
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
@@ -213,7 +213,7 @@ class BlockDrafter(Drafter):
 
 
 def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
-    """Return how the tokens of all rows are drawn: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
+    """Return how to sample the tokens of all rows: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
     return token_draws(
         [
             (draft.request, row - shift) if draft.is_drawn and row >= shift else None

@@ -34,7 +34,7 @@ def context_network(config: BlockConfig) -> Compose:
         chunks = [blocks.input(f"{BOUNDARY}.{index}", config.feature_size) for index in range(len(config.boundaries))]
         (mixed,) = blocks.linear(blocks.concat(*chunks), "fc")
         context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
-        for layer, attention in config.layers.attentions.items():
+        for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
             k, v = blocks.linear(context, prefix + "k_proj", prefix + "v_proj")
             if attention.qk_norm is QKNorm.HEAD:
@@ -146,7 +146,7 @@ class BlockHead:
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
     def set_ranking(self, ranking: Ranking) -> None:
-        """Rank rows of logits with this ranking from now on."""
+        """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
     def run_context(self, parts: Sequence[PendingContext]) -> None:
@@ -173,7 +173,7 @@ class BlockHead:
         return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
-        """Return rows of logits `base` [n, Vd] with the bias of `latent` [n, r]."""
+        """Return the logits `base` [n, Vd] plus the Markov bias of `latent` [n, r]."""
         if self._biased is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
@@ -210,7 +210,7 @@ class BlockHead:
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # exp of a large number is inf, and 1 / inf is 0
+    with np.errstate(over="ignore"):  # exp may overflow to inf, and 1 / inf is 0
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 

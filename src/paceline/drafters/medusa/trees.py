@@ -42,7 +42,7 @@ STATIC_TREES = {
 
 
 @lru_cache(maxsize=256)
-def static_shape(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
+def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
     """Return the nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 its children.
 
     Args:

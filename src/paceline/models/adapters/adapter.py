@@ -25,7 +25,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class XLoraMixture:
     """How X-LoRA weights its K adapters, for each row separately.
 
     The ranks of a product are those of all adapters, one adapter after the other. A scaling pass before the real pass computes the hidden
@@ -70,4 +70,4 @@ class Adapter:
     products: Mapping[str, LowRank]
     biases: Mapping[str, NDArray[np.float32]]
     saved: Mapping[str, NDArray[np.float32]]
-    mixture: Mixture | None = None
+    mixture: XLoraMixture | None = None

@@ -72,12 +72,12 @@ def pass_bytes(
     whole = {buffers[value.index] for value in blocks.values if value.rows is Rows.ALL}
     floats = sum(width * (num_rows if number in whole else num_logits_rows) for number, width in enumerate(widths))
     packed = max((matrix.row_bytes for operation in blocks.operations for matrix in matrices_of(operation)), default=0)
-    angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rotations)
+    angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rope_variants)
     return _FLOAT_BYTES * (floats + angles * num_positions) + num_rows * packed
 
 
 class _Shapes(NativeWeights):
-    """Weights without data; `row_bytes` of a matrix is the size of an input row packed for it."""
+    """Weights without data, to estimate sizes; `row_bytes` of a matrix is the size of an input row packed for it."""
 
     def __init__(self, weights: Weights, quantised: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)

@@ -12,7 +12,7 @@ from paceline.models.grouped import GroupedMatrix, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.embedding import rounded
 from paceline.runtimes.native.aligned import Arena
-from paceline.runtimes.native.packed_weights import MAX_GROUP, PackedWeights, pack_gguf_blocks, pack_weights
+from paceline.runtimes.native.packed_weights import MAX_GROUP_SIZE, PackedWeights, pack_gguf_blocks, pack_weights
 from paceline.runtimes.native.records import Matrix, MatrixKind
 
 FLOAT_KINDS = {WeightType.F32: MatrixKind.F32, WeightType.F16: MatrixKind.F16, WeightType.BF16: MatrixKind.BF16}
@@ -42,7 +42,7 @@ class NativeWeights:
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
-        """All arrays whose addresses were returned so far."""
+        """All arrays whose addresses were handed to the kernels."""
         return self._arrays
 
     @property
@@ -55,8 +55,8 @@ class NativeWeights:
         values = as_float32(self._weights[name])
         values = np.array(
             values if exact else rounded(values, self._round_to)
-        )  # a copy: a view would keep megabytes of the mapped file in memory
-        self._weights.forget(name)
+        )  # copied, because a view would keep megabytes of the mapped file in memory
+        self._weights.free_tensor(name)
         return self._address(values)
 
     def transposed(self, name: str) -> int:
@@ -64,7 +64,7 @@ class NativeWeights:
         return self._address(rounded(as_float32(self._weights[name]), self._round_to).T)
 
     def scalar(self, name: str) -> float:
-        """Return a weight of one value."""
+        """Return the value of a weight with one element."""
         return float(rounded(as_float32(self._weights[name]), self._round_to)[0])
 
     def has(self, name: str) -> bool:
@@ -101,13 +101,13 @@ class NativeWeights:
             blocks = self._weights.blocks(name + ".weight")
             if blocks is not None:
                 self._packed[name] = pack_gguf_blocks(blocks, num_threads, self._arena)
-                self._weights.forget(f"{name}.weight")
+                self._weights.free_tensor(f"{name}.weight")
                 return self._packed[name]
             tensor = self._weights[name + ".weight"]
-            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
+            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
                 return None
             self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
-            self._weights.forget(f"{name}.weight")
+            self._weights.free_tensor(f"{name}.weight")
         return self._packed[name]
 
     def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
@@ -137,7 +137,7 @@ class NativeWeights:
         outputs, columns = matrix.shape
         address, row_bytes = self._rows(codes)
         return Matrix(
-            kind, outputs, columns, matrix.group, zero_point, out, 0, row_bytes, address, self._address(matrix.scales), minimums, bias
+            kind, outputs, columns, matrix.group_size, zero_point, out, 0, row_bytes, address, self._address(matrix.scales), minimums, bias
         )
 
     def _rows(self, array: NDArray[Any]) -> tuple[int, int]:

@@ -17,11 +17,11 @@ from paceline.models.layers import (
     AttentionConfig,
     ClampedSwiGLU,
     ExpertMLP,
+    ExpertRouting,
     GatedDeltaConfig,
     Mamba2Config,
     Recurrent,
-    Routing,
-    Scoring,
+    RouterScoring,
 )
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
@@ -82,12 +82,12 @@ class TorchBlocks:
         token_ids = self._inputs[TOKEN_IDS]
         return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.plain(name))), self._config)
 
-    def layer_embedding(self, name: str) -> torch.Tensor:
+    def per_layer_embedding(self, name: str) -> torch.Tensor:
         """As in `Blocks`; only these rows are read from the file."""
         if self._token_ids is None:
             raise ValueError("a network with layer inputs needs the input token_ids")
         rows = self._weights.rows(name, self._token_ids)
-        return rows * torch.tensor(self._config.layer_input_size**0.5, dtype=rows.dtype)
+        return rows * torch.tensor(self._config.per_layer_input_size**0.5, dtype=rows.dtype)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         return x[:, begin : begin + width]
@@ -113,7 +113,7 @@ class TorchBlocks:
         """As in `Blocks`: the mean square is float32; the result is converted to the type of x before or after the weight."""
         scaled = _normed(x, self._config.norm_eps)
         weight = self._weights.plain(name)
-        return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
+        return (scaled * weight).to(x.dtype) if self._config.has_norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
         heads = _heads(x, num_heads)
@@ -220,18 +220,18 @@ class _Choice:
     weights: torch.Tensor
 
 
-def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
+def _choose_experts(logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
     """Return the experts of every row.
 
     Args:
         logits: [T, experts].
         correction, scales: [experts] float32; None = the routing has none.
     """
-    scores = logits.float().softmax(dim=-1) if routing.scoring is Scoring.SOFTMAX else logits.float().sigmoid()
+    scores = logits.float().softmax(dim=-1) if routing.scoring is RouterScoring.SOFTMAX else logits.float().sigmoid()
     compared = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         compared = _without_other_groups(compared, routing)
-    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # ties: the lower index
+    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_experts_per_token]  # ties: the lower index
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
@@ -239,7 +239,7 @@ def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Te
     return _Choice(experts, weights if scales is None else weights * scales[experts])
 
 
-def _without_other_groups(compared: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
     """Return scores with -inf outside the groups whose two best experts have the largest sums."""
     groups = compared.reshape(len(compared), routing.num_groups, -1)
     sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
@@ -325,7 +325,7 @@ def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
         left.scatter_(1, columns[-1], -torch.inf)
     best = torch.cat(columns, dim=1)
     is_first = torch.ones_like(best, dtype=torch.bool)
-    for rank in range(1, count):  # once all are -inf, argmax repeats a column
+    for rank in range(1, count):  # once all scores are -inf, argmax would repeat a column
         is_first[:, rank] = (best[:, :rank] != best[:, rank : rank + 1]).all(dim=1)
     return torch.where(is_first, scores.gather(1, best), -torch.inf), best
 

@@ -18,20 +18,20 @@ _L2_EPS = 1e-6
 
 
 class _Part(Protocol):
-    """One part of a layer's state (a convolution's inputs or a matrix) and its update by a row."""
+    """A convolution window or a matrix in a layer's recurrent state, and its update by one row."""
 
     def read(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of the part in `state`; None = the state before a text, zeros."""
+        """Return a copy of this part of `state`; None = zeros, the state before the first token."""
         ...
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """Return the part after the committed row of a record."""
+        """Return this part of the state after a committed row, from the row's replay record."""
         ...
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """Return the part after a row of the pass, store the row's output, and write its record if there is one."""
+        """Return this part of the state after a row of the pass; store the row's output, and its replay record if it has one."""
         ...
 
 
@@ -76,7 +76,7 @@ class RecurrentPass:
         return (part.out + skipped).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Write the states that this pass advances in place."""
+        """Write back the states that this pass updates in place."""
         for part, value, state in self._advanced:
             part.write(value, state)
         for update in self._updates.values():
@@ -120,7 +120,7 @@ def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, update: Stat
 
 
 def _save(part: _Part, value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state after `count` rows to each place that saves it: two if a chunk ends with a block."""
+    """Write the state after `count` rows to every place that saves it: two if the end of a chunk is the end of a block."""
     for end, state in update.saves:
         if end == count:
             part.write(value, state)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from paceline.speculation.tree import DraftTree
 
 PRIOR_RATE = 0.6  # acceptance rate of a drafter before any token was verified
-PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # tokens that priors count for: by probability and at depth 1, and at greater depths
-RATE_MEMORY = 512.0  # tokens after which the older ones count half
-BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0  # tokens that a bias of 0 counts for, and most tokens that later ones are weighed against
-BIAS_STEP = 5.0  # Newton's step, 1 / (p * (1 - p)), at p = 0.28 or 0.72
+PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # number of tokens that priors count for: by probability and at depth 1; at greater depths
+RATE_MEMORY = 512.0  # number of newer tokens after which older ones count half
+BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0  # number of tokens that a bias of 0 counts for, and that the bias remembers at most
+BIAS_STEP = 5.0  # step of Newton's method for the bias: 1 / (p * (1 - p)) at p = 0.28 or 0.72
 MAX_BIAS = 6.0
 SURPRISE = 0.06  # an outcome with a lower probability resets the memory of the bias, because the text has probably changed
-MIN_RATE, MAX_RATE = 0.004, 0.995  # no token is certain or impossible
+MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # rate of a sibling relative to the one before it, if the drafter gives no probabilities
-FORCED_RATE = 0.98  # of tokens that a grammar forces: the model may split the same text into other tokens
+FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar: the model may tokenize the same text differently
 
 
 @dataclass(slots=True)

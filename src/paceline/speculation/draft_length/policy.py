@@ -23,16 +23,16 @@ from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
-MIN_GAIN = 0.03  # least expected speedup - 1 for which draft tokens are sent
-MIN_REACH = 0.02  # probability of a path below which its last token is never sent
-COLD_TOKENS = 4  # longest draft of a drafter of which little was measured
-CHEAP_SHARE = 0.02  # of a plain step: a drafter whose tokens take less time need not stop early
-OVERHEAD_SHARE = 0.01  # of run time, for drafting that brought nothing
-OVERHEAD_STEPS = 128  # steps whose share the overhead budget holds at most
-MAX_CHARGE = 0.25  # of a forward pass: most that one step takes from the overhead budget
-PROBE_TOKENS = 2  # draft length of a drafter that did not pay lately, to measure whether it does now
-MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # 2 ** 6 = 64 steps, and 8 for lookup drafters, which take next to no time
-UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text later
+MIN_GAIN = 0.03  # minimum expected speedup minus 1 for which draft tokens are sent
+MIN_REACH = 0.02  # path probability below which a draft token is never sent
+COLD_TOKENS = 4  # maximum draft length of a drafter with few measurements
+CHEAP_SHARE = 0.02  # share of a plain step below which a draft token's time is negligible, so the drafter need not stop early
+OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
+OVERHEAD_STEPS = 128  # number of steps whose share the overhead budget can accumulate
+MAX_CHARGE = 0.25  # maximum charge of one step to the overhead budget, in forward passes
+PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
+MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # at most 2 ** 6 = 64 steps; 8 for lookup drafters, which take next to no time
+UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text afterwards
 
 
 class FixedDraftLength:
@@ -74,21 +74,21 @@ class FixedDraftLength:
         """Drop draft tokens that are not expected to pay for their rows."""
 
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Learn from a verified tree."""
+        """Update acceptance rates from a verified tree."""
 
     def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        """Learn the time of a `propose` call for so many requests and drafts of this depth."""
+        """Update the drafting cost from the time of a `propose` call."""
 
     def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
-        """Learn the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
+        """Update the costs from the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
 
     def release(self, request: Request) -> None:
         """Free what is kept for a request that ended."""
 
     def describe(self) -> str:
-        """Return a line for the banner."""
+        """Return a description of the policy for the banner."""
         return f"{self.num_speculative_tokens} draft tokens a step"
 
 
@@ -168,13 +168,13 @@ class AdaptiveDraftLength(FixedDraftLength):
     def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
         super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
-        self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # by drafter, and whether requests are greedy
+        self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # acceptance rates by drafter, and by whether requests are greedy
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no request drafts
-        self._saving_s = 0.0  # what the budget must hold before the next probe
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while the budget is negative, no request drafts
+        self._saving_s = 0.0  # amount that the budget must reach before the next probe
         self._shape: BatchShape | None = None  # of the step
         self._probed: Request | None = None  # in this step
-        self._is_chargeable = False  # whether decisions of this step are charged: not if no request might draft, so that the budget refills
+        self._is_chargeable = False  # whether this step's decisions are charged; not if no request could draft, so that the budget refills
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
@@ -193,7 +193,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         for rows in batch:
             if rows.budget is not None and not self._is_known(rows.request, drafter):
                 rows.budget = _short_chain(rows.budget, COLD_TOKENS)
-        if drafter.traits.is_lookup:  # takes next to no time: its drafts are judged by `select`
+        if drafter.traits.is_lookup:  # lookup drafters take next to no time: `prune_drafts` judges their drafts
             return
         shape = self._shape or BatchShape.from_batch(batch)
         present = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
@@ -257,7 +257,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         next_nodes = [
             *accepted_nodes,
             *([] if request.is_finished else [-1]),
-        ]  # at the last node none was accepted; if the request finished there, none was judged
+        ]  # the last accepted node has no accepted child; if the request finished there, none was judged
         for node, accepted_child in zip([0, *accepted_nodes], next_nodes, strict=False):
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED:
@@ -276,7 +276,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         num_drafts = sum(rows.num_draft_tokens for rows in batch)
         if self._shape is None or not self._shape.is_decoding:
             return
-        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine does not fill the budget
+        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not fill the overhead budget
         if num_drafts == 0 and self._is_chargeable:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
         most_s = max(self._saving_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
@@ -313,7 +313,7 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_gains(
         self, batch: Sequence[RequestRows], drafter: Drafter, present: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return the gains if each request has its better draft, that of `present` or of this drafter, and the requests with the latter."""
+        """Return the gains if each request uses the better of its present draft and this drafter's, and the requests with the latter."""
         planned, undrafted = list(present), set[int]()
         for index, rows in enumerate(batch):
             if rows.budget is not None:
@@ -361,7 +361,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        most_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a full budget pays for any draft: its measured price may be a stall
+        most_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a full budget pays for any draft: its measured cost may be a stall
         prefill_s = drafter.prefill_s(rows.request)
         if self._overhead_budget_s < min(price_s, most_s) + prefill_s:
             self._saving_s = min(price_s, most_s) + prefill_s
@@ -370,7 +370,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         self._probed = rows.request
         self._rates_and_history(rows.request, drafter.name)[
             1
-        ].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
+        ].num_observed = 0.0  # so that the outcome of the probe changes the request's bias strongly
         rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
         return True
 
@@ -380,7 +380,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         history.resume_step = (self._step // 2**history.backoff_level + 1) * 2**history.backoff_level
 
     def _withhold(self, rows: RequestRows) -> None:
-        """Drop a request's draft, and store its beginning, to be scored when the text is longer."""
+        """Drop a request's draft, but store its first tokens, to compare them with the text later."""
         tree, request = rows.tree, rows.request
         if tree is not None and (name := drafter_of(tree)) is not None:
             start, history = tree.subtree([0, *tree.first_child_path()[:UNSENT_TOKENS]]), self._rates_and_history(request, name)[1]
@@ -389,7 +389,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         rows.drop_draft(SkipReason.UNPROFITABLE)
 
     def _score_unsent(self, request: Request, drafter: Drafter, history: DraftHistory) -> bool:
-        """Learn from a draft that was not sent, as if it had been verified; return whether its first token was right."""
+        """Update acceptance rates from an unsent draft, as if it had been verified; return whether its first token was correct."""
         num_tokens, tree = history.unsent or (0, DraftTree.root_only(0))
         text, accepted = request.token_ids[num_tokens:], list[int]()
         for token in text:
