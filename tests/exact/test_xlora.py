@@ -87,7 +87,7 @@ def given(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp
         (answer,) = llm.generate([prompt], params, adapter=adapter)
         (longer,) = llm.generate([prompt], replace(params, max_tokens=12 + BEYOND), adapter=adapter)
         made.asked.append(Asked(prompt, params, adapter, answer, longer.token_ids))
-    assert llm.stats().num_xlora_passes == 12 * 5 + (12 + BEYOND) * 5 + 10  # a further chunk of each prompt
+    assert llm.stats().num_mixture_passes == 12 * 5 + (12 + BEYOND) * 5 + 10  # a further chunk of each prompt
     yield made
     llm.close()
     torch.set_num_threads(num_threads)
@@ -128,7 +128,7 @@ def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(k
     stats = llm.stats()
     assert stats.num_preemptions > 0
     assert sum(request.num_cached_tokens for request in again) > 0
-    assert 0 < stats.num_xlora_passes <= stats.num_steps
+    assert 0 < stats.num_mixture_passes <= stats.num_steps
     check_clean(llm)
     if kind in ("oracle", "chaos"):
         assert stats.speculation.num_accepted_tokens > 0
@@ -144,7 +144,7 @@ def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: G
         assert output.token_ids == one.answer.token_ids
         num_steps = after.num_steps - before.num_steps
         assert num_steps < 12  # guesses were kept
-        assert after.num_xlora_passes - before.num_xlora_passes == (num_steps if adapter in ("mix", "layers") else 0)
+        assert after.num_mixture_passes - before.num_mixture_passes == (num_steps if adapter in ("mix", "layers") else 0)
     assert llm.stats().as_dict()["num_mixture_passes"] > 0
 
 

@@ -79,7 +79,7 @@ class PreparedDrafter:
 
     Attributes:
         name: its name.
-        path: of its files; None if it needs none.
+        path: path of the drafter's files; None if it needs none.
         head: the opened files, if they hold a head.
         is_optional: "auto" chose it: if it cannot be used, n-grams draft instead.
     """
@@ -163,7 +163,7 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
-        drafters = _distinct(names, drafters)
+        drafters = _without_duplicates(names, drafters)
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
         drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-grams cost next to nothing and copy repeated text
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
@@ -180,7 +180,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     """Check that there is exactly one draft model for a draft adapter.
 
     Args:
-        directory: of the adapter; None = no adapter.
+        directory: directory of the adapter; None = no adapter.
         drafters: their names.
 
     Raises:
@@ -197,7 +197,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     raise ConfigError(f"draft_adapter is {directory!r}, and there are {count} draft models: name only the one it was made for")
 
 
-def _distinct(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
+def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
     """Return the drafters without the one of "auto" if another name resolves to the same.
 
     Raises:
@@ -229,7 +229,7 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     if name in ("auto", DRAFT_MODEL):
         return _find_embedded(name, target)
     own = HeadKind(name) if name in OWN_HEADS else None
-    path = target if own is not None else _resolve(name, token=token, offline=offline)
+    path = target if own is not None else _resolve_path(name, token=token, offline=offline)
     head = find_head(path, own, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
@@ -280,7 +280,7 @@ def _find_own_module(target: Path) -> HeadFiles | None:
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
-def _resolve(name: str, *, token: str | None, offline: bool) -> Path:
+def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     if is_head_file(name):
         return Path(name)
     try:

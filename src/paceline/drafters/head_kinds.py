@@ -57,8 +57,8 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     """Return the first method that the files match.
 
     Args:
-        path: of the head, for errors.
-        shapes: of the tensors, by their names without prefixes.
+        path: path of the head, for errors.
+        shapes: shapes of the tensors, by their names without prefixes.
 
     Raises:
         IncompatibleDrafterError: a speculators config names an unknown method.

@@ -119,7 +119,7 @@ class MtpModule:
     Attributes:
         config: sizes and switches.
         weights: under the names of `mtp_network`; `lm_head.weight` is the target's if the file has none.
-        embedding: of the pairs' tokens.
+        embedding: embedding table of the pairs' tokens.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
         is_feature_first: the mixing matrix takes [feature, embedding].
         notices: one-line remarks for the user.

@@ -215,7 +215,7 @@ class _StoreMatch:
 class _RequestText:
     """A request's own tokens, and its matches in the stored texts."""
 
-    own: SuffixAutomaton
+    automaton: SuffixAutomaton
     stored: list[_StoreMatch] = field(default_factory=list)
 
 
@@ -223,7 +223,7 @@ class SuffixStore:
     """Finished outputs that later requests of the same namespace draft from. Its size is bounded; the oldest outputs are dropped first.
 
     Args:
-        max_tokens: of one namespace.
+        max_tokens: maximum number of tokens stored per namespace.
         max_namespaces: the least recently used one is dropped.
 
     Raises:
@@ -294,11 +294,11 @@ class SuffixDrafter(Drafter):
     def has_candidates(self, request: Request) -> bool:
         text = self._texts.get(request)
         is_shared = self._store is not None and request.namespace is not None
-        if text is None or is_shared or len(request.token_ids) - text.own.size > MAX_CATCH_UP_TOKENS:
+        if text is None or is_shared or len(request.token_ids) - text.automaton.size > MAX_CATCH_UP_TOKENS:
             return True
-        for token in request.token_ids[text.own.size :]:
-            text.own.append(token)
-        return text.own.repeated_suffix[1] >= self._min_match
+        for token in request.token_ids[text.automaton.size :]:
+            text.automaton.append(token)
+        return text.automaton.repeated_suffix[1] >= self._min_match
 
     def release(self, request: Request) -> None:
         is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # the request was neither aborted nor did it fail
@@ -309,7 +309,7 @@ class SuffixDrafter(Drafter):
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _RequestText(SuffixAutomaton(self._max_match))
-        automaton = text.own
+        automaton = text.automaton
         for token in request.token_ids[automaton.size :]:
             automaton.append(token)
         match = automaton.repeated_suffix

@@ -136,10 +136,10 @@ class AsyncEngine:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Complete prompts and yield each new chunk with the index of its prompt; chunks and cancellation as for `stream`."""
-        requests = await self._make(self._encode(prompts), sampling_params, options, is_streamed=True)
+        requests = await self._make_requests(self._encode(prompts), sampling_params, options, is_streamed=True)
         starts = accumulate(int(request.sample_index == 0) for request in requests)  # the samples of a prompt are consecutive
         index_of = {request: start - 1 for request, start in zip(requests, starts, strict=True)}
-        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=True)) as updates:
             async for request, chunk in updates:
                 yield index_of[request], chunk
 
@@ -182,28 +182,28 @@ class AsyncEngine:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in as_prompts(prompts)]
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
-        requests = await self._make(prompts, params, options, is_streamed=False)
+        requests = await self._make_requests(prompts, params, options, is_streamed=False)
         outputs: dict[EngineRequest, RequestOutput] = {}
-        async with aclosing(self._follow(requests, sends_chunks=False)) as updates:
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=False)) as updates:
             async for request, chunk in updates:
                 if chunk.output is not None:
                     outputs[request] = chunk.output
         return [outputs[request] for request in requests]
 
     async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> AsyncIterator[StreamChunk]:
-        requests = await self._make(prompts, params, options, is_streamed=True)
-        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
+        requests = await self._make_requests(prompts, params, options, is_streamed=True)
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=True)) as updates:
             async for _, chunk in updates:
                 yield chunk
 
-    async def _make(
+    async def _make_requests(
         self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions, *, is_streamed: bool
     ) -> list[EngineRequest]:
         """Make requests in a separate thread: tokenizing and compiling grammars would block the event loop or the engine."""
         self._worker.check_open()
         return await asyncio.to_thread(lambda: self.loaded.requests(prompts(), params, options, is_streamed=is_streamed))
 
-    async def _follow(
+    async def _run_and_yield_updates(
         self, requests: Sequence[EngineRequest], *, sends_chunks: bool
     ) -> AsyncGenerator[tuple[EngineRequest, StreamChunk], None]:
         """Run requests and yield their updates until all have ended; abort them if the generator is closed before."""
@@ -290,7 +290,7 @@ class _Worker:
         with self._inbox_lock:
             if self._closed is None:
                 self._closed = ConfigError, "the engine is closed: open another one"
-                self._inbox.put(_Command(self._end, lambda _: None))
+                self._inbox.put(_Command(self._close_engine, lambda _: None))
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -355,7 +355,7 @@ class _Worker:
             self.loaded.engine.abort(listener.request)
             self._listeners.pop(listener.request, None)
 
-    def _end(self) -> None:
+    def _close_engine(self) -> None:
         self._is_ending = True
 
     def _shut_down(self, fault: BaseException | None) -> None:

@@ -61,7 +61,7 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 _NEED_CONTENT = ("system", "developer", "user")
 """Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
-_PROMPT_TAIL = 16  # last prompt tokens that are searched for an opened reasoning section
+_NUM_PROMPT_TAIL_TOKENS = 16  # last prompt tokens that are searched for an opened reasoning section
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -97,11 +97,11 @@ class ChatOutputParser:
     in_reasoning: bool = False
 
     @classmethod
-    def of_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
+    def for_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
         """Return the parser for the outputs of a prompt."""
         if prompt.uses_generic_tools:
             formats = replace(formats, tool_call_parser=GENERIC)
-        tail = tokenizer.decode(prompt.token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        tail = tokenizer.decode(prompt.token_ids[-_NUM_PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
         return cls(formats, tuple(tools), formats.has_opened_reasoning(tail))
 
     def shown_token_ids(self, tokenizer: Tokenizer) -> list[int]:
@@ -186,12 +186,12 @@ def chat_prompt(
     )
     takes_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_calls(plain))
     if takes_tools:
-        prompt, text = _rendered(conversation)
+        prompt, text = _render_and_encode(conversation)
         if all(tool.name in text for tool in described):
-            return _reported(input_processor, prompt)
+            return _log_notices(input_processor, prompt)
     messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
-    prompt, _ = _rendered(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-    return _reported(input_processor, replace(prompt, uses_generic_tools=bool(described)))
+    prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
+    return _log_notices(input_processor, replace(prompt, uses_generic_tools=bool(described)))
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ def _check_message(index: int, message: object) -> None:
         raise RequestError(f"messages[{index}].content is missing: give a text", parameter=f"messages[{index}].content")
 
 
-def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
+def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     """Render and encode a conversation; return the prompt, and its text before encoding."""
     conversation = _with_shown_system(conversation)
     tokenizer, template = conversation.input_processor.tokenizer, conversation.template
@@ -260,7 +260,7 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
     text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
-        text = _cut_after(text, end)
+        text = _text_before_mark(text, end)
     conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
@@ -271,7 +271,7 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     return ChatPrompt(token_ids=ids, notices=(*conversation.notices, *notices)), text
 
 
-def _cut_after(text: str, end: str) -> str:
+def _text_before_mark(text: str, end: str) -> str:
     """Return the text before `end`, the mark that was added to the last message.
 
     If the template strips that message, white space before the mark is removed as well.
@@ -320,7 +320,7 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
         RequestError: the template rejects every variant; the error is that of the unchanged conversation.
     """
     started_s, first_error = time.monotonic(), None
-    for changed, chosen in _variants(conversation):
+    for changed, chosen in _adapted_variants(conversation):
         try:
             text = changed.text(changed.messages)
         except RequestError as error:
@@ -328,9 +328,9 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
             if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit would do so for each variant
                 break
             continue
-        if arguments_as_text not in chosen and _shows_python(changed.messages, text):
+        if arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
             text = changed.text(arguments_as_text(changed.messages))
-        if with_folded_system not in chosen and not _shows_system(changed.messages, text):
+        if with_folded_system not in chosen and not _has_all_system_messages(changed.messages, text):
             folded = with_folded_system(changed.messages)
             with suppress(RequestError):
                 return changed.text(folded), (FOLDED_SYSTEM,)
@@ -339,12 +339,12 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
     raise first_error
 
 
-def _shows_system(messages: Sequence[Message], text: str) -> bool:
+def _has_all_system_messages(messages: Sequence[Message], text: str) -> bool:
     """Return whether a rendered prompt has all system messages. Mistral Nemo's template needs a user message at the end for that."""
     return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
-def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
+def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
     """Yield the distinct variants of a conversation with their changes, those with the fewest changes first."""
     typed = [typed_tool(tool) for tool in conversation.tools]
     forms = [conversation.tools] if typed == conversation.tools else [conversation.tools, typed]
@@ -359,7 +359,7 @@ def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequ
                 yield from ((replace(conversation, messages=messages, tools=tools), chosen) for tools in forms)
 
 
-def _shows_python(messages: Sequence[Message], text: str) -> bool:
+def _has_python_repr_arguments(messages: Sequence[Message], text: str) -> bool:
     """Return whether the template wrote arguments as Python's repr, with single quotes, instead of JSON."""
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
     return any(f"{given}" in text for given in arguments if isinstance(given, dict) and f"{given}".startswith("{'"))
@@ -371,7 +371,7 @@ def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, lis
     return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
 
 
-def _reported(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
+def _log_notices(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
     """Log the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
         input_processor.notify(notice)

@@ -46,18 +46,18 @@ class EngineStats:
 
     Attributes:
         num_steps: passes of the target, prefill chunks included. A scaling pass is not counted here.
-        num_xlora_passes: additional passes for rows of X-LoRA adapters.
+        num_mixture_passes: additional passes for rows of X-LoRA adapters.
         num_preemptions: how often a request's rows were dropped to make room, and computed again.
         num_finished, num_aborted, num_failed: requests by how they ended.
         num_running, num_waiting: requests now.
         prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are the prompt tokens of prefix hits.
         drafter_failures: how often a drafter raised or returned an invalid draft; the step was plain.
-        inter_token_latency: of all requests together.
-        speculation: of all requests together.
+        inter_token_latency: histogram over all requests.
+        speculation: statistics of speculation over all requests.
     """
 
     num_steps: int = 0
-    num_xlora_passes: int = 0
+    num_mixture_passes: int = 0
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
@@ -106,7 +106,7 @@ class StepLock:
         self._is_drain_due = False
 
     @property
-    def is_mine(self) -> bool:
+    def is_held_by_this_thread(self) -> bool:
         """Whether this thread holds the lock."""
         return self._owner == get_ident()
 
@@ -139,7 +139,7 @@ class StepLock:
 
     def _drain_if_due(self) -> None:
         """Apply the queued changes if the lock is free. A thread that holds it calls this after releasing it."""
-        while self._is_drain_due and not self.is_mine and self._lock.acquire(blocking=False):
+        while self._is_drain_due and not self.is_held_by_this_thread and self._lock.acquire(blocking=False):
             try:
                 self._owner, self._is_drain_due = get_ident(), False
                 self._drain()
@@ -153,7 +153,7 @@ class StepLock:
                 raise ConfigError("this process was forked while another thread used the model: load the model in each process")
             self._lock, self._process_id = Lock(), os.getpid()
             self._after_fork()
-        if self.is_mine:
+        if self.is_held_by_this_thread:
             raise ConfigError("the model was called from within its own step, by a processor or a drafter: call it from outside")
 
 
@@ -163,7 +163,7 @@ class Engine:
     Args:
         runtime, cache: the target.
         speculator: drafters and draft length policy.
-        limits: of a pass.
+        limits: limits of a pass.
     """
 
     def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: SchedulerLimits) -> None:
@@ -190,10 +190,10 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        with nullcontext() if self._lock.is_mine else self.between_steps():
+        with nullcontext() if self._lock.is_held_by_this_thread else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.num_preemptions, stats.num_xlora_passes = self.scheduler.num_preemptions, self.runtime.num_xlora_passes
+        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_xlora_passes
         stats.drafter_failures = self.speculator.num_failures
         return stats
 

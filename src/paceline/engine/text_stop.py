@@ -70,9 +70,9 @@ class TextStop:
             self._held = ""
             self.found = stop
             return
-        self._show(len(self._held) - self._open_len())
+        self._show(len(self._held) - self._possible_stop_len())
 
-    def _open_len(self) -> int:
+    def _possible_stop_len(self) -> int:
         """Return the length of the longest end of the text that could begin a stop string."""
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(self._held)), 0, -1):

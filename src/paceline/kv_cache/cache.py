@@ -17,7 +17,7 @@ class CachedSequence:
     Attributes:
         block_table: its blocks, in order.
         committed_len: slots [0, committed_len) hold committed rows; those after it belong to the pass under way.
-        plan: of the pass under way.
+        plan: rows of the pass under way.
         block_hashes: of its first blocks, those that were registered or matched. All are full, and not written while they are indexed.
         num_queried: tokens that `match_prefix` looked up.
         salt: only sequences with the same one share blocks.

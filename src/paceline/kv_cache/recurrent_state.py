@@ -70,7 +70,7 @@ class _Checkpoint:
 
     Attributes:
         length: rows that `state` covers.
-        records: of the rows from there to the end of the block; None = there are none.
+        records: replay records of the rows from `length` to the end of the block; None = there are none.
         is_prompt: whether the rows before it are prefill rows.
     """
 

@@ -51,14 +51,14 @@ class SuperBlocks:
         Args:
             runs: [K / 32] old index of each run.
         """
-        if block_of(runs) is None:
+        if columns_per_float16_scale(runs) is None:
             return None
         halves = runs[:: _HALF // RUN] // (_HALF // RUN)
         repeated = len(halves) // self.scales.shape[1]
         return self.of(lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else take_runs(array, runs))
 
 
-def block_of(runs: NDArray[np.int64] | None) -> int | None:
+def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
     """Return how many columns still share one float16 scale after runs of 32 are reordered: 256, 128, or None if fewer."""
     if runs is None:
         return SUPER_BLOCK

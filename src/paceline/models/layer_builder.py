@@ -33,8 +33,8 @@ class LayerBuilder:
 
     Attributes:
         num_heads, num_kv_heads, head_size: of attention.
-        rope: of layers with full attention.
-        local_rope: of layers with a sliding window.
+        rope: rotary settings of layers with full attention.
+        local_rope: rotary settings of layers with a sliding window.
         max_positions: longest supported text.
 
     Raises:

@@ -51,23 +51,23 @@ class LayerStateLayout:
 class StateLayout:
     """Offsets of all recurrent layers in a state and in a record, by layer index."""
 
-    places: Mapping[int, LayerStateLayout]
+    layers: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
     @classmethod
     def of(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
-        places, state_size, record_size = {}, 0, 0
+        layers, state_size, record_size = {}, 0, 0
         for layer, mixer in recurrent_layers.items():
             state = mixer.state
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_at = state_size
             place = LayerStateLayout(mixer, conv_at, 0, record_size, block)
             matrices_at = conv_at + _whole_lanes(place.conv_size)
-            places[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
+            layers[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
             state_size = matrices_at + place.matrices_size
             record_size += _whole_lanes(place.record_size)
-        return cls(places, state_size, record_size)
+        return cls(layers, state_size, record_size)
 
 
 def _whole_lanes(count: int) -> int:

@@ -206,7 +206,7 @@ class Weights(Mapping[str, AnyTensor]):
         """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
         return None
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         """Return arrays that determine the values of a tensor, for a digest."""
         tensor = self[name]
         return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
@@ -230,7 +230,7 @@ class LazyWeights(Weights):
     """`Weights` whose tensors are computed on first use, and kept until `free_tensor`.
 
     Args:
-        names: of all tensors, in the order of use.
+        names: names of all tensors, in the order of use.
         make: returns a tensor by its name.
     """
 

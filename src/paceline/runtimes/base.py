@@ -165,7 +165,7 @@ class PlanOutput(NamedTuple):
     """The results of a pass for the rows of one plan.
 
     Attributes:
-        output: of the whole pass.
+        output: results of the whole pass.
         first_row: the plan's first row in the pass.
         first_logits_row, end_logits_row: the plan's part of the rows of logits.
     """
@@ -213,7 +213,7 @@ class Network(ABC):
     Attributes:
         compose: what it computes.
         version: identifies what its bits depend on besides the weights; empty if they are not tested.
-        weights: of a language model, as they were read; None = not kept.
+        weights: weights of a language model, as they were read; None = not kept.
     """
 
     config: ModelConfig

@@ -15,8 +15,8 @@ def kv_arrays_of_layers(config: ModelConfig, groups: Sequence[KVGroup], caches: 
     A layer that shares another's keys and values gets the other's arrays. A layer without attention gets empty ones.
 
     Args:
-        groups: of the network's layers.
-        caches: of each group.
+        groups: layers grouped by shape of keys, see `ModelConfig.kv_groups`.
+        caches: cache of each group.
     """
     without_attention = [layer for layer in range(config.num_layers) if layer not in config.attention_layers]
     pairs: dict[int, tuple[Any, Any]] = dict.fromkeys(without_attention, (np.zeros((0, 0, 0, 0), np.float32),) * 2)

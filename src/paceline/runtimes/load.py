@@ -31,11 +31,11 @@ class RuntimeOptions:
 
     Attributes:
         numerics: requested; `Network.capabilities` has the result of the test.
-        kv_cache_dtype: of keys and values; None = `default_kv_cache_dtype`.
+        kv_cache_dtype: type of cached keys and values; None = `default_kv_cache_dtype`.
         dtype: compute type; None = the type the weights are stored in. F32 also disables the rounding of rows to 8 bits before quantised
             matrices.
         num_threads: CPU threads.
-        max_model_len: of the longest text; None = the model's own limit.
+        max_model_len: length of the longest text; None = the model's own limit.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries whose hidden states are returned.
@@ -260,7 +260,7 @@ def open_head(
         weights: by the names `compose` uses, with `.weight` or `.bias`.
         max_model_len: positions to prepare for.
         backend: "native", "torch" or "auto": native if there are kernels and the device is not a GPU.
-        device: of torch, "cpu" or "cuda".
+        device: device of torch, "cpu" or "cuda".
         lm_head_of: the network whose vocabulary matrix, or its first rows, is `lm_head.weight`; None = the head's own.
         rounds_rows: round rows to 8 bits before quantised matrices even if the head has its own `lm_head`.
 

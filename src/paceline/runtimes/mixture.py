@@ -65,7 +65,7 @@ def row_scalings(
     """Run the scaling pass of a batch and return the scalings of its rows; no pass if no row has a mixture.
 
     Args:
-        classifiers: of all loaded mixtures, by adapter number.
+        classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
         inputs, batch: of the real pass.
         run_pass: runs the scaling pass from inputs, rows and constant scalings; returns hidden states [rows, E].
     """

@@ -45,7 +45,7 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
     """Draw the token of one position; the argmax if the distribution is greedy.
 
     Args:
-        seed: of the request, in [0, 2**64).
+        seed: seed of the request, in [0, 2**64).
         sample_index: which of the request's n samples.
         position: index of the token in prompt + output.
 

@@ -89,7 +89,7 @@ def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, to
     """Return 32 random bits for each vocabulary id at one position.
 
     Args:
-        seed: of the request, in [0, 2**64).
+        seed: seed of the request, in [0, 2**64).
         sample_index: which of the request's n samples, in [0, 2**32).
         position: index of the token in prompt + output, in [0, 2**64).
         token_ids: ids [M] of the target's vocabulary, or its size V for all of them in order.

@@ -52,7 +52,7 @@ class PathRequest(NamedTuple):
     """One tree to sample.
 
     Attributes:
-        sampler: of the request.
+        sampler: compiled sampling parameters of the request.
         token_ids, parents: [N] of the tree.
         seed, sample_index, position: arguments of `draw` for the token after the root.
         first_row: the root's row; node i has row `first_row + i`.

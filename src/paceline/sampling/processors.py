@@ -27,7 +27,7 @@ class EditedRow(NamedTuple):
     Attributes:
         logits: [V]; the row itself if nothing edits it, which the next forward pass overwrites.
         max_logit: the largest of them, finite.
-        params: of the request.
+        params: sampling parameters of the request.
         sampler: compiled `params`; None = there is no compiled sampler.
     """
 
@@ -63,7 +63,7 @@ class LogitsProcessor:
     after these tokens are committed.
 
     Args:
-        params: of the request.
+        params: sampling parameters of the request.
         vocab_size: V of the rows.
         prompt_token_ids: part of the text for the repetition penalty, repeated n-grams, bad words and custom processors.
         eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.

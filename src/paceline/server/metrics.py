@@ -98,7 +98,7 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_cached_tokens)
         yield self._counter("num_preemptions", "Preemptions of requests.", stats.num_preemptions)
         yield self._counter("engine_steps", "Passes of the target.", stats.num_steps)
-        yield self._counter("mixture_passes", "Extra passes that compute the weights of mixtures of adapters.", stats.num_xlora_passes)
+        yield self._counter("mixture_passes", "Extra passes that compute the weights of mixtures of adapters.", stats.num_mixture_passes)
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
         yield self._counter("request_aborts", "Samples that were aborted.", stats.num_aborted)
         yield self._inter_token_latency()

@@ -64,7 +64,7 @@ def commit(
         token_ids: accepted tokens, then the bonus token.
         num_accepted: number of accepted tokens.
         has_draft: whether the step had a draft.
-        logprobs: of each token; empty = not needed.
+        logprobs: log-probabilities of each token; empty = not needed.
 
     Returns:
         the number of tokens appended; `request.finish_reason` is set if one of them finished it.

@@ -39,7 +39,7 @@ def grow_tree(
 
     Args:
         budget: rows, depth and layout of the tree.
-        context: of the root.
+        context: context of the root, passed to `expand`.
         expand: returns the candidates after a context, no token twice. Only called for nodes of the tree while rows are left.
         least_prob: nodes below this probability are left out.
     """

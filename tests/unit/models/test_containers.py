@@ -92,7 +92,7 @@ def test_a_packed_matrix_has_exactly_the_values_it_stands_for(tmp_path: Path, na
     for rows in (order, slice(3, 4), slice(1, 6)):
         part = matrix.rows(rows)
         assert np.array_equal(as_float32(packed_to_tensor(part, WeightType.F32)), expected[rows])
-        assert np.array_equal(part.rows(slice(0, 1)).exact(slice(None)), expected[rows][:1])
+        assert np.array_equal(part.rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
 
 
 def test_what_becomes_floats_is_rounded_to_the_nearest_of_the_models_type_and_costs_a_notice(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_symmetric_zero_point_says_which_format_it_is_where_config_json_says_t
 
 def test_formats_that_read_the_same_bytes_otherwise_are_told_apart_in_the_cache(tmp_path: Path) -> None:
     first, second = (opened(tmp_path, gptq(SHAPE, second=True, says=says)) for says in ("gptq", "gptq_v2"))
-    assert any(not np.array_equal(one, other) for one, other in zip(first.stored, second.stored, strict=True))
+    assert any(not np.array_equal(one, other) for one, other in zip(first.source_arrays, second.source_arrays, strict=True))
 
 
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq"])

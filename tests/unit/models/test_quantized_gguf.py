@@ -69,7 +69,7 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     weights = opened(path)
     name = "layers.0.q_proj.weight"
     source = weights._sources[name]
-    before = [array.tobytes() for array in weights.stored(name)]
+    before = [array.tobytes() for array in weights.source_arrays(name)]
     for changed in (
         replace(source, rows=partial(half_split_order, 64, 8, 8)),
         replace(source, rows=partial(half_split_order, 64, 16, 8)),
@@ -77,4 +77,4 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
         replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._sources[name] = changed
-        assert [array.tobytes() for array in weights.stored(name)] != before
+        assert [array.tobytes() for array in weights.source_arrays(name)] != before

@@ -31,7 +31,7 @@ class _LastHiddenState:
     """The target's final hidden state [E] of the token at `position`."""
 
     position: int
-    values: FloatArray
+    hidden_state: FloatArray
 
 
 class AssistantDrafter(Drafter):
@@ -105,7 +105,7 @@ class AssistantDrafter(Drafter):
         """Return the nodes to run next. The network has no cache of its own, so only the newest level of a tree runs."""
         request = draft.request
         if draft.level == 0:
-            return NodeRows(request.token_ids[-1:], self._features[request].values[None], request.sequence)
+            return NodeRows(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
         rows = draft.frontier_rows()
         first = rows.wanted[0]
         return NodeRows(rows.token_ids[first:], rows.features[first:], request.sequence)

@@ -46,7 +46,7 @@ class _LastHiddenState:
     """The target's final hidden state [E] of the token at `position`."""
 
     position: int
-    values: FloatArray
+    hidden_state: FloatArray
 
 
 @dataclass(slots=True)
@@ -221,7 +221,7 @@ class MedusaDrafter(Drafter):
             draws = token_draws([(job.request, d) if job.is_drawn and d < job.depth else None for d in range(depth) for job in active])
             if draws is not None:
                 draws = draws.reshape(depth, len(active))
-            outputs = self._network.forward(np.stack([job.feature.values for job in active]), depth, draws)
+            outputs = self._network.forward(np.stack([job.feature.hidden_state for job in active]), depth, draws)
             trees |= {id(job.request): self._draft(job, outputs, row) for row, job in enumerate(active)}
         return [trees.get(id(request)) for request in requests]
 

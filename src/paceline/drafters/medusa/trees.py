@@ -48,7 +48,7 @@ def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLa
     Args:
         max_depth: levels below the root; deeper choices are left out.
         row_budget: rows of the target pass, root included; later choices that would cost more are left out.
-        layout: of the tree in the target's pass.
+        layout: layout of the tree in the target's pass.
     """
     node_of = {"": 0}
     parents = [-1]

@@ -93,7 +93,7 @@ class PairOutputs:
     """Results of a pass over pairs; views that are valid until the next pass.
 
     Attributes:
-        output: of the network.
+        output: results of the network.
         features: [rows, Hd] input features of the next pairs.
     """
 

@@ -30,7 +30,7 @@ class MergedWeights(LazyWeights):
 
     Args:
         base: the weights of the model.
-        config: of the model, before merging.
+        config: config of the model, before merging.
         adapter: made for this model.
         weight_type: to which changed matrices are rounded, to nearest even.
         quantised_type: the same for matrices that are quantised in `base`; None = `weight_type`.
@@ -84,9 +84,9 @@ class MergedWeights(LazyWeights):
         """Return the bytes in memory of all matrices that the adapter changes."""
         return 0 if self._quantised_next else sum(self.info(name).nbytes for name in self._changed)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
-        base = self._base.stored(source) if self._base.has(source) else ()
+        base = self._base.source_arrays(source) if self._base.has(source) else ()
         return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self.is_changed(name) else base
 
     def free_tensor(self, name: str) -> None:

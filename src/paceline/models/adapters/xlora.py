@@ -54,12 +54,12 @@ class XLoraSettings:
 
     Attributes:
         path: the adapter_config.json.
-        hidden_size: of the hidden states that the classifier reads.
+        hidden_size: width of the hidden states that the classifier reads.
         adapters: path of each adapter, in the order of the classifier's outputs.
         depth, size: number of linear layers of the classifier, and the width between them.
         has_dropout: layer numbers of the classifier count a dropout between linear layers.
         has_layerwise_scalings: every adapted matrix has scalings of its own.
-        temperature: of the softmax; None = no softmax.
+        temperature: temperature of the softmax over scalings; None = no softmax.
         top_k: number of scalings that are kept; None = all.
         has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
         pass_scaling: every scaling of the scaling pass, after top-k and its softmax.

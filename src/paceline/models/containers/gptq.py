@@ -42,7 +42,7 @@ def container(fields: JsonFields, name: str, *, is_gptq_v2: bool) -> Container:
     """Return the container of this packing.
 
     Args:
-        name: of the tool that wrote it.
+        name: name of the tool that wrote it.
         is_gptq_v2: zero points are in the format gptq_v2.
     """
     settings = _Settings(

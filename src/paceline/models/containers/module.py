@@ -21,7 +21,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """The tensors whose names begin with a module's name. Reading a tensor removes it from `stored`.
+    """The tensors whose names begin with a module's name. Reading a tensor removes it from `source_arrays`.
 
     Attributes:
         name: such as `model.layers.0.self_attn.q_proj`.

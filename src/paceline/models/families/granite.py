@@ -82,7 +82,7 @@ def _hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[s
     if inner % hidden:
         fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
     has_rope = fields.architecture_value("rope.scaling.finetuned")
-    shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
+    shared = fields.num_rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         **count,
         **_multiplier_fields(fields, config),

@@ -56,7 +56,7 @@ def _qwen3_moe_layers(build: LayerBuilder) -> Layers:
 
 
 def _qwen2_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    shared = fields.count("expert_shared_feed_forward_length", fields.rows_of("blk.0.ffn_gate_shexp.weight"))
+    shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
     return {**fields.read_experts(width=config["intermediate_size"]), "shared_expert_intermediate_size": shared}
 
 

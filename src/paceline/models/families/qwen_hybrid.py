@@ -74,7 +74,7 @@ def _qwen_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str
         "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
     }
     if fields.architecture_value("expert_count"):
-        shared = fields.count("expert_shared_feed_forward_length", fields.rows_of("blk.0.ffn_gate_shexp.weight"))
+        shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
         values |= {**fields.read_experts(), "shared_expert_intermediate_size": shared, "norm_topk_prob": True}
     return values
 

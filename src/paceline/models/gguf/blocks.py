@@ -34,7 +34,7 @@ class StoredBlocks:
 
     Attributes:
         raw: [stored rows, bytes of a row].
-        block_type: of the blocks.
+        block_type: type of the quantised blocks.
         where: the file and the tensor, for errors.
         order: [N] stored row of each row; None = the same.
         runs: [K / 32] stored run of 32 columns for each run; None = the same.
@@ -138,7 +138,7 @@ def grouped_matrix_size(shape: tuple[int, ...], block_type: BlockType, where: st
     """Return the bits of a code, and the bytes of the matrix in groups.
 
     Args:
-        block: as `block_of` returns it; None = scales are stored one by one.
+        block: as `columns_per_float16_scale` returns it; None = scales are stored one by one.
     """
     layout = _block_layout(block_type, where)
     has_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None

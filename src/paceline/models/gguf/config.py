@@ -137,7 +137,7 @@ class _ConfigReader(GgufFields):
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
             "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
-            "bos_token_id": self.plain("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self.metadata_value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }
         values |= self._rope(head_size, max_positions) if self._format.has_rope else {}
@@ -168,7 +168,7 @@ class _ConfigReader(GgufFields):
 
     def _end_token_ids(self) -> list[Any]:
         """Return the end tokens. The config reader checks them; ids outside the vocabulary are never sampled."""
-        ids = [self.plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        ids = [self.metadata_value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
     def _rope(self, head_size: int, max_positions: int) -> dict[str, Any]:

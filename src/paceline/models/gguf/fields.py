@@ -30,9 +30,9 @@ class GgufFields:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.architecture = self.plain("general.architecture")
+        self.architecture = self.metadata_value("general.architecture")
 
-    def plain(self, key: str) -> Any:
+    def metadata_value(self, key: str) -> Any:
         """Return the metadata value of a complete key; None if the key is absent."""
         value = self.file.metadata.get(key)
         # Metadata is float32. The shortest decimal that rounds to it is what the converter was given: 1e-05, not 9.99999975e-06.
@@ -41,7 +41,7 @@ class GgufFields:
 
     def architecture_value(self, key: str) -> Any:
         """Return the metadata value of `{architecture}.{key}`; None if the key is absent."""
-        return self.plain(f"{self.architecture}.{key}")
+        return self.metadata_value(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Return a number above 0; 0 counts as absent.
@@ -95,7 +95,7 @@ class GgufFields:
         """Return whether any block has a tensor of this name, such as `attn_q.bias`."""
         return any(self.has(f"blk.{block}.{name}") for block in range(num_blocks))
 
-    def rows_of(self, name: str) -> int:
+    def num_rows_of(self, name: str) -> int:
         """Return the number of rows of a tensor; 0 if the file does not have it."""
         tensor = self.file.tensors.get(name)
         return tensor.shape[0] if tensor is not None and tensor.shape else 0

@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.grouped import RUN, block_of
+from paceline.models.grouped import RUN, columns_per_float16_scale
 from paceline.models.quantize import Scheme, largest_group_size, quantize_tensor
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, TensorInfo
 
@@ -70,7 +70,9 @@ def tensor_info(source: TensorSource, *, regroup: bool) -> TensorInfo:
     scheme = _requantization_scheme(source) if regroup else None
     if scheme is not None:
         return TensorInfo(source.shape, WeightType.F32, scheme.bits, scheme.nbytes(source.shape))
-    return TensorInfo(source.shape, WeightType.F32, *grouped_matrix_size(source.shape, block_type, str(source.tensor), block_of(runs)))
+    return TensorInfo(
+        source.shape, WeightType.F32, *grouped_matrix_size(source.shape, block_type, str(source.tensor), columns_per_float16_scale(runs))
+    )
 
 
 def stored_rows(source: TensorSource) -> NDArray[np.uint8]:

@@ -89,13 +89,13 @@ class ExtraTensors:
 
     Attributes:
         tensors: for each internal name the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
-        known: names in the file that are read elsewhere.
-        owner: the kind of head, for errors.
+        names_read_elsewhere: names in the file that are read elsewhere.
+        head_kind: the kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    known: Container[str]
-    owner: str
+    names_read_elsewhere: Container[str]
+    head_kind: str
 
 
 class GgufWeights(LazyWeights):
@@ -136,9 +136,9 @@ class GgufWeights(LazyWeights):
     def blocks(self, name: str) -> StoredBlocks | None:
         return None if self._regroup else stored_blocks(self._sources[name])
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         if self._regroup:
-            return super().stored(name)
+            return super().source_arrays(name)
         source = self._sources[name]
         return stored_rows(source), decoding_key(source)
 
@@ -171,8 +171,10 @@ def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, 
     sources, missing = sources | more, missing + lacking
     if missing:
         raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
-    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIED_MODULES}
-    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
+    names_read_elsewhere = {source.tensor.name for source in sources.values()} | {
+        f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIED_MODULES
+    }
+    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in names_read_elsewhere]
     if unknown:
         raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
 
@@ -189,18 +191,20 @@ def _find_network_sources(file: GgufFile, config: ModelConfig, others: ExtraTens
     sources, missing = sources | more, missing + lacking
     if missing:
         raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
-    known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
+    names_read_elsewhere = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
     unknown = [
         name
         for name in file.tensors
-        if name not in known and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
+        if name not in names_read_elsewhere and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
     ]
     if others is not None:
-        unknown = [name for name in unknown if name not in others.known]
+        unknown = [name for name in unknown if name not in others.names_read_elsewhere]
     if unknown:
-        owner = f"a {config.family} model does not have; running without them would give other tokens"
-        owner = owner if others is None else f"no {others.owner} has: it may compute something else with them; use another drafter"
-        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {owner}")
+        head_kind = f"a {config.family} model does not have; running without them would give other tokens"
+        head_kind = (
+            head_kind if others is None else f"no {others.head_kind} has: it may compute something else with them; use another drafter"
+        )
+        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {head_kind}")
     return sources
 
 

@@ -48,8 +48,8 @@ class HybridWeights(LazyWeights):
     def info(self, name: str) -> TensorInfo:
         return self._parts[name].info if name in self._parts else self._plain.info(name)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._parts[name].arrays if name in self._parts else self._plain.stored(name)
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        return self._parts[name].arrays if name in self._parts else self._plain.source_arrays(name)
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)

@@ -45,8 +45,8 @@ class Mxfp4ExpertWeights(LazyWeights):
     def info(self, name: str) -> TensorInfo:
         return self._experts[name].info if name in self._experts else super().info(name)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._experts[name].arrays if name in self._experts else super().stored(name)
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        return self._experts[name].arrays if name in self._experts else super().source_arrays(name)
 
 
 class _ExpertStacks:

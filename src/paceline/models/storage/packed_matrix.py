@@ -25,7 +25,7 @@ class PackedMatrix:
         where: the file and the tensor, for errors.
         shape: (N, K).
         bits: of a code in groups, 4 or 8; None = it becomes floats, because groups cannot hold its values.
-        row_bytes: of a row in groups; 0 for floats.
+        row_bytes: bytes of a row in groups; 0 for floats.
         arrays: everything that decides its values, for a digest: stored arrays, and numbers for settings.
         read: returns some stored rows as groups, or as values [rows, K] in float32.
         taken: indices of its rows among the stored rows; None = all.
@@ -45,7 +45,7 @@ class PackedMatrix:
         return replace(self, shape=(len(row_indices), self.shape[1]), row_indices=row_indices)
 
     @property
-    def stored(self) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self) -> tuple[NDArray[Any], ...]:
         """Return all arrays that determine the values, including the row indices."""
         return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
 
@@ -77,14 +77,14 @@ class PackedMatrix:
         found = np.empty(self.shape, round_values(np.zeros((1, 1), np.float32)).dtype)
 
         def fill(rows: slice) -> None:
-            found[rows] = own = round_values(self.exact(rows))
+            found[rows] = own = round_values(self.exact_values(rows))
             if own.dtype == np.float16 and not np.isfinite(own).all():
                 raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
 
         self._for_each_chunk(fill, num_threads)
         return found
 
-    def exact(self, rows: Rows) -> Floats:
+    def exact_values(self, rows: Rows) -> Floats:
         """Return the exact values of some rows."""
         chunk = self._read_chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk

@@ -37,15 +37,15 @@ class PackedWeights(LazyWeights):
 
     def free_tensor(self, name: str) -> None:
         super().free_tensor(name)
-        drop_pages(self.stored(name))
+        drop_pages(self.source_arrays(name))
 
     def info(self, name: str) -> TensorInfo:
         found = self.packed.get(name)
         return self._plain.info(name) if found is None else packed_tensor_info(found, self._type)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         found = self.packed.get(name)
-        return self._plain.stored(name) if found is None else found.stored
+        return self._plain.source_arrays(name) if found is None else found.source_arrays
 
 
 def packed_to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
@@ -76,7 +76,7 @@ def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) 
     floats = [one for one in packed if one.bits is None]
     if not floats:
         return ()
-    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.stored)
+    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.source_arrays)
     return (
         f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
         f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",

@@ -161,7 +161,7 @@ def _cache_key(
     for name in schemes:
         info = weights.info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
-        for array in weights.stored(name):
+        for array in weights.source_arrays(name):
             digest.update(_sample_bytes(array) if files else checksum_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         weights.free_tensor(name)
     return digest.hexdigest()[:40]

@@ -35,10 +35,10 @@ class StoredModel:
     """The contents of a checkpoint directory.
 
     Attributes:
-        tensors: of the language model, by plain names.
+        tensors: tensors of the language model, by plain names.
         files: mapped.
         bundled_head, has_encoders: as in `Weights`.
-        container: of packed matrices; None = there are none.
+        container: container of packed matrices; None = there are none.
     """
 
     tensors: dict[str, StoredWeight]

@@ -37,7 +37,7 @@ class NativeAdapter:
         self._records: list[Any] = []
         self._sites: dict[tuple[str, ...], AdapterSite] = {}
         self._tables: dict[AdapterSiteNames, Array[AdapterSite]] = {}
-        self._replacements = {name: self._matrix(values) for name, values in network_adapter.saved.items()}
+        self._replacements = {name: self._down_projection_tiles(values) for name, values in network_adapter.saved.items()}
         self.num_floats = 1  # maximum number of down-projection outputs of one operation
 
     def site_records(self, sites: AdapterSiteNames) -> "Array[AdapterSite]":
@@ -57,7 +57,7 @@ class NativeAdapter:
         if not any(name in one for name in names for one in (lows, biases, replacements)):
             return AdapterSite(None, None, None)
         own = [lows[name] for name in names if name in lows]
-        down = self._matrix(np.concatenate([low.down for low in own])) if own else None
+        down = self._down_projection_tiles(np.concatenate([low.down for low in own])) if own else None
         products, first = (AdapterProduct * len(names))(), 0
         for product, name in zip(products, names, strict=True):
             product.replacement = pointer(replacements[name]) if name in replacements else None
@@ -66,23 +66,23 @@ class NativeAdapter:
             if name in lows:
                 product.kind, product.up = self._up_projection_panels(lows[name].up)
             if name in biases:
-                product.up = product.up or self._address(np.zeros(LANES, np.float32))
-                product.bias = self._address(np.ascontiguousarray(biases[name], np.float32))
+                product.up = product.up or self._copy_to_memory(np.zeros(LANES, np.float32))
+                product.bias = self._copy_to_memory(np.ascontiguousarray(biases[name], np.float32))
         self.num_floats = max(self.num_floats, first)
         self._records.append((products, down))
         mixture, columns = self.network_adapter.mixture, None
         if mixture is not None and own:
-            columns = self._address(np.concatenate([mixture.columns[name] for name in names if name in lows]))
+            columns = self._copy_to_memory(np.concatenate([mixture.columns[name] for name in names if name in lows]))
         return AdapterSite(None if down is None else pointer(down), cast(products, POINTER(AdapterProduct)), columns)
 
-    def _matrix(self, values: NDArray[np.float32]) -> Matrix:
+    def _down_projection_tiles(self, values: NDArray[np.float32]) -> Matrix:
         """Return W [outputs, columns] as [outputs / 8][columns / 16][8][16], padded with zeros."""
         outputs, columns = values.shape
         padded = np.zeros((-(-outputs // _DOWN_PANEL_OUTPUTS) * _DOWN_PANEL_OUTPUTS, -(-columns // LANES) * LANES), np.float32)
         padded[:outputs, :columns] = values
         panels = padded.reshape(-1, _DOWN_PANEL_OUTPUTS, padded.shape[1] // LANES, LANES).swapaxes(1, 2)
         stored, kind = _narrowest_exact_type(np.ascontiguousarray(panels))
-        return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._address(stored), None, None, None, None)
+        return Matrix(kind, outputs, columns, 0, 0, -1, 0, stored.strides[0], self._copy_to_memory(stored), None, None, None, None)
 
     def _up_projection_panels(self, up: NDArray[np.float32]) -> tuple[MatrixKind, int]:
         """Return kind and address of `up` [outputs, rank] as [panels][rank][16]."""
@@ -90,9 +90,9 @@ class NativeAdapter:
         padded = np.zeros((-(-outputs // LANES) * LANES, rank), np.float32)
         padded[:outputs] = up
         stored, kind = _narrowest_exact_type(np.ascontiguousarray(padded.reshape(-1, LANES, rank).swapaxes(1, 2)))
-        return kind, self._address(stored)
+        return kind, self._copy_to_memory(stored)
 
-    def _address(self, array: NDArray[Any]) -> int:
+    def _copy_to_memory(self, array: NDArray[Any]) -> int:
         """Copy the array to the next cache line of a large piece of memory, which is read faster, and return its address."""
         size = -(-array.nbytes // _CACHE_LINE) * _CACHE_LINE
         if size > self._num_free_bytes:
@@ -124,7 +124,7 @@ class AdapterRows:
 
     Args:
         adapters: by number; read anew for each pass.
-        sites: of the network.
+        sites: names of the products of each operation that adapters can change.
         max_chosen: most experts of a row; 0 = the network has none.
     """
 

@@ -62,9 +62,9 @@ def pass_bytes(
     Args:
         weights: only names, shapes and types are read.
         quantised: names of weights that will be quantised but are stored as floats.
-        num_rows: of the pass.
+        num_rows: number of rows of the pass.
         num_logits_rows: rows whose logits are computed.
-        num_positions: of the longest text.
+        num_positions: length of the longest text.
     """
     blocks = NativeBlocks(config, _Shapes(weights, quantised))
     results = decoder(config)(blocks)

@@ -39,7 +39,7 @@ class Execution:
 
     Args:
         num_threads: threads that share the work of a pass.
-        tables: of rotary angles; needed if the network rotates anything.
+        tables: tables of rotary angles; needed if the network rotates anything.
         adapters: by number; None = rows cannot have adapters.
     """
 

@@ -60,7 +60,7 @@ class _Results(Mapping[str, FloatArray]):
     """The results of a pass as views of its buffers, made on access.
 
     Args:
-        locations: of all results of the network.
+        locations: buffer, rows and width of each result of the network.
         num_rows, num_logits_rows: of the pass.
     """
 
@@ -313,7 +313,7 @@ class NativeNetwork(Network):
             self._embedding: AnyTensor | PackedWeights = self._shared.weights.table("embedding")
             self._shared.watch_files(_arrays_of(self._embedding))
         if PER_LAYER_EMBEDDINGS in program.inputs:
-            self._shared.watch_files(self.weights.stored("layer_embedding.weight"))
+            self._shared.watch_files(self.weights.source_arrays("layer_embedding.weight"))
 
     def _get_program(self, ranking: Ranking | None) -> "_Program":
         program = self._new_program(ranking)

@@ -57,7 +57,7 @@ class PackedWeights:
         outputs, columns, group_size: of the matrix.
         zero_point: subtracted from the unsigned codes.
         table: [16] values of the codes, see `GroupedMatrix`; plus the zero point they are unsigned.
-        super_block_columns: of K-quants: columns that share float16 scales; else 0.
+        super_block_columns: columns of a K-quant that share float16 scales; else 0.
     """
 
     kind: MatrixKind

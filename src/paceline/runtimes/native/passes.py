@@ -23,7 +23,7 @@ class PassRecord:
     """One `Pass` record and its arrays, which grow as needed.
 
     Args:
-        tables: of rotary angles; None if nothing is rotated.
+        tables: tables of rotary angles; None if nothing is rotated.
 
     Attributes:
         record: the argument of the kernels.

@@ -136,16 +136,16 @@ class NativeBlocks:
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
-        return self._products(x, names, names)
+        return self._record_products(x, names, names)
 
-    def _products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
+    def _record_products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
         """Record products with the matrices `names`, whose names in adapters are `adapted`."""
         outs = []
         by_packing: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
         for name, own in zip(names, adapted, strict=True):
             matrix = self._weights.matrix(name, len(self.values))
             outs.append(self.value(matrix.outputs, x.rows))
-            by_packing.setdefault(self._packing(matrix), []).append((matrix, own))
+            by_packing.setdefault(self._packing_key(matrix), []).append((matrix, own))
         for (packing, *_), pairs in by_packing.items():
             array, site = (Matrix * len(pairs))(*(matrix for matrix, _ in pairs)), -1
             if self._takes_adapters:
@@ -168,13 +168,13 @@ class NativeBlocks:
         return self.head_norm(x, name, 1)
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        return self._norm(x, name, num_heads, weighted_heads=1)
+        return self._record_norm(x, name, num_heads, weighted_heads=1)
 
     def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
-        return self._norm(x, name, num_groups, weighted_heads=num_groups)
+        return self._record_norm(x, name, num_groups, weighted_heads=num_groups)
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
-        place, name = self._states.places[layer], f"layers.{layer}.conv"
+        place, name = self._states.layers[layer], f"layers.{layer}.conv"
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
@@ -183,10 +183,10 @@ class NativeBlocks:
         return self._append(operation, x)
 
     def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
-        return self._state(x, a, b, mixer, layer)
+        return self._record_state_operation(x, a, b, mixer, layer)
 
     def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
-        return self._state(x, dt, None, mixer, layer)
+        return self._record_state_operation(x, dt, None, mixer, layer)
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         head_size = x.width // num_heads
@@ -220,7 +220,7 @@ class NativeBlocks:
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
-        routes = self._routes(logits, routing, prefix)
+        routes = self._record_routing(logits, routing, prefix)
         *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         *gates, up = self._expert_products(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
         active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
@@ -246,12 +246,12 @@ class NativeBlocks:
         return self._append_to(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LOGITS))
 
     def lm_head(self, x: Value, name: str) -> Value:
-        return self._products(x, (name,), (LM_HEAD,))[0]
+        return self._record_products(x, (name,), (LM_HEAD,))[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
-    def _norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
+    def _record_norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
         config = self._config
         weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
         operation = NormOperation(
@@ -264,8 +264,8 @@ class NativeBlocks:
         )
         return self._append(operation, x)
 
-    def _state(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, place, prefix = mixer.state, self._states.places[layer], f"layers.{layer}."
+    def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
+        state, place, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
         work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
@@ -278,7 +278,7 @@ class NativeBlocks:
         )  # fmt: skip
         return self._append(operation, x, state.value_width)
 
-    def _routes(self, logits: Value, routing: ExpertRouting, prefix: str) -> Value:
+    def _record_routing(self, logits: Value, routing: ExpertRouting, prefix: str) -> Value:
         """Record the routing of rows to experts: 8 numbers per pair of row and expert, and one for all (`Routes` in kernels/native.h)."""
         correction, scales = (
             self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
@@ -303,7 +303,7 @@ class NativeBlocks:
         by_packing: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
         for name in names:
             matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
-            packings = {self._packing(matrix) for matrix in matrices}
+            packings = {self._packing_key(matrix) for matrix in matrices}
             if len(packings) > 1:
                 raise ConfigError(f"the experts' matrices {name.format('*')} have different formats: quantise all of them the same way")
             outs.append(self.value(matrices[0].outputs * routing.num_experts_per_token, x.rows))
@@ -320,7 +320,7 @@ class NativeBlocks:
             self._append_to(operation, outs[0])
         return tuple(outs)
 
-    def _packing(self, matrix: Matrix) -> tuple[int, ...]:
+    def _packing_key(self, matrix: Matrix) -> tuple[int, ...]:
         """Return how input rows are packed for a matrix; matrices with equal results can share packed rows.
 
         Rows are rounded to 8 bits for panels, and to bfloat16 for bfloat16 weights if that is the compute type.

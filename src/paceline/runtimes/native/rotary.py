@@ -60,8 +60,8 @@ class PassAngles:
 
     Args:
         cos, sin: ctypes arrays of addresses, by rotation; `set_positions` writes entry `index`.
-        index: of the rotation.
-        tables: of all rotations.
+        index: index of the rotation.
+        tables: tables of all rotations.
     """
 
     def __init__(self, cos: Any, sin: Any, index: int, tables: RotaryTables) -> None:

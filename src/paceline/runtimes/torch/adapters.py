@@ -21,7 +21,7 @@ class TorchAdapter:
         biases: [out], likewise.
         saved: matrices that replace the target's.
         columns: [rank] of each product of a mixture, the columns of a row's scalings; empty for a plain adapter.
-        classifier: of a mixture, which computes the scalings; None = a plain adapter.
+        classifier: computes the scalings of an X-LoRA adapter; None = a plain adapter.
     """
 
     def __init__(self, network_adapter: NetworkAdapter, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class AdaptedRows:
 
     Args:
         adapters: by number.
-        scalings: of the rows of each mixture, by adapter number.
+        scalings: scalings of the rows of each X-LoRA adapter, by adapter number.
     """
 
     def __init__(

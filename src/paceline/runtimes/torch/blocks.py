@@ -74,7 +74,7 @@ class TorchBlocks:
         self._batch = batch
         self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
-        self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cos_and_sin: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, BLOCK_SIZE, device)
 
@@ -111,21 +111,21 @@ class TorchBlocks:
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """As in `Blocks`: the mean square is float32; the result is converted to the type of x before or after the weight."""
-        scaled = _normed(x, self._config.norm_eps)
+        scaled = _rms_normed(x, self._config.norm_eps)
         weight = self._weights.plain(name)
         return (scaled * weight).to(x.dtype) if self._config.has_norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
-        heads = _heads(x, num_heads)
-        return (_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
+        heads = _split_heads(x, num_heads)
+        return (_rms_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
         """Rotate the pairs (j, j + R/2) of the first R values of each head, times the position's attention temperature (Llama 4)."""
         key = rope, x.shape[-1] // num_heads
-        if key not in self._rotations:
-            self._rotations[key] = _rotations(*key, self._positions, x.dtype)
-        cos, sin = self._rotations[key]
-        heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
+        if key not in self._cos_and_sin:
+            self._cos_and_sin[key] = _cos_and_sin(*key, self._positions, x.dtype)
+        cos, sin = self._cos_and_sin[key]
+        heads, passed = _split_heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
         rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
         if rope.temperature == 0.0:
@@ -142,11 +142,11 @@ class TorchBlocks:
         if kv is not None:
             self.store_kv(*kv, attention, owner)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
-        return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
+        return self._attention(_split_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
-        self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
-        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
+        self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _split_heads(k, attention.num_kv_heads)
+        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _split_heads(v, attention.num_kv_heads)
         return k[:, :1]
 
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ class TorchBlocks:
 
     def group_norm(self, x: torch.Tensor, name: str, num_groups: int) -> torch.Tensor:
         """As in `Blocks`; the weight is as wide as the row."""
-        normed = _normed(_heads(x, num_groups), self._config.norm_eps).flatten(-2)
+        normed = _rms_normed(_split_heads(x, num_groups), self._config.norm_eps).flatten(-2)
         return self._weights.plain(name) * normed.to(x.dtype)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
@@ -213,14 +213,16 @@ class TorchBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ChosenExperts:
     """The `experts` [T, chosen] int64 of each row and their `weights` [T, chosen] float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
 
 
-def _choose_experts(logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
+def _choose_experts(
+    logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None
+) -> _ChosenExperts:
     """Return the experts of every row.
 
     Args:
@@ -236,7 +238,7 @@ def _choose_experts(logits: torch.Tensor, routing: ExpertRouting, correction: to
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
     weights = weights * routing.factor
-    return _Choice(experts, weights if scales is None else weights * scales[experts])
+    return _ChosenExperts(experts, weights if scales is None else weights * scales[experts])
 
 
 def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
@@ -249,7 +251,7 @@ def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> tor
     return masked
 
 
-def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _rms_normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return x / rms(x) of the last dimension, in float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -265,12 +267,12 @@ def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
 
 
-def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return [T, heads, D] from [T, heads * D]."""
     return x.reshape(len(x), num_heads, -1)
 
 
-def _rotations(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _cos_and_sin(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin [T, 1, R], computed in float32."""
     frequencies, attention_factor = inverse_frequencies(rope, head_size)
     angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)

@@ -130,7 +130,7 @@ class TorchNetwork(Network):
             except RuntimeError as error:  # torch raises RuntimeError if memory is short
                 raise MemoryError(str(error)) from error
 
-        if layout.places:
+        if layout.layers:
             self._shared.states = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints)
             layer_caches.append(self._shared.states)
         return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)

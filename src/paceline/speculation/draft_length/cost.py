@@ -128,11 +128,11 @@ class CostModel:
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, the time of drafters aside."""
-        base_s, speed = self._profiled(shape, 0), self._speed_of(shape.adapters)
+        base_s, speed = self._profiled_s(shape, 0), self._profile_correction(shape.adapters)
         host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
         fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
         row_s = draft_row_s + speed.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
-        rows = self._rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        rows = self._seconds_by_rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
         return [fixed_s + speed.b * (seconds - rows[0]) + row_s * count for count, seconds in enumerate(rows)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
@@ -155,8 +155,8 @@ class CostModel:
 
     def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
         """Add the measured times of a step: its forward pass, and all other work except drafting."""
-        base_s = self._profiled(shape, 0)
-        self._speed_of(shape.adapters).observe(base_s, self._profiled(shape, num_drafts) - base_s, forward_s)
+        base_s = self._profiled_s(shape, 0)
+        self._profile_correction(shape.adapters).observe(base_s, self._profiled_s(shape, num_drafts) - base_s, forward_s)
         self.host.observe(shape.num_sequences, num_drafts, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
@@ -167,7 +167,7 @@ class CostModel:
         sizes = [own_size for name, own_size in self._drafting if name == drafter]
         return self._drafting[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
 
-    def _speed_of(self, adapters: AdapterUse) -> LinearCost:
+    def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
         """Return the correction of the profile for passes with such adapters; that without adapters before the first sample."""
         speed = self._speed.get(adapters)
         if speed is None:
@@ -179,12 +179,14 @@ class CostModel:
             speed.observe(first, more, factor * (a * first + b * more))
         return speed
 
-    def _profiled(self, shape: BatchShape, num_drafts: int) -> float:
+    def _profiled_s(self, shape: BatchShape, num_drafts: int) -> float:
         """Return the seconds of a pass by the profile alone."""
         num_rows = shape.num_rows + num_drafts
-        return self._rows(num_rows)[num_rows] + self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
+        return self._seconds_by_rows(num_rows)[num_rows] + self.profile.cache_read_s(
+            shape.cached_len, num_rows / max(1, shape.num_sequences)
+        )
 
-    def _rows(self, num_rows: int) -> list[float]:
+    def _seconds_by_rows(self, num_rows: int) -> list[float]:
         """Return the profile's seconds by number of rows, [at least num_rows + 1]."""
         while len(self._seconds) <= num_rows:
             self._seconds.append(self.profile.seconds_at(len(self._seconds)) if self._seconds else 0.0)
