@@ -277,7 +277,7 @@ def test_no_token_changes(
         assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY and tree_width == 1)  # branches are chosen
         for probs in drawn:
             assert probs.is_normalised()
-            assert probs.values[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
+            assert probs.probs[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
     assert llm.stats().drafter_failures == 0
 
 

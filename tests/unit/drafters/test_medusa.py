@@ -243,7 +243,7 @@ def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float
         differ += tree.token_ids[1] != draw(request.processor.process(table[6]), seed, 0, 2)
     probs = np.exp(table[6] - table[6].max())
     probs /= probs.sum()
-    assert np.allclose(distribution.values, probs, atol=1e-6)
+    assert np.allclose(distribution.probs, probs, atol=1e-6)
     expected = num_seeds * probs
     large = expected > 10
     statistic = ((counts[large] - expected[large]) ** 2 / expected[large]).sum()
