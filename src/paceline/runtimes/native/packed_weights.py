@@ -137,7 +137,7 @@ def _pack_converted(blocks: StoredBlocks, packed: PackedWeights, num_threads: in
     """Fill the panels with groups that are made of some rows at a time."""
 
     def fill_range(begin: int, end: int) -> None:
-        rows = slice(begin * OUTPUTS, min(end * OUTPUTS, packed.outputs))
+        rows = slice(begin * PANEL_OUTPUTS, min(end * PANEL_OUTPUTS, packed.outputs))
         try:
             matrix = blocks.rows(rows).groups()
         except CheckpointError:
