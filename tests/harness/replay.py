@@ -198,10 +198,10 @@ def _guess(
         depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.limit = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
+        rows.max_budget = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
-            rows.budget = rows.limit
+            rows.budget = rows.max_budget
             num_considered += 1
     if num_considered == 0:
         return 0.0, 0.0

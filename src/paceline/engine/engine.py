@@ -426,7 +426,7 @@ class Engine:
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
-        request.drafting.clear()  # free drafter state, because the caller may keep the request object
+        request.drafter_states.clear()  # free drafter state, because the caller may keep the request object
 
 
 def raise_error(requests: Sequence[EngineRequest]) -> None:

@@ -21,7 +21,7 @@ ANY_ID = 2**31  # vocabulary size that `trim` never exceeds: the grammar allows 
 
 def constrain_draft(rows: RequestRows) -> None:
     """Constrain the draft of a request by its grammar, or make a draft of forced tokens if it has none."""
-    request, limit = rows.request, rows.limit
+    request, limit = rows.request, rows.max_budget
     if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return
     num_before = rows.num_draft_tokens

@@ -168,19 +168,19 @@ class RequestState(Generic[StateT]):
 
     def get(self, request: Request) -> StateT | None:
         """Return the state of a request, or None."""
-        state: StateT | None = request.drafting.get(self)
+        state: StateT | None = request.drafter_states.get(self)
         return state
 
     def __getitem__(self, request: Request) -> StateT:
-        state: StateT = request.drafting[self]
+        state: StateT = request.drafter_states[self]
         return state
 
     def __setitem__(self, request: Request, state: StateT) -> None:
-        request.drafting[self] = state
+        request.drafter_states[self] = state
 
     def pop(self, request: Request) -> StateT | None:
         """Remove and return the state of a request, or None."""
-        state: StateT | None = request.drafting.pop(self, None)
+        state: StateT | None = request.drafter_states.pop(self, None)
         return state
 
 

@@ -87,14 +87,14 @@ class Proposer:
         with self._guard:
             reason = policy.begin_step(batch)
         for rows in batch:
-            rows.skip_reason, rows.limit = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
+            rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
                 constrain_draft(rows)
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
         for rows in batch:
-            if rows.limit is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
+            if rows.max_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
             with self._guard:
                 constrain_draft(rows)
@@ -159,7 +159,7 @@ class Proposer:
             elif not drafter.has_candidates(rows.request):
                 rows.skip(SkipReason.NO_MATCH)
             else:
-                rows.budget = rows.limit
+                rows.budget = rows.max_budget
         if all(rows.budget is None for rows in batch):
             return False
         policy.plan(batch, drafter, max_rows)
@@ -192,7 +192,7 @@ def _may_draft(rows: RequestRows, name: str) -> bool:
     A drawn draft is final. To replace it depending on the tokens drawn would change the distribution that rejection sampling preserves.
     """
     is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.limit is not None and rows.request.drafter in (None, name) and not is_drawn
+    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_drawn
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:

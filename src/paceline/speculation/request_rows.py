@@ -28,7 +28,7 @@ class RequestRows:
         num_new_tokens: tokens of the request that run; 1 while decoding, more for a chunk of the prompt.
         tree: draft under the last token; None for a chunk that ends before the last token, which emits nothing.
         skip_reason: why there is no draft.
-        limit: most that may be drafted in this step; None = nothing.
+        max_budget: most that may be drafted for the request in this step; None = nothing.
         budget: what the drafter being called may draft; None = nothing.
         expected_tokens: number of tokens the request was expected to emit when its draft was chosen; None = unknown.
         expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
@@ -47,7 +47,7 @@ class RequestRows:
     num_new_tokens: int
     tree: DraftTree | None
     skip_reason: SkipReason | None = None
-    limit: DraftBudget | None = None
+    max_budget: DraftBudget | None = None
     budget: DraftBudget | None = None
     expected_tokens: float | None = None
     expected_speedup: float | None = None
@@ -122,7 +122,11 @@ class RequestRows:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
-        """Set the remaining draft, of originally `num_before` tokens, and count the dropped ones."""
+        """Replace the draft, which had `num_before` tokens, by what is left of it, and count the tokens dropped.
+
+        Args:
+            reason_if_empty: why the step is plain if nothing is left.
+        """
         num_left = 0 if tree is None else tree.num_draft_tokens
         self.request.stats.num_dropped_tokens += max(0, num_before - num_left)
         if tree is not None and num_left > 0:

@@ -70,7 +70,7 @@ class Speculator:
         return path_request(rows.tree, rows.request, rows.first_row)
 
     def verify(self, rows: RequestRows, tree: DraftTree) -> VerifyResult:
-        """Verify a request's tree by the rule in use."""
+        """Verify a request's tree by matching or by rejection sampling, as `acceptance` says."""
         if self._is_match(rows.request):
             return verify(tree, rows.logits, rows.request, rows.path)
         return verify_rejection(tree, rows.logits, rows.request)

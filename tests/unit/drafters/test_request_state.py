@@ -99,7 +99,7 @@ def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back
             llm.engine.add(request)
         run_to_end(llm)
         assert [list(request.output_token_ids) for request in requests] == plain
-        assert [request.drafting for request in requests] == [{}, {}]
+        assert [request.drafter_states for request in requests] == [{}, {}]
         assert any(request.stats.num_draft_tokens for request in requests)
         assert draft.cache.pool.num_free == draft.cache.pool.num_blocks
         draft.cache.check()

@@ -122,13 +122,13 @@ class CostModel:
         self.profile = profile
         self.host = LinearCost(usual_y=HOST_DRAFTS)
         self._speed: dict[AdapterUse, LinearCost] = {}
-        self._drafting: dict[tuple[str, int], LinearCost] = {}  # drafting cost by drafter and number of requests, rounded to powers of two
+        self._draft_costs: dict[tuple[str, int], LinearCost] = {}  # by drafter and number of requests, rounded to powers of two
         self._num_proposals: dict[str, int] = {}  # by drafter
         self._seconds: list[float] = []  # of the profile, by rows
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, the time of drafters aside."""
-        base_s, speed = self._profiled_s(shape, 0), self._profile_correction(shape.adapters)
+        base_s, speed = self._uncorrected_forward_s(shape, 0), self._profile_correction(shape.adapters)
         host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
         fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
         row_s = draft_row_s + speed.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
@@ -147,7 +147,7 @@ class CostModel:
         """Add the time of a `propose` call; the first one of a drafter is left out."""
         count = self._num_proposals[drafter] = self._num_proposals.get(drafter, 0) + 1
         if count > 1:
-            self._drafting.setdefault((drafter, num_requests.bit_length()), LinearCost()).observe(1.0, depth, seconds)
+            self._draft_costs.setdefault((drafter, num_requests.bit_length()), LinearCost()).observe(1.0, depth, seconds)
 
     def is_draft_cost_known(self, drafter: str) -> bool:
         """Return whether a drafter was timed often enough to use its times."""
@@ -155,8 +155,8 @@ class CostModel:
 
     def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
         """Add the measured times of a step: its forward pass, and all other work except drafting."""
-        base_s = self._profiled_s(shape, 0)
-        self._profile_correction(shape.adapters).observe(base_s, self._profiled_s(shape, num_drafts) - base_s, forward_s)
+        base_s = self._uncorrected_forward_s(shape, 0)
+        self._profile_correction(shape.adapters).observe(base_s, self._uncorrected_forward_s(shape, num_drafts) - base_s, forward_s)
         self.host.observe(shape.num_sequences, num_drafts, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
@@ -164,8 +164,8 @@ class CostModel:
         if not self.is_draft_cost_known(drafter):
             return LinearCost()
         size = num_requests.bit_length()
-        sizes = [own_size for name, own_size in self._drafting if name == drafter]
-        return self._drafting[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
+        sizes = [own_size for name, own_size in self._draft_costs if name == drafter]
+        return self._draft_costs[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
 
     def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
         """Return the correction of the profile for passes with such adapters; that without adapters before the first sample."""
@@ -179,8 +179,8 @@ class CostModel:
             speed.observe(first, more, factor * (a * first + b * more))
         return speed
 
-    def _profiled_s(self, shape: BatchShape, num_drafts: int) -> float:
-        """Return the seconds of a pass by the profile alone."""
+    def _uncorrected_forward_s(self, shape: BatchShape, num_drafts: int) -> float:
+        """Return the seconds of a forward pass as profiled at load, without what was learned since."""
         num_rows = shape.num_rows + num_drafts
         return self._seconds_by_rows(num_rows)[num_rows] + self.profile.cache_read_s(
             shape.cached_len, num_rows / max(1, shape.num_sequences)

@@ -449,6 +449,6 @@ def _can_prune(rows: RequestRows) -> bool:
     Not drawn ones, whose distribution would change, nor those of branches that have cache rows of their own.
     """
     tree = rows.tree
-    if tree is None or rows.limit is None or tree.num_draft_tokens == 0 or tree.draft_probs:
+    if tree is None or rows.max_budget is None or tree.num_draft_tokens == 0 or tree.draft_probs:
         return False
-    return rows.limit.layout is TreeLayout.MASK or is_chain(tree.parents)
+    return rows.max_budget.layout is TreeLayout.MASK or is_chain(tree.parents)
