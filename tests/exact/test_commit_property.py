@@ -28,7 +28,7 @@ from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
 from paceline.speculation import step as step_module
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request, TokenOrigin
@@ -262,7 +262,7 @@ def test_blocks_end_where_tokens_end(
 @pytest.fixture
 def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks that go on behind the end, as far as guesses are right."""
-    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: False)
+    monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: False)
 
 
 @pytest.mark.usefixtures("walks_on")

@@ -21,7 +21,7 @@ from paceline.engine.input_processor import InputProcessor
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.rejection import Acceptance
@@ -151,7 +151,7 @@ def assert_plain(case: Case, input_processor: InputProcessor, outcome: Outcome) 
     for count, token in enumerate(outcome.token_ids, 1):
         distribution = request.processor.process(table[len(request.token_ids) - 1])
         assert np.isfinite(_score(distribution, token)), "the token cannot be drawn"
-        ended = FinishLookahead(request).finishes_with(token)
+        ended = FinishCheck(request).finishes_with(token)
         assert ended == (outcome.error is None and count == len(outcome.token_ids))
         request.token_ids.append(token)
         request.processor.commit(token)
@@ -213,7 +213,7 @@ def test_a_walk_behind_the_end_is_seen(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""
-    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
+    monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
     with pytest.raises(AssertionError):
         compare(tokenizer, makers, np.random.default_rng(seed), 600)
 

@@ -115,7 +115,7 @@ class Toy(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
-    def sibling(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: Compose) -> Network:
         raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:

@@ -228,13 +228,13 @@ def _guess(
 
 def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
     """As far as a drafter would have gone that stops where little is expected."""
-    if tree.probs is None or budget.min_reach <= 0.0:
+    if tree.probs is None or budget.min_path_prob <= 0.0:
         return tree
     reached, kept = [1.0], [0]
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
         reached.append(reached[parent] * budget.acceptance_rate(tree.probs[node]))
-        if parent in kept and reached[parent] >= budget.min_reach:
+        if parent in kept and reached[parent] >= budget.min_path_prob:
             kept.append(node)
     return tree.subtree(kept)
 

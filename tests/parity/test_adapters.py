@@ -261,8 +261,8 @@ def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is
     for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
         assert sum(f"1 quantised matrices become {weight_type} with the adapter merged" in notice for notice in loaded.notices) == 1
         assert loaded.runtime.weights.info("layers.1.q_proj.weight").weight_type.value == weight_type
-        assert loaded.runtime.weights.blocks("layers.1.q_proj.weight") is None
-        assert loaded.runtime.weights.blocks("layers.1.k_proj.weight") is not None
+        assert loaded.runtime.weights.stored_blocks("layers.1.q_proj.weight") is None
+        assert loaded.runtime.weights.stored_blocks("layers.1.k_proj.weight") is not None
     exact = as_float32(floats.runtime.weights["layers.1.q_proj.weight"])
     assert np.array_equal(as_float32(halves.runtime.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
     ours, theirs = (prompt_logits(native(one.runtime.config, one.runtime.weights), list(range(1, 33))) for one in (halves, floats))

@@ -299,11 +299,11 @@ class DraftModelDrafter(Drafter):
         return self._tree_steps(request, budget)
 
     def _chain_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
-        """Draft a chain; it ends if no token is allowed, or if the path's probability falls below `min_reach`."""
+        """Draft a chain; it ends if no token is allowed, or if the path's probability falls below `min_path_prob`."""
         path: list[int] = []
         probs: list[float] = []
         path_prob = 1.0
-        while len(path) < budget.max_depth and path_prob >= budget.min_reach:
+        while len(path) < budget.max_depth and path_prob >= budget.min_path_prob:
             row = yield path
             drafted = self._sample(request, row, path, 1)
             if not drafted.token_ids:
@@ -320,7 +320,7 @@ class DraftModelDrafter(Drafter):
         try:
             path = next(growth)
             while True:
-                is_expanded = path is not None and path_prob >= budget.min_reach  # improbable nodes get neither siblings nor children
+                is_expanded = path is not None and path_prob >= budget.min_path_prob  # improbable nodes get neither siblings nor children
                 candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
                 path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)

@@ -325,17 +325,17 @@ class Scheduler:
         entry.num_uncached = request.num_uncached - (self._blocks.cached_prefix_len(request) if entry.is_counted else 0)
         entry.refusal = None
         insort(self.waiting, request, key=self._arrival)
-        insort(self._shortest, request, key=self._length)
+        insort(self._shortest, request, key=self._remaining_work)
 
     def _unqueue(self, request: EngineRequest) -> None:
         del self.waiting[bisect_left(self.waiting, self._arrival(request), key=self._arrival)]
-        del self._shortest[bisect_left(self._shortest, self._length(request), key=self._length)]
+        del self._shortest[bisect_left(self._shortest, self._remaining_work(request), key=self._remaining_work)]
         entry = self._entries[request]
         entry.num_uncached, entry.refusal = request.num_uncached, None
 
     def _arrival(self, request: EngineRequest) -> int:
         return self._entries[request].arrival
 
-    def _length(self, request: EngineRequest) -> tuple[int, int]:
+    def _remaining_work(self, request: EngineRequest) -> tuple[int, int]:
         entry = self._entries[request]
         return entry.num_uncached, entry.arrival

@@ -171,12 +171,12 @@ class RecurrentStateCache(LayerCache):
             num_unrecorded = max(0, self._whole_chunks(start + plan.num_prefill) - start)
         try:
             if num_unrecorded:
-                self._allocate_saves(sequence, start + num_unrecorded, end=start + num_unrecorded)
+                self._allocate_states_to_save(sequence, start + num_unrecorded, end_row=start + num_unrecorded)
             else:
                 num_applied = self._whole_chunks(min(max(0, pinned_len - sequence.length), len(sequence.pending)))
                 if sequence.state is None:
                     sequence.state = self._new_state(is_zero=True)
-                self._allocate_saves(sequence, sequence.length + num_applied)
+                self._allocate_states_to_save(sequence, sequence.length + num_applied)
             rows = self._take_records(sequence, plan.num_rows - num_unrecorded)
         except MemoryError as error:
             self._drop_saves(sequence)
@@ -321,16 +321,16 @@ class RecurrentStateCache(LayerCache):
         for index in [index for index in sequence.block_hashes if (index + 1) * self._block_size <= sequence.length]:
             del sequence.block_hashes[index]
 
-    def _allocate_saves(self, sequence: _Sequence, last: int, end: int | None = None) -> None:
-        """Allocate the states to be saved up to row `last`: at each interval, after the last full block, and after row `end`."""
+    def _allocate_states_to_save(self, sequence: _Sequence, last_row: int, end_row: int | None = None) -> None:
+        """Allocate the states to be saved up to row `last_row`: at each interval, after the last full block, and after row `end_row`."""
         size = self._block_size
         if self.config.max_checkpoints:
-            ends = list(range((sequence.length // size + 1) * size, last + 1, size))
+            ends = list(range((sequence.length // size + 1) * size, last_row + 1, size))
             for block_end in ends:
                 if block_end % self.config.interval == 0 or block_end == ends[-1]:
                     sequence.saves.append((block_end, self._new_state()))
-        if end is not None:
-            sequence.saves.append((end, self._new_state()))
+        if end_row is not None:
+            sequence.saves.append((end_row, self._new_state()))
 
     def _drop_saves(self, sequence: _Sequence) -> None:
         while sequence.saves:

@@ -128,7 +128,7 @@ class ModelConfig:
         """Return the groups of layers with a sliding window."""
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
-    def block_table_set(self, layer: int) -> int:
+    def block_table_index(self, layer: int) -> int:
         """Return the index of the block tables that a layer uses: 0 for those of the cache, i + 1 for those of `windows[i]`."""
         return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
 

@@ -202,7 +202,7 @@ class Weights(Mapping[str, AnyTensor]):
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
         return TensorInfo(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
 
-    def blocks(self, name: str) -> StoredBlocks | None:
+    def stored_blocks(self, name: str) -> StoredBlocks | None:
         """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
         return None
 

@@ -163,7 +163,7 @@ def estimate_memory(
 def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, pack_weights: bool) -> int:
     """Return the bytes of a tensor that is not quantised here; GGUF blocks have the kernels' packed layout."""
     facts = checkpoint.weights.info(name)
-    blocks = checkpoint.weights.blocks(name) if pack_weights and facts.bits is not None else None
+    blocks = checkpoint.weights.stored_blocks(name) if pack_weights and facts.bits is not None else None
     if blocks is None:
         return facts.nbytes
     from paceline.runtimes.native.packed_weights import packed_bytes

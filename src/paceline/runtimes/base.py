@@ -221,7 +221,7 @@ class Network(ABC):
     compose: Compose
     version: str = ""
     weights: Weights | None = None
-    num_passes: int  # calls of `forward`, including those of sibling networks
+    num_passes: int  # calls of `forward`, including those of networks with the same weights
 
     @property
     def num_xlora_passes(self) -> int:
@@ -253,7 +253,7 @@ class Network(ABC):
 
     @abstractmethod
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
-        """Allocate keys and values of `num_blocks` blocks. This network and its siblings use them from now on.
+        """Allocate keys and values of `num_blocks` blocks. This network and those with the same weights use them from now on.
 
         Returns:
             One for each shape of keys among the layers (`ModelConfig.kv_groups`).
@@ -263,7 +263,7 @@ class Network(ABC):
         """
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
-        """Allocate the cache of all layers. This network and its siblings use it from now on.
+        """Allocate the cache of all layers. This network and those with the same weights use it from now on.
 
         Args:
             limits: bounds on concurrent work; sliding-window layers may allocate for that much only.
@@ -299,7 +299,7 @@ class Network(ABC):
         raise KeyError(number)
 
     @abstractmethod
-    def sibling(self, compose: Compose) -> "Network":
+    def network_with_same_weights(self, compose: Compose) -> "Network":
         """Return another network over the same weights and the same cache."""
 
     def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "Network":

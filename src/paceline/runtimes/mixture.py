@@ -1,7 +1,7 @@
 """X-LoRA, a mixture of LoRA adapters: a pass with constant weights (the scaling pass) decides how much each adapter counts in a row.
 
-The scaling pass runs only the rows with such an adapter, before the real pass, and has keys and values of its own. Its final hidden
-states go through the mixture's classifier. The result, a row's scalings, multiplies the output of each adapter's down projection.
+The scaling pass runs only the rows with such an adapter, before the pass that computes logits, and has keys and values of its own. Its final
+hidden states go through the mixture's classifier. The result, a row's scalings, multiplies the output of each adapter's down projection.
 
 Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
 """
@@ -38,12 +38,12 @@ class Classifier(ABC):
         """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
 
     def constant(self, num_rows: int) -> FloatArray:
-        """Return the constant scalings [rows, L * K] of the scaling pass, which runs before the real pass."""
+        """Return the constant scalings [rows, L * K] that adapters have in the scaling pass (L layers, K adapters)."""
         return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
 
     @np.errstate(over="ignore", invalid="ignore")  # rows with NaN or infinity are reported after the pass
     def scalings(self, hidden_states: Any) -> FloatArray:
-        """Return the scalings [rows, L * K] of the real pass."""
+        """Return the scalings [rows, L * K] of the adapters in the pass that computes logits, from the scaling pass's hidden states."""
         mixture, found = self._mixture, self.logits(hidden_states)
         num_rows, width = found.shape
         found = found.reshape(-1, mixture.num_layers, mixture.num_adapters)
@@ -66,7 +66,7 @@ def row_scalings(
 
     Args:
         classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
-        inputs, batch: of the real pass.
+        inputs, batch: of the pass that computes logits.
         run_pass: runs the scaling pass from inputs, rows and constant scalings; returns hidden states [rows, E].
     """
     ranges, taken, rows, start = list[RowRange](), list[NDArray[np.int32]](), dict[int, list[NDArray[np.int32]]](), 0

@@ -38,7 +38,7 @@ def cannot_finish(request: Request, token_ids: Sequence[int]) -> bool:
     )
 
 
-class FinishLookahead:
+class FinishCheck:
     """Applies the rule of `finish_reason` to tokens that are not committed. The request is not changed."""
 
     def __init__(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from paceline.speculation.tree import DraftTree
 
 FORCED = "grammar"  # source of forced tokens
 MAX_FORCED_TOKENS = 16  # maximum forced tokens in one draft, whatever the draft length
-ANY_ID = 2**31  # vocabulary size that `trim` never exceeds: the grammar allows valid ids only
+ANY_ID = 2**31  # as the vocabulary size it makes `trim` accept every id: what the grammar allows is valid
 
 
 def constrain_draft(rows: RequestRows) -> None:

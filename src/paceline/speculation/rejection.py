@@ -16,7 +16,7 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import VerifyResult, verify
@@ -66,7 +66,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
-    return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).verify()
+    return RejectionSampler(tree, target_probs, lambda: FinishCheck(request), SeededDecisions(request)).verify()
 
 
 class RejectionSampler:
@@ -74,7 +74,7 @@ class RejectionSampler:
 
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
-        new_lookahead: returns a look-ahead for the token that finishes the request; nothing after it is accepted.
+        new_finish_check: returns a check for the token that finishes the request; nothing after it is accepted.
         decisions: tests enumerate them instead of drawing.
     """
 
@@ -82,11 +82,11 @@ class RejectionSampler:
         self,
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
-        new_lookahead: Callable[[], FinishLookahead],
+        new_finish_check: Callable[[], FinishCheck],
         decisions: SeededDecisions,
     ) -> None:
         self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
-        self._new_lookahead, self._lookahead = new_lookahead, new_lookahead()
+        self._new_finish_check, self._finish_check = new_finish_check, new_finish_check()
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
@@ -153,7 +153,7 @@ class RejectionSampler:
 
     def _block_length(self) -> int:
         """Return the number of drawn tokens from the root on, up to the one that finishes the request."""
-        length, lookahead = 0, self._new_lookahead()
+        length, lookahead = 0, self._new_finish_check()
         while length in self._tree.draft_probs:
             length += 1
             if lookahead.finishes_with(self._tree.token_ids[length]):
@@ -163,7 +163,7 @@ class RejectionSampler:
     def _append_token(self, token_id: int, child: int | None) -> int | None:
         """Append a token to the result; return `child` if verification goes on there, else None."""
         self._token_ids.append(token_id)
-        if child is None or self._lookahead.finishes_with(token_id):
+        if child is None or self._finish_check.finishes_with(token_id):
             return None
         self._accepted.append(child)
         return child

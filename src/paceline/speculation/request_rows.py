@@ -102,7 +102,7 @@ class RequestRows:
         return () if self.tree is None else range(self.root, end)
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
-        """Take the request's part of the pass's output.
+        """Store the request's part of the output of the whole pass.
 
         Args:
             logits: [R, V] of the whole pass, without padding ids.

@@ -31,7 +31,7 @@ class SilentHead(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, BLOCK_SIZE, 2), np.float32))]
 
-    def sibling(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: Compose) -> Network:
         return self
 
 

@@ -454,7 +454,7 @@ def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing(
     assert [group.shape(8, 32) for group in config.kv_groups()] == [(4, 8, 2, 32, 16), (2, 8, 1, 32, 32), (2, 8, 2, 32, 16)]
     assert config.kv_bytes_per_token(KVCacheDtype.F32) == 4 * 2 * 32 * 4
     assert [config.kv_source(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
-    assert [config.block_table_set(layer) for layer in range(4)] == [0, 0, 1, 0]
+    assert [config.block_table_index(layer) for layer in range(4)] == [0, 0, 1, 0]
 
 
 FULL_OF_E2B, FULL_OF_31B = {4, 9, 14, 19, 24, 29, 34}, set(range(5, 60, 6))

@@ -103,7 +103,7 @@ class ContextCache:
         if context is None or context.num_rows != root:
             return None
         table = request.sequence.block_table
-        missing = self.num_spare_blocks(request, num_rows)
+        missing = self.num_blocks_to_allocate(request, num_rows)
         if missing > SPARE_BLOCKS - num_used_spare_blocks:
             return None
         if missing:

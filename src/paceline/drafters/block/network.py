@@ -136,8 +136,8 @@ class BlockHead:
             context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
         )  # fmt: skip
-        self._block = self.runtime.sibling(block_network(config))
-        self._biased = self.runtime.sibling(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
+        self._block = self.runtime.network_with_same_weights(block_network(config))
+        self._biased = self.runtime.network_with_same_weights(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
         self._ranking: Ranking | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)

@@ -55,7 +55,7 @@ def open_eagle_head(
     masked = None
     if config.mask_token_id is not None and checkpoint.mask_feature is not None:
         masked = MaskedPair(config.mask_token_id, checkpoint.mask_feature)
-    drafted = runtime if config.is_eagle1 or masked else runtime.sibling(draft_pair_network(config, soft_cap))
+    drafted = runtime if config.is_eagle1 or masked else runtime.network_with_same_weights(draft_pair_network(config, soft_cap))
     embedding = target_weights["embedding.weight"] if embedding is None else embedding
     return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
 

@@ -129,7 +129,7 @@ class DepthCandidates:
         self.by_depth: list[DraftTokens] = []
 
     def candidates_at(self, depth: int) -> DraftTokens:
-        """Return the candidates for the token `depth` positions after the root's child; none if no known token is allowed."""
+        """Return the candidates of head `depth`; 0 drafts the token after the root's child. None if no token that it ranks is allowed."""
         while len(self.by_depth) <= depth:
             at = len(self.by_depth)
             self.by_depth.append(self._from_row(at) if self._ranked is None else self._from_ranking(self._ranked[at]))

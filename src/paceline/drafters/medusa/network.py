@@ -64,7 +64,7 @@ class MedusaNetwork:
         )
         self._networks: dict[int, Network] = {1: first}
         # a shared vocabulary matrix is read once, for the rows of all heads together
-        self._lm_head = first.sibling(self._compose_lm_head) if heads.has_shared_lm_head else None
+        self._lm_head = first.network_with_same_weights(self._compose_lm_head) if heads.has_shared_lm_head else None
 
     def set_ranking(self, ranking: Ranking) -> None:
         """Set the ranking with which later passes summarise their rows of logits."""
@@ -95,7 +95,7 @@ class MedusaNetwork:
     def _network(self, num_heads: int) -> Network:
         network = self._networks.get(num_heads)
         if network is None:
-            network = self._networks[num_heads] = self._networks[1].sibling(partial(self._compose, num_heads=num_heads))
+            network = self._networks[num_heads] = self._networks[1].network_with_same_weights(partial(self._compose, num_heads=num_heads))
         return network
 
     def _compose(self, blocks: Blocks[Value], *, num_heads: int) -> Mapping[str, Value]:

@@ -121,7 +121,7 @@ class GrowingDraft:
             self.path_probs += [path_prob * self.budget.acceptance_rate(prob) for prob in tokens.probs]
         self.level += 1
         last = len(self.token_ids)
-        if first == last or self.level >= self.depth or max(self.path_probs[first:]) < self.budget.min_reach:
+        if first == last or self.level >= self.depth or max(self.path_probs[first:]) < self.budget.min_path_prob:
             self.frontier = ()
         elif self.width == 1:
             self._features, self.frontier = features, (first,)

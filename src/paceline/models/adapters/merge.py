@@ -76,8 +76,8 @@ class MergedWeights(LazyWeights):
         nbytes = int(np.prod(info.shape)) * np.dtype(_ITEM_TYPES[weight_type]).itemsize
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
-    def blocks(self, name: str) -> StoredBlocks | None:
-        return None if self.is_changed(name) else self._base.blocks(self._sources.get(name, name))
+    def stored_blocks(self, name: str) -> StoredBlocks | None:
+        return None if self.is_changed(name) else self._base.stored_blocks(self._sources.get(name, name))
 
     @property
     def changed_bytes(self) -> int:

@@ -133,7 +133,7 @@ class GgufWeights(LazyWeights):
         super().free_tensor(name)
         drop_pages([stored_rows(self._sources[name])])
 
-    def blocks(self, name: str) -> StoredBlocks | None:
+    def stored_blocks(self, name: str) -> StoredBlocks | None:
         return None if self._regroup else stored_blocks(self._sources[name])
 
     def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:

@@ -283,7 +283,7 @@ class NativeNetwork(Network):
         del self._adapters[number]
         self._shared.classifiers.pop(number, None)
 
-    def sibling(self, compose: Compose) -> "NativeNetwork":
+    def network_with_same_weights(self, compose: Compose) -> "NativeNetwork":
         other = NativeNetwork.__new__(NativeNetwork)
         other.__dict__.update(self.__dict__)
         other._compose(compose)
@@ -356,7 +356,7 @@ def _describe_bits(facts: TensorInfo) -> str:
 
 @dataclass(slots=True)
 class _SharedState:
-    """The state that sibling networks share."""
+    """The state shared by networks with the same weights."""
 
     weights: NativeWeights
     tables: RotaryTables

@@ -242,7 +242,7 @@ def _fill_panels(packed: PackedWeights, fill_range: Callable[[int, int], object]
 
 
 def _are_exact_float16_pairs(scales: NDArray[np.float32]) -> bool:
-    """Return whether float16 holds the scales exactly, and they can be stored in pairs."""
+    """Return whether float16 holds the scales exactly, and a row has an even number: the kernels read two at a time."""
     if scales.shape[1] % 2:
         return False
     with np.errstate(over="ignore"):
@@ -260,7 +260,7 @@ def _zero_row_groups(blocks: StoredBlocks) -> GroupedMatrix:
 
 
 def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
-    """Return whether float16 holds the scales exactly, and they can be stored in pairs."""
+    """Return whether float16 holds the scales exactly, and a row has an even number: the kernels read two at a time."""
     if blocks.block_type.name in _FLOAT16_TYPES:
         return True
     if blocks.shape[1] // RUN % 2 or zero_row.group_size != RUN:

@@ -204,7 +204,7 @@ class NativeBlocks:
         owner = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=owner, tables=self._cache_config.block_table_set(owner), window=attention.window or 0,
+            layer=owner, tables=self._cache_config.block_table_index(owner), window=attention.window or 0,
             is_causal=attention.is_causal, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip

@@ -307,13 +307,13 @@ class SamplePath(Structure):
     )
 
 
-class Step(Structure):
+class StateStep(Structure):
     """One step of updating a recurrent state, see kernels/native.h."""
 
     _fields_ = _fields("int32 from to path first_row num_rows first_save num_saves")
 
 
-class Save(Structure):
+class StateSave(Structure):
     """A request to write the recurrent state after the first `count` pending and new rows to memory."""
 
     _fields_ = _fields("pointer state; int64 count")
@@ -355,7 +355,8 @@ _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
-    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, Step, Save, StateRange, Pass, Program,
+    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, StateStep, StateSave, StateRange, Pass,
+    Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), DRAW.itemsize, -1)
 """What `paceline_layout` of the kernels returns for 0, 1, ..."""

@@ -14,7 +14,7 @@ from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
 
 _RANGE = Struct("=11qq4i")  # struct format of `records.StateRange`
 _SAVE = Struct("=2q")
-_FROM, _TO, _PATH, _FIRST_ROW, _NUM_ROWS, _FIRST_SAVE, _NUM_SAVES = range(7)  # of `records.Step`
+_FROM, _TO, _PATH, _FIRST_ROW, _NUM_ROWS, _FIRST_SAVE, _NUM_SAVES = range(7)  # of `records.StateStep`
 NONE = -1
 IN_PLACE, NOWHERE = -1, -2
 
@@ -65,7 +65,7 @@ class StateSchedule:
         ancestors: [num_rows, CHECKPOINT_INTERVAL] earlier nodes on a row's path that its step's state does not include, oldest first,
             padded with -1.
         paths: [num_paths, CHECKPOINT_INTERVAL] nodes that steps add to a state.
-        steps: [num_steps, 7] `records.Step`.
+        steps: [num_steps, 7] `records.StateStep`.
         num_slots: temporary states of a block that must be held at a time.
         addresses: addresses of these arrays, in this order.
     """

@@ -38,7 +38,7 @@ class NativeWeights:
         self._num_threads = num_threads
         self._arena = Arena()
         self._arrays: list[NDArray[Any]] = []
-        self._plain: dict[str, tuple[NDArray[Any], MatrixKind]] = {}  # float matrices, shared by siblings
+        self._plain: dict[str, tuple[NDArray[Any], MatrixKind]] = {}  # float matrices, shared by networks with the same weights
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
@@ -72,7 +72,7 @@ class NativeWeights:
 
     def table(self, name: str) -> AnyTensor | PackedWeights:
         """Return the matrix `name.weight` for row lookups: in panels if products use them, or if that is smaller."""
-        if self._packed is not None and name not in self._packed and self._weights.blocks(name + ".weight") is None:
+        if self._packed is not None and name not in self._packed and self._weights.stored_blocks(name + ".weight") is None:
             tensor = self._weights[name + ".weight"]
             if not isinstance(tensor, GroupedTensor) or tensor.matrix.super_blocks is None:
                 return tensor
@@ -98,7 +98,7 @@ class NativeWeights:
         if self._packed is None:
             return None
         if name not in self._packed:
-            blocks = self._weights.blocks(name + ".weight")
+            blocks = self._weights.stored_blocks(name + ".weight")
             if blocks is not None:
                 self._packed[name] = pack_gguf_blocks(blocks, num_threads, self._arena)
                 self._weights.free_tensor(f"{name}.weight")

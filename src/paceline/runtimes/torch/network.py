@@ -194,7 +194,7 @@ class TorchNetwork(Network):
         can = self.capabilities
         return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
-    def sibling(self, compose: Compose) -> "TorchNetwork":
+    def network_with_same_weights(self, compose: Compose) -> "TorchNetwork":
         other = TorchNetwork.__new__(TorchNetwork)
         other.__dict__.update(self.__dict__)
         other.compose = compose
@@ -228,7 +228,7 @@ class _Results(Mapping[str, FloatArray]):
 
 @dataclass(slots=True)
 class _Shared:
-    """The state that sibling networks share."""
+    """The state shared by networks with the same weights."""
 
     weights: TorchWeights
     kv_storage: Sequence[torch.Tensor] = ()

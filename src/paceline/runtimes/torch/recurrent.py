@@ -20,7 +20,7 @@ _L2_EPS = 1e-6
 class _StatePart(Protocol):
     """A convolution window or a matrix in a layer's recurrent state, and its update by one row."""
 
-    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of this part of `state`; None = zeros, the state before the first token."""
         ...
 
@@ -85,7 +85,7 @@ class RecurrentPass:
     def _run(self, part: _StatePart) -> None:
         for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
             update = self._update(sequence_id)
-            value = part.read(update.state)
+            value = part.copy_from(update.state)
             for count, record in enumerate(update.pending, 1):
                 value = part.replay(value, update.records[record])
                 if count == update.num_applied:
@@ -143,7 +143,7 @@ class _Convolution:
         self._place, self._x, self._weight, self._bias = place, x, weight.T, bias
         self.out = torch.empty_like(x)
 
-    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
         shape = self._place.mixer.kernel_size - 1, self._place.mixer.channels
         return self._x.new_zeros(shape) if state is None else self._view(state).reshape(shape).clone()
 
@@ -192,7 +192,7 @@ class _StateMatrices:
         self._keys, self._queries, self._values, self._decays, self._rates = keys, queries, values, decays, rates
         self.out = torch.empty_like(values)
 
-    def read(self, state: torch.Tensor | None) -> torch.Tensor:
+    def copy_from(self, state: torch.Tensor | None) -> torch.Tensor:
         sizes = self._sizes
         if state is None:
             return self._values.new_zeros(sizes.heads, sizes.rows, sizes.columns)

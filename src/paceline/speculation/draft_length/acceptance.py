@@ -81,7 +81,7 @@ class DraftHistory:
     Attributes:
         bias: log-odds that are added to the rates over all requests.
         num_observed: number of tokens that the bias was learned from, at most `BIAS_MEMORY`.
-        backoff_level: number of times in a row that drafting did not pay.
+        pause_exponent: number of times in a row that drafting did not pay.
         resume_step: number of the step from which on it may draft again.
         unsent: a draft that was dropped before the pass, and the length of the request then. It is compared with the text later, which
             costs no row. None = there is none.
@@ -89,7 +89,7 @@ class DraftHistory:
 
     bias: float = 0.0
     num_observed: float = 0.0
-    backoff_level: int = 0
+    pause_exponent: int = 0
     resume_step: int = 0
     unsent: tuple[int, DraftTree] | None = None
 

@@ -14,7 +14,7 @@ from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
 MEMORY = 0.96  # factor by which a new sample reduces the weight of the earlier ones
-STALL_MEMORY = 0.1  # the same factor if a much faster sample shows that earlier ones were machine stalls
+STALL_MEMORY = 0.1  # the factor after a sample so much faster that the machine probably stalled during the earlier ones
 MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected time, because a longer one is probably a stall
 STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
 MIN_INFORMATION = 1e-6  # minimum of sum(y * y) relative to sum(x * x) of recent samples; below it, a and b cannot be told apart

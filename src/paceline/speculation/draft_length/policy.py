@@ -24,7 +24,7 @@ from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 MIN_GAIN = 0.03  # minimum expected speedup minus 1 for which draft tokens are sent
-MIN_REACH = 0.02  # path probability below which a draft token is never sent
+MIN_PATH_PROB = 0.02  # path probability below which a draft token is never sent
 COLD_TOKENS = 4  # maximum draft length of a drafter with few measurements
 CHEAP_SHARE = 0.02  # share of a plain step below which a draft token's time is negligible, so the drafter need not stop early
 OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
@@ -214,7 +214,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             rows.expected_speedup, history = choice.speedup, self._rates_and_history(rows.request, drafter.name)[1]
             is_chosen = is_better and index in undrafted and choice.counts[index] > 0
             if is_chosen and self._repays_prefill(rows.request, drafter, choice, times):
-                history.backoff_level = 0
+                history.pause_exponent = 0
                 rows.budget = self._chosen_budget(rows.request, drafter, rows.budget, choice.counts[index], choice, times, len(batch))
             elif present[index]:
                 rows.budget = None
@@ -233,7 +233,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             return
         num_fixed = sum(rows.num_draft_tokens for rows in batch) - sum(rows.num_draft_tokens for rows in prunable)
         reached = [self._path_probs(rows.request, rows.tree) for rows in prunable]
-        orders = [sorted([node for node, prob in enumerate(own) if prob >= MIN_REACH], key=lambda node: -own[node]) for own in reached]
+        orders = [sorted([node for node, prob in enumerate(own) if prob >= MIN_PATH_PROB], key=lambda node: -own[node]) for own in reached]
         gains = [[own[node] for node in order[1:]] for own, order in zip(reached, orders, strict=True)]
         most = sum(map(len, gains))
         if max_rows is not None:
@@ -320,7 +320,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         for index, rows in enumerate(batch):
             if rows.budget is not None:
                 rates, history = self._rates_and_history(rows.request, drafter.name)
-                gains = history.path_rates(rates.rates_by_depth(rows.budget.max_tokens), MIN_REACH, rates.optimism)
+                gains = history.path_rates(rates.rates_by_depth(rows.budget.max_tokens), MIN_PATH_PROB, rates.optimism)
                 if sum(gains) > sum(present[index]):
                     planned[index] = gains
                     undrafted.add(index)
@@ -345,8 +345,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         span = min(8, len(times) - 1)
         row_s = max(0.0, times[span] - times[0]) / max(1, span)
         tokens_lost = choice.expected_tokens / choice.seconds * (row_s + (token_s if num_requests == 1 else 0.0))
-        min_reach = min(0.9, tokens_lost / max(0.2, rates.rates_by_depth(1)[0]))
-        return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
+        min_path_prob = min(0.9, tokens_lost / max(0.2, rates.rates_by_depth(1)[0]))
+        return replace(budget, min_path_prob=min_path_prob, rate_of=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
 
     def _repays_prefill(self, request: Request, drafter: Drafter, choice: Choice, times: Sequence[float]) -> bool:
         """Return whether drafting saves more time over the rest of a request than its drafter needs to read the text first."""
@@ -378,8 +378,8 @@ class AdaptiveDraftLength(FixedDraftLength):
 
     def _back_off(self, history: DraftHistory, max_level: int) -> None:
         """Wait twice as many steps as before. Requests of the same level resume in the same step, because drafting together is cheaper."""
-        history.backoff_level = min(max_level, history.backoff_level + 1)
-        history.resume_step = (self._step // 2**history.backoff_level + 1) * 2**history.backoff_level
+        history.pause_exponent = min(max_level, history.pause_exponent + 1)
+        history.resume_step = (self._step // 2**history.pause_exponent + 1) * 2**history.pause_exponent
 
     def _drop_unprofitable_draft(self, rows: RequestRows) -> None:
         """Drop a request's draft, but store its first tokens, to compare them with the text later."""
@@ -404,7 +404,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         history.unsent = None
         self.observe_verified(request, tree, accepted)
         if accepted:
-            history.backoff_level = 0
+            history.pause_exponent = 0
         else:
             self._back_off(history, MAX_LOOKUP_BACKOFF_LEVEL if drafter.traits.is_lookup else MAX_BACKOFF_LEVEL)
         return len(accepted) > 0
@@ -419,7 +419,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             parent = tree.parents[node]
             if tree.sources[node] == FORCED:
                 rate = FORCED_RATE
-            elif reached[parent] < MIN_REACH:
+            elif reached[parent] < MIN_PATH_PROB:
                 rate = 0.0
             elif tree.probs is not None:
                 rate = history.request_rate(rates.rate_by_prob(tree.probs[node], is_first=parent not in last_sibling))
