@@ -1,7 +1,7 @@
 """X-LoRA, a mixture of LoRA adapters: a pass with constant weights (the scaling pass) decides how much each adapter counts in a row.
 
-The scaling pass runs only the rows with such an adapter, before the pass that computes logits, and has keys and values of its own. Its final
-hidden states go through the mixture's classifier. The result, a row's scalings, multiplies the output of each adapter's down projection.
+The scaling pass runs only the rows with such an adapter, before the pass for logits, and has keys and values of its own. Its final hidden
+states go through the mixture's classifier. The result, a row's scalings, multiplies the output of each adapter's down projection.
 
 Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
 """

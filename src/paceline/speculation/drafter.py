@@ -31,8 +31,8 @@ class DraftBudget:
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
         needs_draft_probs: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
             (`paceline.sampling.residual.draw_distinct`), not the target's, and with the distributions in `DraftTree.draft_probs`.
-        min_path_prob: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length must
-            not depend on the tokens drawn.
+        min_path_prob: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length
+            must not depend on the tokens drawn.
         rate_of: returns the acceptance rate of tokens with this probability under the drafter; None = they are equal.
     """
 

@@ -103,7 +103,7 @@ class ContextCache:
         if context is None or context.num_rows != root:
             return None
         table = request.sequence.block_table
-        missing = self.num_blocks_to_allocate(request, num_rows)
+        missing = self.num_spare_blocks_needed(request, num_rows)
         if missing > SPARE_BLOCKS - num_used_spare_blocks:
             return None
         if missing:
@@ -122,7 +122,7 @@ class ContextCache:
         context = self._contexts.get(request)
         return 0 if context is None else context.num_seen - context.num_rows
 
-    def num_spare_blocks(self, request: Request, num_rows: int) -> int:
+    def num_spare_blocks_needed(self, request: Request, num_rows: int) -> int:
         """Return the number of spare blocks that a draft of `num_rows` rows needs."""
         end = len(request.token_ids) - 1 + num_rows
         return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))

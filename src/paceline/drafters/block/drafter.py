@@ -86,7 +86,7 @@ class BlockDrafter(Drafter):
                 self._update_alignment(request)
                 depth, width = self._depth_and_width(budget)
                 count = self._num_rows(budget)
-                needed = self.context.num_blocks_to_allocate(request, count)
+                needed = self.context.num_spare_blocks_needed(request, count)
                 if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.embedded_ids:
                     continue
                 if num_spare_blocks + needed > SPARE_BLOCKS:

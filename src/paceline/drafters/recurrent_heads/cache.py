@@ -162,7 +162,7 @@ class PairCache:
         pairs = self._pairs.get(request)
         return 0 if pairs is None else pairs.num_seen + 1 - pairs.num_pairs
 
-    def num_spare_blocks(self, request: Request, num_draft_rows: int) -> int:
+    def num_spare_blocks_needed(self, request: Request, num_draft_rows: int) -> int:
         """Return the number of spare blocks that a root and `num_draft_rows` rows after it need."""
         end = len(request.token_ids) + num_draft_rows
         return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))

@@ -64,7 +64,7 @@ class EagleStyleDrafter(Drafter):
             for request, budget in part:
                 depth, width = draft_depth_and_width(budget, self._tree_width)
                 num_draft_rows = self._num_draft_slots(depth, width)
-                needed = self.pairs.num_blocks_to_allocate(request, num_draft_rows)
+                needed = self.pairs.num_spare_blocks_needed(request, num_draft_rows)
                 if depth < 1 or needed > SPARE_BLOCKS:
                     continue
                 if num_spares + needed > SPARE_BLOCKS:

@@ -28,8 +28,9 @@ class LowRank:
 class XLoraMixture:
     """How X-LoRA weights its K adapters, for each row separately.
 
-    The ranks of a product are those of all adapters, one adapter after the other. Before the pass for logits, a scaling
-    pass computes the hidden state of a row. The classifier turns it into L * K scalings. What `down` gives for a rank is multiplied by the scaling of that rank.
+    The ranks of a product are those of all adapters, one adapter after the other. Before the pass for logits, a scaling pass computes the
+    hidden state of a row. The classifier turns it into L * K scalings. What `down` gives for a rank is multiplied by the scaling of that
+    rank.
 
     Attributes:
         num_adapters: K.
