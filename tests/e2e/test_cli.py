@@ -376,6 +376,24 @@ def test_an_unknown_option_is_one_line_with_the_nearest_name(fake_llm: type[Fake
     assert done.stderr == f"error: there is no option {option}: did you mean {meant}?\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chta"], "No such command 'chta'. Did you mean 'chat'?"),
+        (["my.gguf"], "No such command 'my.gguf'. Did you mean paceline chat my.gguf?"),
+        (["run", "mini", "two", "words"], "(words): put a text with spaces in quotes; "),
+        (["run", "mini", "-n"], "'-n' requires an argument; "),
+        (["run", "--top-k", "many"], "Invalid value for '--top-k'"),
+    ],
+)
+def test_wrong_usage_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], says: str) -> None:
+    done = _invoke(*arguments)
+    assert (done.exit_code, done.stdout, fake_llm.made) == (2, "", [])
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
 def test_short_forms_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
     done = _invoke("run", *["-m", "m", "-p", "Once", "-n", "9", "-t", "3", "-c", "100", "-md", "d", "--temp", "0.5"])
     assert done.exit_code == 0, done.output

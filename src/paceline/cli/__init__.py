@@ -10,7 +10,7 @@ from paceline import __version__
 from paceline.cli.batch import batch
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
-from paceline.cli.command import HELP_NAMES, Command
+from paceline.cli.command import HELP_NAMES, Command, Commands
 from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
 from paceline.cli.run import run
@@ -18,6 +18,7 @@ from paceline.cli.serve import serve
 
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="Faster generation with local language models by speculative decoding, without changing a token.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

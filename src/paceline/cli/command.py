@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from paceline.cli.reporting import EXIT_WRONG_INPUT, print_error
 from paceline.spelling import OTHER_NAMES
@@ -46,6 +46,23 @@ _LISTS_ALL = "paceline.lists_all_options"
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])  # typer exports no name for it
 
 
+class Commands(TyperGroup):
+    """All commands; a word that is none of them is answered in one line."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first argument names.
+
+        Raises:
+            typer.Exit: there is none; the error is printed.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            hint = f" Did you mean paceline chat {args[0]}?" if args[0].lower().endswith(".gguf") or "/" in args[0] else ""
+            print_error(cast(Any, error).format_message() + hint)
+            raise typer.Exit(EXIT_WRONG_INPUT) from None
+
+
 class Command(TyperCommand):
     """A command of paceline."""
 
@@ -67,6 +84,7 @@ class Command(TyperCommand):
             name = getattr(error, "option_name", None)
             is_unknown = type(error).__name__ == "NoSuchOption" and name is not None
             text = self._unknown_option(str(name)) if is_unknown else cast(Any, error).format_message().rstrip(".")
+            text += ": put a text with spaces in quotes" if text.startswith("Got unexpected extra") else ""
             print_error(text if text.endswith("?") else f"{text}; {ctx.command_path} --help-all lists all options")
             raise typer.Exit(EXIT_WRONG_INPUT) from None
 
