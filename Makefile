@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/paceline run --chat "I would like to book a table for two in Toronto tonight." --show-drafts --max-tokens 96
+	$(BIN)/paceline run mini "I would like to book a table for two in Toronto tonight." --chat --temperature 0 --show-drafts --max-tokens 96
 
 # Compiled modules are kept, whatever the shell says: else each process of tests compiles all of them, and each command it starts ours.
 unexport PYTHONDONTWRITEBYTECODE

@@ -10,6 +10,8 @@ from paceline.machine import usable_processors
 
 NUMERICS = ("exact", "fast")
 DTYPES = ("auto", "bf16", "f16", "f32")
+OTHER_DTYPES = {"float16": "f16", "half": "f16", "fp16": "f16", "bfloat16": "bf16", "float32": "f32", "float": "f32", "fp32": "f32"}
+"""PyTorch's names of types, and ours."""
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "f16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
@@ -302,7 +304,8 @@ def api_keys_of_environment() -> str:
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}: use one of {', '.join(choices)}")
+        ours = OTHER_DTYPES.get(str(value).removeprefix("torch.")) if choices is DTYPES else None
+        raise ConfigError(f"{name} is {value!r}: " + (f"did you mean {ours!r}? " if ours else "") + f"use one of {', '.join(choices)}")
 
 
 def _check_directory(name: str, value: object) -> None:

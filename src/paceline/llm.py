@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack, cast, overload
+from typing import Any, NoReturn, Unpack, cast, overload
 
 from paceline.config import Quant
 from paceline.engine.engine import Engine, EngineStats, raise_error
@@ -16,14 +16,22 @@ from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
+from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps
 from paceline.speculation.drafter import Drafter, DrafterNeeds
-from paceline.spelling import suggest_arguments
+from paceline.spelling import suggest_arguments, unknown_method
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
-class LLM:
+class _NamesHints(type):
+    """The type of `LLM`, whose attributes of other libraries raise with a hint."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(unknown_method(name), name=name, obj=cls)
+
+
+class LLM(metaclass=_NamesHints):
     """A loaded target, its drafters and their caches. Several threads may call it: their requests run together.
 
     Example:
@@ -55,6 +63,8 @@ class LLM:
             docs/methods.
         acceptance: rule that accepts draft tokens: "match" (a seed gives one text, with any drafter) or "rejection" (sampled texts have
             the same distribution, but depend on the drafts).
+        speculative_config: vLLM's dictionary {"method", "model", "num_speculative_tokens"}, instead of `drafter` and
+            `num_speculative_tokens`.
         max_num_seqs: maximum running requests; others wait.
         max_num_batched_tokens: rows of one pass, drafts of all requests included.
         prefill_chunk_size: prompt rows of a pass, of all requests together; fewer reduce the inter-token latency of other requests.
@@ -94,6 +104,7 @@ class LLM:
         draft_adapter: str | Path | None = None,
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
+        speculative_config: Mapping[str, object] | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         prefill_chunk_size: int = 256,
@@ -108,6 +119,14 @@ class LLM:
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         config, self._speculation, self._given_drafters = parse_settings(model, options)
         self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._given_drafters)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; for methods of other libraries it names ours."""
+        raise AttributeError(unknown_method(name), name=name, obj=self)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise RequestError: name the methods that answer."""
+        raise RequestError("an LLM is no function: use llm.generate(prompt, SamplingParams(...)) or llm.chat(messages, ...)")
 
     def __enter__(self) -> "LLM":
         _ = self._loaded  # raises if it is closed
@@ -170,6 +189,11 @@ class LLM:
         return self._loaded.numerics
 
     @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The model's own sampling parameters, which the command line and the server use for conversations."""
+        return self._loaded.sampling_defaults
+
+    @property
     def drafter_name(self) -> str:
         return self._loaded.drafter_name
 
@@ -203,7 +227,7 @@ class LLM:
             options: see `RequestOptions`.
 
         Returns:
-            one output per prompt, in order; with `sampling_params.n` > 1, n per prompt.
+            one output per prompt, in order, and none for an empty list; with `sampling_params.n` > 1, n per prompt.
 
         Raises:
             RequestError: a prompt or parameter cannot be served, or a request failed while running; the others are aborted.
@@ -254,6 +278,15 @@ class LLM:
         parsers = [parser for (_, parser, _), params in zip(chats, each, strict=True) for _ in range(params.n)]
         outputs = [parser.parsed(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
+
+    def chat_token_ids(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Return the token ids of a conversation's prompt.
+
+        Raises:
+            RequestError: as for `chat`, also if it is longer than the context.
+        """
+        prompt, _ = split_chat_options(options)
+        return self._input_processor.chat_ids(messages, **prompt)
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:

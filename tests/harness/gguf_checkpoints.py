@@ -67,7 +67,7 @@ def write_gguf(
 
     Args:
         types: the block type of matrices, for all or by the tensor's GGUF name; vectors are F32.
-        metadata: integers, strings and lists, beside or instead of the others.
+        metadata: integers, floats, strings and lists, beside or instead of the others.
         max_tensors: tensors in one part of a split file; 0 = one file.
     """
     import gguf
@@ -97,7 +97,8 @@ def write_gguf(
     _write_rope(writer, values)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
-        (writer.add_string if isinstance(value, str) else writer.add_array if isinstance(value, list) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, list: writer.add_array, float: writer.add_float32}.get(type(value), writer.add_uint32)
+        add(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -126,6 +126,13 @@ def test_the_metadata_makes_the_config_of_the_directory(checkpoint: Make, tmp_pa
     assert found == read_model_config(directory)
 
 
+def test_recommended_sampling_is_read_from_metadata(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "llama")
+    given = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.25}
+    found = read_model_config(write_gguf(directory, tmp_path / "model.gguf", metadata=given))
+    assert found.sampling == (("temperature", 0.5), ("top_k", 20), ("repetition_penalty", 1.25))
+
+
 @BY_CASE
 def test_every_tensor_has_the_values_of_the_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case, "float32")

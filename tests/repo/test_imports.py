@@ -56,6 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {
         *LEAVES,
         "__init__",
+        "hub",
         "tokenizer",
         "server",
         "training",
@@ -63,6 +64,7 @@ ARROWS: dict[str, set[str]] = {
         "proof",
         "llm",
         "outputs",
+        "sampling.defaults",
         "sampling.params",
         "speculation.request",
     },

@@ -34,8 +34,8 @@ def _code_blocks(page: str) -> str:
 
 @cache
 def _help(*command: str) -> str:
-    done = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert done.exit_code == 0, f"paceline {' '.join(command)} --help: {done.output}"
+    done = CliRunner().invoke(app, [*command, "--help-all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert done.exit_code == 0, f"paceline {' '.join(command)} --help-all: {done.output}"
     return done.stdout
 
 

@@ -26,6 +26,8 @@ TABLES = {
 """Folders with a file for each line of a table, and where the table is: a file that nothing else imports may be as short as its format."""
 
 STANDS_ALONE = {
+    "engine.speculative_config": "the format of another project, which changes with it",
+    "server.unserved": "the paths of two dialects that belong to none of our routes",
     "speculation.draft_length.explain": "one of the four parts of its folder, beside what it prints; its importer is the public LLM",
 }
 """Other short files with a single importer, and why they are not part of it."""

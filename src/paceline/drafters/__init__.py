@@ -6,11 +6,12 @@ is built to collect the needed layers. The drafters are made once the target is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.drafters.block import BLOCK_KINDS, open_block_drafter, read_block_layer_boundaries
-from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
+from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model, too_large
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import open_eagle_drafter, read_eagle_layer_boundaries
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
@@ -82,12 +83,14 @@ class PreparedDrafter:
         path: path of the drafter's files; None if it needs none.
         head: the opened files, if they hold a head.
         is_optional: "auto" chose it: if it cannot be used, n-grams draft instead.
+        notice: why "auto" did not choose another one; empty = there is none.
     """
 
     name: str
     path: Path | None = None
     head: HeadFiles | None = None
     is_optional: bool = False
+    notice: str = ""
 
     def open(self, target: LoadedTarget) -> Drafter:
         """Make the drafter.
@@ -119,6 +122,11 @@ class PreparedDrafters:
     drafters: tuple[PreparedDrafter, ...]
     layers: tuple[int, ...]
     made: Sequence[Drafter] = ()
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user about drafters that are not used."""
+        return [drafter.notice for drafter in self.drafters if drafter.notice]
 
     def open(self, target: LoadedTarget) -> list[Drafter]:
         """Make the drafters for the loaded target; none for plain decoding.
@@ -243,7 +251,9 @@ def _find_embedded(name: str, target: Path) -> PreparedDrafter:
     if (directory / "config.json").is_file():
         head = find_head(directory)
         if head is None:
-            return PreparedDrafter(DRAFT_MODEL, directory)
+            reason = too_large(directory, read_model_config(directory), read_model_config(target)) if name == "auto" else ""
+            notice = f"{directory} is not used: {reason} (--drafter {DRAFT_MODEL} uses it)"
+            return PreparedDrafter(NgramDrafter.name, notice=notice) if reason else PreparedDrafter(DRAFT_MODEL, directory)
         if name == "auto":
             return PreparedDrafter(head.kind.value, directory, head)
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
@@ -286,7 +296,11 @@ def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     try:
         return resolve(name, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
-        raise IncompatibleDrafterError(f"drafter {name!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
+        close = get_close_matches(name, NAMES, 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise IncompatibleDrafterError(
+            f"drafter {name!r}{meant} is neither one of {', '.join(NAMES)} nor a draft model: {error}"
+        ) from error
 
 
 def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:

@@ -29,6 +29,7 @@ from paceline.kv_cache.recurrent_state import CheckpointConfig
 from paceline.kv_cache.row_plan import RowPlan, TreeLayout, blocks_for
 from paceline.models.checkpoint import read_model_config
 from paceline.models.config import ModelConfig
+from paceline.models.tensor_names import num_parameters
 from paceline.runtimes.base import FloatArray, LogitsRows, Network, Numerics, assemble, split_into_passes
 from paceline.runtimes.cost import time_passes
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -127,6 +128,7 @@ class DraftModelDrafter(Drafter):
         max_model_len: longest text the draft model is prepared for, in its own tokens; None = its maximum.
         tree_width: draft tokens per position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: remarks on the pair for the banner.
+        notices: lines for the user at load.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
         mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = it drafts one token a pass.
     """
@@ -144,6 +146,7 @@ class DraftModelDrafter(Drafter):
         max_model_len: int | None = None,
         tree_width: int = 1,
         note: str = "",
+        notices: Sequence[str] = (),
         prefill_token_s: float = 0.0,
         mask_token_id: int | None = None,
     ) -> None:
@@ -155,7 +158,9 @@ class DraftModelDrafter(Drafter):
         self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
-            _banner_text(runtime, tree_width, note, in_one_pass=mask_token_id is not None), cache_bytes_per_token=cache.bytes_per_token
+            _banner_text(runtime, tree_width, note, in_one_pass=mask_token_id is not None),
+            notices,
+            cache_bytes_per_token=cache.bytes_per_token,
         )
         self._states = RequestState[_CachedSequenceState]()
         self._prefill_time = PrefillTime(prefill_token_s)
@@ -496,6 +501,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         translation=translation,
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
+        notices=[line for line in [too_large(directory, config, target.runtime.config)] if line],
         note=_compatibility_note(
             comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
         ),
@@ -503,6 +509,20 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         mask_token_id=mask_token_id,
     )
     return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
+
+
+def too_large(directory: Path, draft: ModelConfig, target: ModelConfig) -> str:
+    """Return why a draft model cannot pay: it has as many parameters as its target. Empty = it may pay.
+
+    PARD models draft all tokens in one pass, and may pay at any size.
+    """
+    size, target_size = num_parameters(draft), num_parameters(target)
+    if size < target_size or read_mask_token(directory, draft) is not None:
+        return ""
+    return (
+        f"the draft model has {size:,} parameters, the target {target_size:,}: a draft pass costs as much as a plain step, so drafting "
+        "cannot pay"
+    )
 
 
 def read_mask_token(directory: Path, config: ModelConfig) -> int | None:

@@ -242,7 +242,15 @@ def _checked_messages(
 def _check_message(index: int, message: object) -> None:
     if not isinstance(message, Mapping):
         raise RequestError(f"messages holds {message!r}: give {{'role', 'content'}}", parameter="messages")
-    if message.get("role") in _NEED_CONTENT and message.get("content") is None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        problem = "is missing" if role is None else f"is {role!r}"
+        raise RequestError(f"messages[{index}].role {problem}: give system, user, assistant or tool", parameter=f"messages[{index}].role")
+    if not isinstance(content, str | None):
+        raise RequestError(
+            f"messages[{index}].content is {content!r}: give a text or a list of text parts", parameter=f"messages[{index}].content"
+        )
+    if role in _NEED_CONTENT and content is None:
         raise RequestError(f"messages[{index}].content is missing: give a text", parameter=f"messages[{index}].content")
 
 

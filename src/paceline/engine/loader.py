@@ -14,6 +14,7 @@ from paceline.engine.inputs import Params, RequestOptions, params_of_each
 from paceline.engine.memory import CachePlan, plan_cache
 from paceline.engine.request import EngineRequest
 from paceline.engine.scheduler import SchedulerLimits
+from paceline.engine.speculative_config import from_speculative_config
 from paceline.errors import ConfigError, memory_errors, printable
 from paceline.hub import resolve
 from paceline.kv_cache.cache import KVCache
@@ -28,6 +29,7 @@ from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
 from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
 from paceline.runtimes.profile_cache import ProfileCache
+from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
 from paceline.speculation.drafter import Drafter, check_drafter
@@ -58,6 +60,11 @@ class LoadedEngine:
     def numerics(self) -> str:
         """The numerics in effect: "exact" or "fast"."""
         return self.engine.runtime.capabilities.numerics.value
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling parameters for requests that leave them open."""
+        return SamplingDefaults.of(self.engine.runtime.config.sampling)
 
     @property
     def drafter_name(self) -> str:
@@ -122,6 +129,7 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
     """
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model is {model!r}: give 'mini', a directory, a GGUF file, or a Hugging Face id such as 'owner/name'")
+    options = _with_speculative_config(options)
     drafter = options.get("drafter", "auto")
     drafters = _check_drafters(drafter)
     if drafters:
@@ -136,6 +144,21 @@ def parse_settings(model: str, options: dict[str, Any]) -> tuple[EngineConfig, S
         raise ConfigError(unknown_argument(name, "LLM", of_engine | of_speculation, of_sampling=SAMPLING_NAMES))
     engine = EngineConfig(**{name: value for name, value in given.items() if name in of_engine})
     return engine, SpeculationConfig(**{name: value for name, value in given.items() if name in of_speculation}), drafters
+
+
+def _with_speculative_config(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with vLLM's `speculative_config` in our settings.
+
+    Raises:
+        ConfigError: it cannot be read, or one of these settings is given besides.
+    """
+    given, others = options.get("speculative_config"), {name: one for name, one in options.items() if name != "speculative_config"}
+    if given is None:
+        return others
+    settings = from_speculative_config(given)
+    if both := [name for name in ("drafter", "num_speculative_tokens") if others.get(name, "auto") != "auto"]:
+        raise ConfigError(f"speculative_config and {both[0]} are both given: give one of them")
+    return others | settings
 
 
 def _as_text(path: Any) -> Any:
@@ -214,7 +237,8 @@ def load_engine(
         tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_cache_tokens
     )
     of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
-    notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
+    of_target = (*config.notices, *tokenizer.notices, *loaded.notices, *prepared.notices)
+    notices = (*of_target, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
     shown = tuple(printable(one) for one in notices if one)  # notices contain names from files, so control characters are escaped
     loaded_engine = LoadedEngine(engine, inputs, shown, config, plan.describe())
     for name, adapter in config.adapters.items():

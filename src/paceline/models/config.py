@@ -61,12 +61,17 @@ class KVGroup:
         return math.prod(self.stored_shape(1, 1, kv_cache_dtype))
 
 
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling parameters that generation_config.json recommends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder network, independent of the file format.
 
     `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest supported text. `per_layer_vocab_size` is the
-    number of rows of the table of per-layer embeddings. `suppressed_token_ids` are never sampled.
+    number of rows of the table of per-layer embeddings. `suppressed_token_ids` are never sampled. `sampling` are recommended
+    sampling parameters.
     """
 
     family: str
@@ -85,6 +90,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     per_layer_vocab_size: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
+    sampling: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -261,9 +267,17 @@ def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, A
         eos_token_ids=_eos_token_ids(of_generation, fields),
         per_layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
         suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
+        sampling=_recommended_sampling(generation),
     )
     check_frequencies(config, path)
     return config
+
+
+def _recommended_sampling(generation: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Return the sampling parameters in a generation_config.json; temperature 0 where it turns sampling off."""
+    values = {**generation, "temperature": 0.0} if generation.get("do_sample") is False else generation
+    found = ((name, values.get(name)) for name in SAMPLING_FIELDS)
+    return tuple((name, value) for name, value in found if isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _layer_vocab_size(fields: JsonFields) -> int:

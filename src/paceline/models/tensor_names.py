@@ -1,6 +1,7 @@
 """The tensors of a network: internal names such as `layers.3.q_proj.weight`, shapes, and names in Hugging Face checkpoints."""
 
 from collections.abc import Mapping
+from math import prod
 
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
@@ -15,6 +16,11 @@ from paceline.models.layers import (
     Recurrent,
     ShortConvConfig,
 )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the number of values of all tensors of the network."""
+    return sum(map(prod, tensor_shapes(config).values()))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

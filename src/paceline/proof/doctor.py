@@ -204,7 +204,7 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
 
 def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions) -> None:
     for name in question.drafters:
-        found.drafters.append(examine_drafter(name, target, question, options, found.problems))
+        found.drafters.append(examine_drafter(name, target, question, options, found.problems, found.notes))
     for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
@@ -280,16 +280,19 @@ def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Call
 
 
 def examine_drafter(
-    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str]
+    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str], notes: list[str]
 ) -> DrafterDiagnosis:
     """Return the facts of one drafter and whether it fits a target.
 
     Args:
         name: as `paceline run` takes it.
         problems: gets a line where it cannot work.
+        notes: gets a line where "auto" leaves a drafter out.
     """
     try:
         prepared = prepare_one(name, target.path, offline=True)
+        if prepared is not None and prepared.notice:
+            notes.append(prepared.notice)
         if prepared is None or prepared.path is None:
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:

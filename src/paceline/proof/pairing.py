@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
-from paceline.drafters.draft_model import read_mask_token
+from paceline.drafters.draft_model import read_mask_token, too_large
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
 from paceline.drafters.eagle.config import ambiguous_options, read_eagle_config
@@ -87,11 +87,8 @@ def _notes(target: CheckpointFacts, draft: CheckpointFacts) -> tuple[str, ...]:
             f"the draft model was made for {draft.config.max_positions} tokens, the target for {target.config.max_positions}: "
             "of longer texts it reads the last tokens"
         )
-    if draft.num_parameters >= target.num_parameters and not is_pard:
-        notes.append(
-            f"the draft model has {draft.num_parameters:,} parameters, the target {target.num_parameters:,}: "
-            "a draft pass costs as much as a plain step, so drafting cannot pay"
-        )
+    if line := too_large(draft.path, draft.config, target.config):
+        notes.append(line)
     ends, draft_ends = _end_pieces(target), _end_pieces(draft)
     if ends and draft_ends and not ends & draft_ends:
         notes.append(

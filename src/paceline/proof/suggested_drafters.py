@@ -222,21 +222,19 @@ def suggest_drafters(
     suggested = []
     for drafter, method, location, parameters in found:
         quantization = model_quantization if method == DRAFT_MODEL else head_quantization
-        ends = None if costs is None else _predict(method, location, parameters, costs, quantization)
+        ends = None if costs is None else _predict(method, parameters, costs, quantization)
         suggested.append(SuggestedDrafter(drafter, method, location, parameters, ACCEPTANCE[method], *(ends or ())))
     return sorted(suggested, key=lambda one: 0.0 if one.slowest is None else -round(one.slowest.speedup, 2))
 
 
 def _predict(
-    method: str, location: str, parameters: float | None, costs: PassCosts, quantization: QuantOptions | None
+    method: str, parameters: float | None, costs: PassCosts, quantization: QuantOptions | None
 ) -> tuple[Prediction, Prediction] | None:
-    if parameters is None and location != "built_in":
+    if parameters is None:  # lookup brings what the text repeats, which no table knows; --probe measures it
         return None
-    pass_s = 0.0
-    if parameters is not None:
-        num_bytes = parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
-        num_bytes += costs.lm_head_bytes if method in _READS_LM_HEAD else 0.0
-        pass_s = _SMALL_NETWORK_FACTOR * num_bytes * costs.pass_s[1] / costs.row_bytes
+    num_bytes = parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
+    num_bytes += costs.lm_head_bytes if method in _READS_LM_HEAD else 0.0
+    pass_s = _SMALL_NETWORK_FACTOR * num_bytes * costs.pass_s[1] / costs.row_bytes
     token_s, fixed_s = (0.0, _PROPOSE_S + pass_s) if method in _PARALLEL_METHODS else (pass_s, _PROPOSE_S)
     low, high = (best_draft_length(rate, costs.pass_s, token_s, fixed_s) for rate in (ACCEPTANCE[method].low, ACCEPTANCE[method].high))
     return low, high

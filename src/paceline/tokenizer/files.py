@@ -32,6 +32,13 @@ def open_pretrained(directory: Path) -> Any:
         return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
 
 
+def holds_template_file(directory: Path) -> bool:
+    """Return whether a directory has files that hold a chat template, without opening the tokenizer."""
+    if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATES).is_dir():
+        return True
+    return bool((read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}).get("chat_template"))
+
+
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Silence the note of transformers that its models cannot run without torch; they are not used here."""

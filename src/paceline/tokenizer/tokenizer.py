@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError, RequestError, library_errors, memor
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTexts
-from paceline.tokenizer.files import open_pretrained
+from paceline.tokenizer.files import holds_template_file, open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
 _MAX_WINDOW_TOKENS = 32
@@ -277,6 +277,19 @@ def _num_open_bytes(pieces: Sequence[str]) -> int:
 
 def _byte(piece: str) -> int:
     return int(piece[3:5], 16)
+
+
+def holds_chat_template(path: Path) -> bool:
+    """Return whether the files of a checkpoint hold a chat template, without opening its tokenizer.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        from paceline.models.gguf.file import open_gguf
+
+        return any(name.startswith("tokenizer.chat_template") for name in open_gguf(path).metadata)
+    return holds_template_file(path)
 
 
 class _GgufPretrained:

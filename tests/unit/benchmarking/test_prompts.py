@@ -198,7 +198,7 @@ def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, to
     found = encode_workloads(BenchPlan(), select_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
     assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
     assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)
-    with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --tokens"):
+    with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --max-tokens"):
         encode_workloads(BenchPlan(), [file_workload(path)], config, tokenizer, (1, 96))
 
 

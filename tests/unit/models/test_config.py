@@ -55,6 +55,20 @@ def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | N
     return read_config(directory)
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2}, (("temperature", 0.6), ("top_k", 20), ("top_p", 0.95))),
+        ({"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.1}, (("min_p", 0.1), ("repetition_penalty", 1.1))),
+        ({"do_sample": False, "temperature": 0.6}, (("temperature", 0.0),)),
+        ({"temperature": "warm", "top_p": None, "top_k": True}, ()),
+        ({}, ()),
+    ],
+)
+def test_recommended_sampling_is_read(tmp_path: Path, generation: dict[str, Any], expected: tuple[tuple[str, float], ...]) -> None:
+    assert read(tmp_path, LLAMA, generation).sampling == expected
+
+
 def test_sizes_are_read(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert config == make_config(

@@ -115,7 +115,7 @@ def test_suggestions_are_ordered_by_the_lowest_predicted_speedup() -> None:
     found = suggest_drafters(["qwen3-8b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))
     speedups = [round(one.slowest.speedup, 2) for one in found if one.slowest is not None]
     assert speedups == sorted(speedups, reverse=True)
-    assert len(speedups) == len(found)
+    assert len(speedups) == len(found) - len(BUILT_IN_METHODS), "what lookup brings depends on the text"
     assert all(one.fastest.speedup >= one.slowest.speedup >= 1.0 for one in found if one.slowest and one.fastest)
 
 

@@ -45,6 +45,10 @@ _METADATA_KEYS = {
 """Metadata keys of config.json fields in all architectures, for errors."""
 
 
+_SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+"""Metadata keys after `general.sampling.`, by our names. Source: llama.cpp, gguf-py/gguf/constants.py."""
+
+
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Return the network of a GGUF file. Quantised matrices are computed in float32, which holds all their values exactly.
 
@@ -54,6 +58,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     fields = GgufFields(file)
     family = _family_of(fields)
     generation = {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
+    generation |= {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
     values = _ConfigReader(file, family).values()
     try:
         return config_from_values(values, file.path, generation=generation, weight_type=_weight_type(file))

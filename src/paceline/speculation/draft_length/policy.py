@@ -292,11 +292,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             self._mean_output_len = 0.75 * self._mean_output_len + 0.25 * length if self._mean_output_len else length
 
     def describe(self) -> str:
-        rows = 1 + min(4, self.num_speculative_tokens)
-        slowdown = self.cost.profile.seconds_at(rows) / self.cost.profile.seconds_at(1)
-        return (
-            f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay ({rows} rows take {slowdown:.2f} of the time of one)"
-        )
+        return f"up to {self.num_speculative_tokens} draft tokens a step, as many as pay"
 
     def _rates_and_history(self, request: Request, drafter: str) -> tuple[AcceptanceRates, DraftHistory]:
         """Return a drafter's acceptance rates over all requests, and its history for one request."""
