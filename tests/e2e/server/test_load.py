@@ -1,7 +1,6 @@
 """Hundreds of requests at a time, of all kinds, with clients that leave: nothing is lost, nothing stays, and every text is its own."""
 
 import asyncio
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +13,10 @@ from harness.http_client import HttpClient
 from harness.live_server import LiveServer, live_server, until
 from harness.server_traffic import KINDS, Case, ServerTraffic, call
 from harness.tool_model import write_tool_model
-from load_server import Overload, overload
 from paceline import LLM, AsyncEngine
 from paceline.server.app import create_app
 
 MAX_GROWTH_BYTES = 40_000_000
-SMALL_CACHE = ("--kv-cache-gb", "0.03")  # its memory is the system's until it is first written
 
 
 def resident_bytes() -> int:
@@ -62,7 +59,7 @@ def cases_of(model: Path, random: np.random.Generator, count: int) -> list[Case]
     return cases + calls
 
 
-def test_every_answer_of_many_is_the_one_it_gets_alone(
+def test_answers_of_a_busy_server_equal_those_of_an_idle_one(
     drafting: AsyncEngine, talking: Path, seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     random, engine = np.random.default_rng(seed), drafting
@@ -79,20 +76,3 @@ def test_every_answer_of_many_is_the_one_it_gets_alone(
     assert sum(traffic.met.values()) == count
     assert set(traffic.met) == {"refused", "left", "streamed", "whole"}
     tally["answers of a busy server compared"] += traffic.met["streamed"] + traffic.met["whole"]
-
-
-@pytest.mark.long
-def test_far_more_than_it_can_do_fills_the_queue_and_no_more(tmp_path: Path) -> None:
-    """Ten minutes at twice the capacity are in docs/dev/findings.md."""
-    found = overload("mini", seconds=60.0, factor=4.0, num_seqs=8, max_queue=8, max_tokens=32, log=tmp_path / "log", more=SMALL_CACHE)
-    check_overload(found)
-    for line in (tmp_path / "log").read_text().splitlines():
-        assert json.loads(line)["status"] in (200, 429)
-
-
-def check_overload(found: Overload) -> None:
-    assert set(found.statuses) == {200, 429}
-    assert found.num_without_advice == 0, "every 429 says when to come again"
-    assert 0 < found.most_open <= found.may_be_open
-    assert found.num_open == 0
-    assert found.grown_bytes < MAX_GROWTH_BYTES
