@@ -42,41 +42,6 @@ def loaded(directory: Path) -> MtpModule:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_module_that_must_be_right_is_accepted_always(tmp_path: Path, layout: str) -> None:
-    """Over chunked prompts, batches and the second run, which begins on cached rows of the first; with its halves swapped it never is."""
-    target, successor = write_successor_target(tmp_path, "qwen3", sharpness=3.0)
-    for is_swapped in (False, True):
-        add_module(target, layout, perfect_module(is_swapped=is_swapped), num_layers=2)
-        llm = open_llm(target, "mtp", prefill_chunk_size=32)
-        for params in (GREEDY, SAMPLED, GREEDY):
-            for batch in (PROMPTS, PROMPTS[2:3]):
-                for output, prompt in zip(llm.generate(batch, params), batch, strict=True):
-                    expected = [prompt[-1]]
-                    for _ in range(40):
-                        expected.append(int(successor[expected[-1]]))
-                    assert output.token_ids == expected[1:]
-                    stats = output.speculation
-                    assert stats.num_draft_tokens > 28
-                    assert stats.num_accepted_tokens == (0 if is_swapped else stats.num_draft_tokens)
-
-
-@pytest.mark.parametrize(("layout", "tree_width", "quantization"), [("mtp", 1, "none"), ("extra_layer", 3, "int8")])
-def test_token_ids_are_those_of_plain_decoding(tmp_path: Path, layout: str, tree_width: int, quantization: str) -> None:
-    target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    plain = open_llm(target, "none")
-    samplings = (GREEDY, SAMPLED, SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=4))
-    answers = [[output.token_ids for output in plain.generate(PROMPTS, params)] for params in samplings]
-    own = {"lm_head": random_matrix(8)} if layout == "extra_layer" else {}
-    add_module(target, layout, random_module(), num_layers=2, **own)
-    drafting = open_llm(target, "mtp", tree_width=tree_width, draft_quantization=quantization)
-    for params, expected in zip(samplings, answers, strict=True):
-        together = drafting.generate(PROMPTS, params)
-        assert [output.token_ids for output in together] == expected
-        assert drafting.generate(PROMPTS[:1], params)[0].token_ids == expected[0]
-        assert sum(output.speculation.num_draft_tokens for output in together) > 100
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: str) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     before = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
