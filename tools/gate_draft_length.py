@@ -1,12 +1,11 @@
-"""Compare the draft-length policy in use with every fixed draft length and with plain decoding, on the simulated clock.
+"""Compare the draft-length policy with every fixed draft length and with plain decoding, on the simulated clock.
 
     python tools/gate_draft_length.py --json after.json --compare before.json
 
-The policy is `harness.replay.controller(costs)`. Each cell of the grid is one replay of several texts; a ratio above 1 means slower.
-"over best fixed" divides by the seconds of the fixed draft length, 0 included, that is best for the cell. "over plain" divides by the
-seconds of plain decoding. "mean of texts over plain" compares the geometric means of what each text takes: in a batch of texts that differ,
-a policy may make most of them faster and the last one slower. The seeds differ from those of the tests, so that no constant of the policy
-is fitted to these texts.
+Each cell of the grid is one replay of several texts; a ratio above 1 means slower. "over best fixed" divides by the seconds of the fixed
+draft length, 0 included, that is best for the cell. "over plain" divides by the seconds of plain decoding. "mean of texts over plain"
+compares the geometric means of what each text takes. The seeds differ from those of the tests, so that no constant of the policy is
+fitted to these texts.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -59,6 +58,7 @@ PASSAGE_TOKENS = 64
 RECORDED_TOKENS = 1_000, 500
 """Recorded texts are repeated until a cell has so many tokens, and so many for each text of a batch: in fewer, what is drafted before
 anything is known decides."""
+RATIOS = {"over_best": "worst over best fixed", "over_plain": "worst over plain", "mean_over_plain": "worst mean of texts over plain"}
 STALL_SHARE, STALL_FACTORS = 0.1, (5.0, 50.0)
 
 
@@ -80,33 +80,7 @@ class Cell:
     forgets: bool = False
 
 
-@dataclass(frozen=True)
-class Result:
-    """Seconds of one cell; `mean_s` is the geometric mean of the seconds of each text."""
-
-    group: str
-    name: str
-    seconds: float
-    best_length: int
-    best_s: float
-    plain_s: float
-    mean_s: float
-    plain_mean_s: float
-    steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    @property
-    def over_best(self) -> float:
-        return self.seconds / self.best_s
-
-    @property
-    def over_plain(self) -> float:
-        return self.seconds / self.plain_s
-
-    @property
-    def mean_over_plain(self) -> float:
-        return self.mean_s / self.plain_mean_s
+Result = dict[str, float | str]
 
 
 class Stalls:
@@ -133,40 +107,31 @@ def made_up_texts(chances: tuple[float, ...], confidence: str, seed: int, count:
 def grid_cells(group: str, *, batch_size: int, count: int, length: int, is_stalled: bool = False) -> Iterator[Cell]:
     """Every chance, machine and confidence."""
     for chance, machine, confidence, seed in product(CHANCES, MACHINES, CONFIDENCE, SEEDS):
-        yield made_up_cell(group, (chance,), confidence, seed, count, length, machine, batch_size, is_stalled=is_stalled)
+        cell = made_up_cell(group, (chance,), confidence, seed, (count, length), machine, batch_size)
+        yield replace(cell, stall_seed=seed if is_stalled else None)
 
 
 def made_up_cell(
-    group: str,
-    chances: tuple[float, ...],
-    confidence: str,
-    seed: int,
-    count: int,
-    length: int,
-    machine: str,
-    batch_size: int,
-    *,
-    is_stalled: bool = False,
+    group: str, chances: tuple[float, ...], confidence: str, seed: int, texts: tuple[int, int], machine: str, batch_size: int
 ) -> Cell:
-    texts = f"chance {'/'.join(map(str, chances))}, confidence {confidence}, seed {seed}, {count} texts of {length}"
-    name, costs = f"{machine}, batch {batch_size}, {texts}", MACHINES.get(machine, MILLISECOND_PASS)
-
-    def traces() -> list[Trace]:
-        return made_up_texts(chances, confidence, seed, count, length)
-
-    return Cell(group, name, traces, costs, batch_size, seed if is_stalled else None)
+    """A cell of texts made up, by their number and length."""
+    count, length = texts
+    own = f"chance {'/'.join(map(str, chances))}, confidence {confidence}, seed {seed}, {count} texts of {length}"
+    traces = partial(made_up_texts, chances, confidence, seed, count, length)
+    return Cell(group, f"{machine}, batch {batch_size}, {own}", traces, MACHINES.get(machine, MILLISECOND_PASS), batch_size)
 
 
 def passage_cells(group: str) -> Iterator[Cell]:
     for chances, machine, confidence, seed in product(PASSAGES, MACHINES, CONFIDENCE, SEEDS):
-        yield made_up_cell(group, chances, confidence, seed, 8, 256, machine, 1)
-        yield made_up_cell(group, chances, confidence, seed, 16, 256, machine, 4)
+        for count, batch_size in ((8, 1), (16, 4)):
+            yield made_up_cell(group, chances, confidence, seed, (count, 256), machine, batch_size)
 
 
 def useless_cells(group: str) -> Iterator[Cell]:
     """A draft model of 0.6 ms for one token on passes of 1 ms, right at most once in twenty tokens."""
     for chance, confidence, seed, batch_size in product((0.0, 0.02, 0.05), CONFIDENCE, SEEDS, (1, 4, 16)):
-        yield made_up_cell(group, (chance,), confidence, seed, 8 if batch_size == 1 else 32, 192, "millisecond_pass", batch_size)
+        texts = 8 if batch_size == 1 else 32, 192
+        yield made_up_cell(group, (chance,), confidence, seed, texts, "millisecond_pass", batch_size)
 
 
 def recorded_costs(table: str, drafter: str) -> Costs:
@@ -219,18 +184,17 @@ def run_cell(cell: Cell) -> Result:
     parts = [[trace] for trace in traces] if cell.forgets else [traces]
     outcomes = [replay(controller(cell.costs), part, cell.costs, batch_size=cell.batch_size, **noise) for part in parts]
     mean_s = math.exp(fmean(math.log(seconds) for outcome in outcomes for seconds in outcome.lasted_s))
-    names = ("steps", "num_draft_tokens", "num_accepted_tokens")
-    seconds, counts = sum(one.seconds for one in outcomes), [sum(getattr(one, name) for one in outcomes) for name in names]
-    return Result(cell.group, cell.name, seconds, best, best_s, plain.seconds, mean_s, plain.mean_s, *counts)
+    seconds = sum(one.seconds for one in outcomes)
+    ratios = {"over_best": seconds / best_s, "over_plain": seconds / plain.seconds, "mean_over_plain": mean_s / plain.mean_s}
+    counts = {name: sum(getattr(one, name) for one in outcomes) for name in ("steps", "num_draft_tokens", "num_accepted_tokens")}
+    return {"group": cell.group, "name": cell.name, "seconds": seconds, "best_length": best, **ratios, **counts}
 
 
-def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, FixedLength]] = {}) -> tuple[int, float, FixedLength]:  # noqa: B006
-    """The best fixed draft length, its seconds, and plain decoding; kept in `known` for cells that differ in stalls only."""
-    if cell.name not in known:
-        times = fixed_lengths(cell.traces(), cell.costs, batch_size=cell.batch_size)
-        best = min(range(len(times)), key=lambda length: times[length].seconds)
-        known[cell.name] = best, times[best].seconds, times[0]
-    return known[cell.name]
+def best_and_plain(cell: Cell) -> tuple[int, float, FixedLength]:
+    """The best fixed draft length, its seconds, and plain decoding."""
+    times = fixed_lengths(cell.traces(), cell.costs, batch_size=cell.batch_size)
+    best = min(range(len(times)), key=lambda length: times[length].seconds)
+    return best, times[best].seconds, times[0]
 
 
 CELLS: list[Cell] = []  # before processes are forked, so that they share it
@@ -251,18 +215,11 @@ def run_cells(cells: Sequence[Cell], num_processes: int) -> list[Result]:
 def summary(results: Sequence[Result]) -> list[dict[str, object]]:
     """One row for each group of cells, and one for all of them."""
     rows = []
-    for group in (*dict.fromkeys(result.group for result in results), "all"):
-        own = [result for result in results if group in (result.group, "all")]
-        rows.append(
-            {
-                "group": group,
-                "cells": len(own),
-                "mean over best fixed": round(fmean(result.over_best for result in own), 4),
-                "worst over best fixed": round(max(result.over_best for result in own), 4),
-                "worst over plain": round(max(result.over_plain for result in own), 4),
-                "worst mean of texts over plain": round(max(result.mean_over_plain for result in own), 4),
-            }
-        )
+    for group in (*dict.fromkeys(str(result["group"]) for result in results), "all"):
+        own = [result for result in results if group in (result["group"], "all")]
+        worst = {name: round(max(float(one[name]) for one in own), 4) for name in RATIOS}
+        mean = round(fmean(float(one["over_best"]) for one in own), 4)
+        rows.append({"group": group, "cells": len(own), "mean over best fixed": mean, **{RATIOS[name]: worst[name] for name in RATIOS}})
     return rows
 
 
@@ -276,12 +233,12 @@ def with_changes(rows: Sequence[dict[str, object]], before: Sequence[dict[str, o
 
 
 def print_worst(results: Sequence[Result], count: int) -> None:
-    for label, ratio in (("over best fixed", "over_best"), ("over plain", "over_plain")):
-        print(f"\nworst {label}:")
-        for group in dict.fromkeys(result.group for result in results):
-            own = sorted((one for one in results if one.group == group), key=lambda one: getattr(one, ratio), reverse=True)
+    for ratio in ("over_best", "over_plain"):
+        print(f"\n{RATIOS[ratio]}:")
+        for group in dict.fromkeys(result["group"] for result in results):
+            own = sorted((one for one in results if one["group"] == group), key=lambda one: -float(one[ratio]))
             for one in own[:count]:
-                print(f"  {getattr(one, ratio):.4f}  {one.group}: {one.name} (best length {one.best_length})")
+                print(f"  {one[ratio]:.4f}  {group}: {one['name']} (best length {one['best_length']})")
 
 
 def main() -> None:
@@ -303,9 +260,7 @@ def main() -> None:
     print_worst(results, options.worst)
     print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s, {time.process_time() - start_cpu_s:.0f} s of this process")
     if options.json is not None:
-        ratios = ("over_best", "over_plain", "mean_over_plain")
-        cells_json = [asdict(one) | {name: getattr(one, name) for name in ratios} for one in results]
-        found = {"machine": describe_machine(), "summary": rows, "cells": cells_json}
+        found = {"machine": describe_machine(), "summary": rows, "cells": results}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

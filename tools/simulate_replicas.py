@@ -299,6 +299,15 @@ def row_of(world: World, outcome: Outcome) -> list[str]:
     ]
 
 
+OPTIONS = (
+    ("num_running", 8, "samples that a replica runs at a time"),
+    ("load", 0.7, "requests, as a share of what all replicas could answer"),
+    ("max_lead", DEFAULT_MAX_LEAD, "bound on the affinity of prefixes"),
+    ("num_beginnings", 50, "popular beginnings for each replica; 0 = none"),
+    ("mtbf_s", 7 * 86_400.0, "mean seconds between two failures of a replica"),
+    ("restart_s", 60.0, "seconds until a failed replica is back"),
+    ("fronts", 0, "0 = as many as are needed"),
+)
 HEADERS = ["replicas", "fronts", "requests/s", "tokens/s", "p50 s", "p95 s", "p99 s", "wait s", "prefix hits", "lost of a million"]
 
 
@@ -306,31 +315,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=Path, default=TIMES, help="JSON file of the times of one replica and its front")
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
-    parser.add_argument("--num-running", type=int, default=8, help="samples that a replica runs at a time")
-    parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, with the same front")
-    parser.add_argument("--max-lead", type=int, default=DEFAULT_MAX_LEAD)
-    parser.add_argument("--num-beginnings", type=int, default=50, help="popular beginnings for each replica; 0 = none")
-    parser.add_argument("--mtbf-s", type=float, default=7 * 86_400.0, help="mean seconds between two failures of a replica")
-    parser.add_argument("--restart-s", type=float, default=60.0)
-    parser.add_argument("--fronts", type=int, default=0, help="0 = as many as are needed")
+    for name, value, text in OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text)
     parser.add_argument("--requests", type=int, default=REQUESTS_A_REPLICA, help="for each replica")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     times = Times.read(options.times).slower(options.slower)
     rows = []
     for num_replicas in options.replicas:
-        world = World(
-            num_replicas=num_replicas,
-            num_running=options.num_running,
-            num_requests=max(MIN_REQUESTS, options.requests * num_replicas),
-            load=options.load,
-            max_lead=options.max_lead,
-            num_beginnings=options.num_beginnings,
-            mtbf_s=options.mtbf_s,
-            restart_s=options.restart_s,
-            fronts=options.fronts,
-        )
+        num_requests = max(MIN_REQUESTS, options.requests * num_replicas)
+        settings = {name: getattr(options, name) for name, *_ in OPTIONS}
+        world = World(num_replicas=num_replicas, num_requests=num_requests, **settings)
         rows.append(row_of(world, Simulation(times, world, options.seed).run()))
     print(markdown_table(HEADERS, rows))
 

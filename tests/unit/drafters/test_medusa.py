@@ -31,7 +31,6 @@ from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
 
 
 class Heads:
