@@ -34,7 +34,6 @@ from paceline.speculation.verify import VerifyResult
 
 Prove = Callable[..., tuple[int, dict[str, Any]]]
 TOKENS = 1_000
-BOUND = 1e-4
 
 
 def run(*arguments: object) -> Result:
