@@ -102,6 +102,7 @@ def test_nan_in_all_rows_is_found_at_load_and_not_cached(
     ("name", "value", "way_out"),
     [
         ("max_model_len", 513, "512"),
+        ("gguf_weights", "fast", "exact, regroup"),
         ("drafter", [], "ngram"),
         ("drafter", None, "ngram"),
         ("drafter", ["ngram", 5], "ngram"),

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
-from paceline import LLM, RequestError, RequestOutput, SamplingParams
-from paceline.runtimes.base import assemble
+from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint
+from paceline import LLM, RequestOutput, SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import TokenOrigin
 
@@ -211,33 +210,6 @@ def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
 PROMPTS = [[5, 6, 7], [9] * 70, [30, 31], [8] * 31, [11, 12, 13, 14], [3] * 200, [60]]
 
 
-@pytest.fixture(scope="module")
-def solo(shared_llm: LLM) -> dict[str, list[list[int]]]:
-    return {
-        name: [shared_llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
-        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_num_seqs": 2}, {"kv_cache_gb": 9 * 16384 / 1e9, "max_model_len": 256}, {"max_num_seqs": 1, "drafter": "none"}],
-    ids=str,
-)
-def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, options: dict[str, object], solo: dict[str, object]) -> None:
-    llm = open_llm(**options)
-    assert ids_of(llm.generate(PROMPTS, GREEDY)) == solo["greedy"]
-    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
-    assert_clean(llm)
-
-
-@pytest.mark.parametrize("prefill_chunk_size", [1, 7, 256])
-def test_the_size_of_prompt_chunks_changes_no_token(open_llm: Open, prefill_chunk_size: int, solo: dict[str, object]) -> None:
-    llm = open_llm(prefill_chunk_size=prefill_chunk_size)
-    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
-    assert llm.engine.scheduler.limits.prefill_chunk_size == prefill_chunk_size
-
-
 def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
     llm = open_llm(drafter="none")
     llm.generate([[5] * 400], replace(GREEDY, max_tokens=3))
@@ -254,33 +226,6 @@ def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
             tokens.extend(chunk.token_ids if chunk is not None else ())
     assert got == [expected, expected]
     del abandoned
-
-
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "self, 3 wide"])
-def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open, drafter: str) -> None:
-    """The last rows of lm_head belong to no token, and are the largest by far."""
-    from safetensors.numpy import load_file, save_file
-
-    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
-    write_tokenizer(directory, 90)
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"][90:] *= 20
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    own = drafter.startswith("self")
-    llm = open_llm(model=directory, drafter=str(directory) if own else drafter, tree_width=3 if "wide" in drafter else 1)
-    llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
-    assert llm.vocab_size == 90
-    plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
-    assert llm.runtime.forward(*assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
-    llm.engine.cache.release(sequence)
-    for params in (GREEDY, SAMPLED):
-        for output in llm.generate(["the cat sat", [7] * 50], params):
-            assert max(output.token_ids) < 90
-            assert output.speculation.num_dropped_tokens == 0 or "wide" in drafter  # a wide tree is cut to its budget
-            assert output.speculation.acceptance_rate == 1.0 or drafter != "self"
-    with pytest.raises(RequestError, match="90"):
-        llm.generate([90], GREEDY)
-    assert_clean(llm)
 
 
 def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: Path, open_llm: Open) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import paceline.llm
-from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
@@ -53,29 +52,6 @@ def test_what_was_quantised_is_kept_in_the_cache_directory(open_llm: Open, monke
     written = kept.stat().st_mtime_ns
     assert ids(open_llm(quantization="int4")) == first
     assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
-
-
-def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_always(monkeypatch)
-    expected = ids(open_llm(numerics="exact"), SAMPLED)
-    for draft_quantization in ("none", "int8", "int4"):
-        llm = open_llm(numerics="exact", drafter=str(directory), draft_quantization=draft_quantization)
-        output = llm.generate(PROMPT, SAMPLED)[0]
-        assert output.token_ids == expected
-        assert output.speculation.num_accepted_tokens > 0
-
-
-def test_a_draft_model_is_quantised_beside_a_quantised_target(open_llm: Open, directory: Path) -> None:
-    """As it is stored beside floats; a head, or where the user says so, never by itself."""
-
-    def draft_bits(**options: Any) -> set[int | None]:
-        drafter: Any = open_llm(drafter=str(directory), **options).drafter
-        return {facts.bits for facts in map(drafter.runtime.weights.info, drafter.runtime.weights) if len(facts.shape) == 2}
-
-    assert draft_bits() == {None}
-    for quantization in ("int8", "int4"):
-        assert draft_bits(quantization=quantization) == {4, 8}, "tables of the vocabulary keep 8"
-    assert draft_bits(quantization="int4", draft_quantization="none") == {None}
 
 
 def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Open) -> None:

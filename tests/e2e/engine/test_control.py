@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from paceline.speculation.tree import DraftTree
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, top_p=0.9, seed=4)
 PROMPT = [5, 6, 7, 8] * 20
-BLOCK = 32
 
 
 class Spy(Drafter):
@@ -43,56 +41,12 @@ class Spy(Drafter):
 # Cached prompts
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_the_second_time_a_prompt_is_found_and_gives_the_same_tokens(open_llm: Open, drafter: str) -> None:
-    llm = open_llm(40, drafter)
-    for params in (GREEDY, SAMPLED):
-        (first,) = open_llm(40, enable_prefix_caching=False).generate([PROMPT], params)
-        outputs = [llm.generate([PROMPT], params)[0] for _ in range(2)]
-        assert [output.token_ids for output in outputs] == [first.token_ids] * 2
-        assert outputs[1].usage.num_cached_tokens == 2 * BLOCK, "80 tokens fill two blocks"
-        assert first.usage.num_cached_tokens == 0
-    assert_clean(llm)
-
-
-def test_answers_are_found_too_and_a_last_token_always_runs(open_llm: Open) -> None:
-    llm = open_llm(40)
-    (answer,) = llm.generate([PROMPT], GREEDY)
-    talk = PROMPT + answer.token_ids[:-1]
-    assert llm.generate([talk], GREEDY)[0].usage.num_cached_tokens == len(talk) // BLOCK * BLOCK == 96
-    assert llm.generate([PROMPT[:64]], GREEDY)[0].usage.num_cached_tokens == 32
-    assert llm.generate([PROMPT[:65]], GREEDY)[0].usage.num_cached_tokens == 64
-
-
 def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None:
     llm = open_llm(40)
     found = [llm.generate([PROMPT], GREEDY, cache_salt=salt)[0].usage.num_cached_tokens for salt in (None, "a", "a", b"a", "b", None)]
     assert found == [0, 0, 64, 64, 0, 64]
     with pytest.raises(RequestError, match="cache_salt is 5"):
         llm.generate([PROMPT], GREEDY, cache_salt=5)  # type: ignore[arg-type]
-
-
-def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = open_llm(40, str(directory))
-    llm.engine.speculator.policy = FixedDraftLength(4)
-    runtime = llm.drafter.runtime  # type: ignore[union-attr]
-    rows: list[int] = []
-    forward = runtime.forward
-    monkeypatch.setattr(runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
-    for params, first in ((GREEDY, len(PROMPT) + 1), (SAMPLED, len(PROMPT) % BLOCK + 1)):
-        rows.clear()
-        (output,) = llm.generate([PROMPT], params)
-        assert rows[0] == first
-        assert output.speculation.acceptance_rate == 1.0
-    rows.clear()
-    llm.generate([PROMPT], GREEDY, cache_salt="mine")
-    assert rows[0] == len(PROMPT) + 1
-
-
-def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
-    llm = open_llm(40, enable_prefix_caching=False)
-    assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.engine.cache.pool.num_indexed == 0
 
 
 # Samples
@@ -156,32 +110,6 @@ def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> 
 # Log-probabilities
 
 
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_logprobs_are_the_same_whatever_drafts_and_end_with_the_output(open_llm: Open, directory: Path, mode: str) -> None:
-    params = replace(SAMPLED, logprobs=3, logprobs_mode=mode, presence_penalty=0.4)
-    plain = open_llm(40)
-    (expected,) = plain.generate([PROMPT], params)
-    stop = expected.token_ids[6]
-    text = plain.tokenizer.decode(expected.token_ids[8:10]).strip()  # ends a block that goes on
-    for drafter in ("ngram", str(directory)):
-        llm = open_llm(40, drafter)
-        llm.engine.speculator.policy = FixedDraftLength(4)
-        (output,) = llm.generate([PROMPT], params)
-        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
-        (cut,) = llm.generate([PROMPT], replace(params, stop_token_ids=[stop]))
-        count = expected.token_ids.index(stop) + 1
-        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
-        (cut,) = llm.generate([PROMPT], replace(params, stop=text, max_tokens=12))
-        count = len(cut.token_ids)
-        assert count < 12
-        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
-        chunks = list(llm.stream(PROMPT, params))
-        assert [one for chunk in chunks for one in chunk.logprobs] == expected.logprobs
-    assert [one.token_id for one in expected.logprobs] == expected.token_ids
-    assert all(len(one.top) == 3 for one in expected.logprobs) or mode == "processed"
-    assert plain.generate([PROMPT], SAMPLED)[0].logprobs is None
-
-
 def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
     """[len(token_ids), V] float64 log-probabilities of a pass of its own."""
     cache = llm.engine.cache
@@ -207,23 +135,6 @@ def test_prompt_logprobs_come_from_the_rows_before_each_token(open_llm: Open, pr
         assert one.logprob == pytest.approx(rows[index - 1, prompt[index]], abs=1e-5)
         assert [token for token, _ in one.top] == np.argsort(-rows[index - 1], kind="stable")[:2].tolist()
     assert output.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
-
-
-def test_prompt_logprobs_of_a_request_that_was_preempted_on_its_way_are_whole(open_llm: Open) -> None:
-    llm = open_llm(40)
-    prompt = [11, 12, 13] * 70
-    (expected,) = llm.generate([prompt], replace(GREEDY, prompt_logprobs=1))
-    request = make(llm, prompt, replace(GREEDY, prompt_logprobs=1))
-    llm.engine.add(request)
-    for _ in range(3):
-        llm.engine.step()
-        if request.sequence.committed_len < len(prompt):
-            llm.engine.scheduler.preempt(request)
-            llm.engine.step()
-    run_to_end(llm)
-    assert request.num_preemptions > 1
-    assert request.prompt_logprobs == expected.prompt_logprobs
-    assert list(request.output_token_ids) == expected.token_ids
 
 
 # How a request is drafted for

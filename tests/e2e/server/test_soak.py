@@ -14,13 +14,13 @@ from random import Random
 from typing import Any
 
 import httpx
-import pytest
 
 from harness.live_server import until
 from harness.server_process import Server
 from harness.tool_model import write_tool_model
 
-SECONDS = 240.0
+SECONDS = {False: 8.0, True: 240.0}
+"""By whether the counts are large."""
 FACTOR = 2.0
 NUM_SEQS, MAX_QUEUE = 4, 16
 MAX_CLIENTS = 256
@@ -200,15 +200,17 @@ class Soak:
             self.faults.append(f"{case}: {content!r}")
 
 
-@pytest.mark.long
-def test_overloaded_server_refuses_some_and_answers_others_right(mini_dir: Path, tmp_path: Path, tally: "Counter[str]") -> None:
+def test_overloaded_server_refuses_some_and_answers_others_right(
+    mini_dir: Path, tmp_path: Path, large_counts: bool, tally: "Counter[str]"
+) -> None:
     model = write_tool_model(mini_dir, tmp_path / "talking")
     limits = ("--max-num-seqs", str(NUM_SEQS), "--max-queue", str(MAX_QUEUE))
     with closing(Server("--model", str(model), "--drafter", "ngram", *limits, *SMALL_CACHE)) as server:
         soak = Soak(server.url, "talking")
-        asyncio.run(soak.run(SECONDS / 10))
+        asyncio.run(soak.run(SECONDS[False]))
         before = resident_bytes(server.process.pid)
-        asyncio.run(soak.run(SECONDS))
+        if large_counts:
+            asyncio.run(soak.run(SECONDS[True]))
         assert httpx.get(server.url + "/health").status_code == 200
         until(lambda: num_open(httpx.get(server.url + "/metrics").text) == 0)
         assert resident_bytes(server.process.pid) - before < MAX_GROWTH_BYTES
@@ -216,6 +218,6 @@ def test_overloaded_server_refuses_some_and_answers_others_right(mini_dir: Path,
     assert not soak.faults, soak.faults[:3]
     assert [(case.path, case.fields) for case in soak.cases if len(case.content) < 4] == []
     assert set(soak.counts) <= {"requests", "compared", "left", "429"}
-    assert soak.counts["compared"] > 20
+    assert soak.counts["compared"] > 10
     assert soak.counts["429"] > 0, "the server is not busy"
     assert 0 < soak.max_open <= NUM_SEQS + MAX_QUEUE
