@@ -346,9 +346,7 @@ def test_a_model_too_big_for_memory(target: Path) -> None:
     assert (code, facts["memory"]["fits"], facts["memory"]["context_that_fits"]) == (1, False, 0)
 
 
-def test_adapters_count_in_the_memory_and_one_that_does_not_fit_is_a_problem(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_counts_adapter_memory(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = open_weights(target, read_model_config(target)).info("layers.0.q_proj.weight").shape
     tensors = low_rank(np.random.default_rng(0), "model.layers.0.self_attn.q_proj", (shape[0], shape[1]))
     adapter = write_adapter(tmp_path, tensors, layers_to_transform=[0])

@@ -40,7 +40,7 @@ def answer(llm: LLM, temperature: float = 0.0) -> RequestOutput:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model_with_the_targets_own_adapter_guesses_what_the_target_says(
+def test_draft_model_with_the_adapter_of_the_target_is_accepted(
     temperature: float, open_llm: Open, adapter: Path, always_drafts: None
 ) -> None:
     expected = answer(open_llm(merge_adapter=adapter, drafter="none"), temperature).token_ids

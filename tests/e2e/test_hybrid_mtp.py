@@ -62,9 +62,7 @@ def loaded(directory: Path) -> MtpModule:
         ("qwen3_next", "torch", 1, "none"),
     ],
 )
-def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decoding(
-    tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str
-) -> None:
+def test_hybrid_with_mtp_equals_plain_decoding(tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str) -> None:
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
     target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
@@ -94,7 +92,7 @@ def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int
 
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
-def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model(tmp_path: Path, prefix: str) -> None:
+def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix: str) -> None:
     """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
     target = write_whole(tmp_path, prefix=prefix)
     expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
@@ -199,7 +197,7 @@ def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:
         load_mtp(files, expected, open_weights(path, expected))
 
 
-def test_a_block_without_tensors_that_metadata_counts_as_a_module_is_left_out(tmp_path: Path) -> None:
+def test_mtp_block_without_tensors_is_ignored(tmp_path: Path) -> None:
     """As converters wrote files that dropped it but counted it."""
     directory = write_host(tmp_path / "bare", "qwen3_5")
     counted = {"{a}.block_count": 5, "{a}.nextn_predict_layers": 1}

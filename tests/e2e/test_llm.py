@@ -93,7 +93,7 @@ def test_by_default_decoding_is_greedy(llm: LLM) -> None:
     assert len(first.token_ids) <= 256
 
 
-def test_a_reported_seed_gives_the_same_text_again_and_unseeded_requests_differ(llm: LLM) -> None:
+def test_reported_seed_repeats_the_text(llm: LLM) -> None:
     free = replace(SAMPLED, seed=None)
     first, second = llm.generate(["the cat", "the cat"], free)
     assert first.seed != second.seed

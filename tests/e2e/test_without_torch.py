@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.checkpoints import write_byte_level_tokenizer
 
 
-def test_opening_a_tokenizer_says_nothing_of_it_and_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+def test_opening_a_tokenizer_without_torch_warns_nothing(tmp_path: Path) -> None:
     write_byte_level_tokenizer(tmp_path)
     program = """if True:
         import os, sys

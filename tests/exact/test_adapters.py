@@ -125,7 +125,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("target", "kind"), [pytest.param(*case, marks=[pytest.mark.long] if case in RARE else []) for case in CASES])
-def test_eight_requests_with_four_adapters_and_the_base_get_what_they_get_alone(target: str, kind: str, given_of: GivenOf) -> None:
+def test_requests_with_several_adapters_equal_those_alone(target: str, kind: str, given_of: GivenOf) -> None:
     given = given_of(target)
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
     llm = given.open(kind)
@@ -320,7 +320,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("target", "plant"), FAULTS)
-def test_planted_faults_are_noticed(
+def test_planted_faults_are_found(
     target: str, plant: Callable[[pytest.MonkeyPatch], None], given_of: GivenOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of(target)

@@ -271,7 +271,9 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_a_bug(plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_every_planted_fault(
+    plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
     plant(monkeypatch)
     code, report = prove("--tokens", 4 * TOKENS)

@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fault_of_the_memory_is_noticed(
+def test_faults_of_the_state_cache_are_found(
     layout: TreeLayout, fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(seed)

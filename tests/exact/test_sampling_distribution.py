@@ -58,7 +58,7 @@ def test_one_request_at_a_time_gives_the_texts_of_the_vectorised_form(name, seed
     ],
 )
 @pytest.mark.parametrize("name", ["top-k", "top-p"])
-def test_noise_that_is_not_keyed_by_position_is_noticed(name, wrong_position: NoisePosition, seed):
+def test_fault_of_noise_without_position_is_found(name, wrong_position: NoisePosition, seed):
     target = ScriptedTarget()
     distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
     texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS // 4), NUM_TOKENS, wrong_position)

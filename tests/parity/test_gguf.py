@@ -111,9 +111,7 @@ def distance(found: FloatArray, expected: FloatArray) -> float:
         ("gemma2", "bfloat16", "BF16"),
     ],
 )
-def test_unquantised_files_give_the_logits_of_the_directory_they_were_made_from(
-    checkpoint: Make, tmp_path: Path, case: str, dtype: str, block_type: str
-) -> None:
+def test_unquantised_gguf_has_the_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str, dtype: str, block_type: str) -> None:
     directory = checkpoint(case, dtype)
     path = write_gguf(directory, tmp_path / "model.gguf", block_type)
     assert np.array_equal(logits(path), logits(directory))

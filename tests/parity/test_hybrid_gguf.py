@@ -102,7 +102,7 @@ def differ(found: FloatArray, expected: FloatArray) -> float:
 
 
 @BY_CASE
-def test_a_file_gives_the_config_the_tensors_and_the_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+def test_gguf_has_the_config_tensors_and_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case)
     path = write_hybrid_gguf(directory, tmp_path / "model.gguf")
     config, expected_config = read_model_config(path), read_model_config(directory)
@@ -130,9 +130,7 @@ def test_the_first_files_of_qwen3_next_have_queries_to_gates_in_one_matrix(check
 @pytest.mark.spread(0.3)
 @BY_CASE
 @pytest.mark.parametrize("block_type", ["F16", "Q4_0", "Q8_0"])
-def test_quantised_files_hold_the_values_of_the_formats_library_in_our_order(
-    checkpoint: Make, tmp_path: Path, case: str, block_type: str
-) -> None:
+def test_quantised_gguf_values_equal_those_of_the_gguf_package(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
     """A directory with the rounded values has the same tensors; columns move by runs where these hold whole heads."""
     directory = checkpoint(case)
     plain = write_hybrid_gguf(directory, tmp_path / "plain.gguf")

@@ -144,7 +144,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Pa
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_where_the_whole_and_its_text_model_differ_the_files_say_whether_the_matrix_is_tied(
+def test_wrapper_tie_setting_follows_the_stored_tensors(
     whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path, outer: bool
 ) -> None:
     directory, _ = whole("llava")

@@ -140,7 +140,7 @@ def test_prompt_logprobs_come_from_the_rows_before_each_token(open_llm: Open, pr
 # How a request is drafted for
 
 
-def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -> None:
+def test_request_without_speculation_calls_no_drafter(open_llm: Open) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
     expected = open_llm(40).generate([[5], [6]], GREEDY)
@@ -191,7 +191,7 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     assert_clean(llm)
 
 
-def test_only_the_one_that_a_request_names_is_looked_at(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_named_drafter_is_called(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     members, looked_at = [Spy("first"), Spy("second")], list[str]()
     for one in members:
         monkeypatch.setattr(one, "has_candidates", lambda request, name=one.name: looked_at.append(name) or name == "first")

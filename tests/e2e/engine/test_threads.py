@@ -95,7 +95,7 @@ def test_an_error_reaches_the_thread_it_belongs_to(open_llm: Open, solo: dict[in
     assert_clean(llm)
 
 
-def test_a_stream_that_is_dropped_while_another_thread_steps_leaves_nothing(open_llm: Open) -> None:
+def test_dropped_stream_frees_blocks_while_another_thread_steps(open_llm: Open) -> None:
     llm = open_llm(80)
     busy = threading.Thread(target=lambda: llm.generate([5], replace(GREEDY, max_tokens=700)))
     busy.start()
@@ -111,7 +111,7 @@ def test_a_stream_that_is_dropped_while_another_thread_steps_leaves_nothing(open
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_a_call_from_within_a_step_fails_the_request_that_makes_it_and_nothing_hangs(open_llm: Open, call: str) -> None:
+def test_call_from_within_a_step_fails_its_request(open_llm: Open, call: str) -> None:
     llm = open_llm(80)
 
     def greedy_caller(token_ids: Sequence[int], scores: Any) -> Any:

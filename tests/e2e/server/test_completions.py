@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("more", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
-def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
+def test_invalid_field_is_named(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
     error = client.refusal(PATH, {**GREEDY, **more})
     assert error["param"].split("[")[0] == name
     assert not code or error["code"] == code
@@ -159,7 +159,7 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     assert client.refusal("/detokenize", {"tokens": [10**9]})["param"] == "tokens"
 
 
-def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) -> None:
+def test_completion_contains_draft_trees_on_request(client: HttpClient) -> None:
     fields = {**GREEDY, "speculation": {"trees": True}}
     (trees,) = client.json(PATH, fields)["speculation"]["trees"]
     (token_ids,) = client.json(PATH, fields)["speculation"]["token_ids"]

@@ -79,7 +79,7 @@ def test_a_head_that_does_not_come_ends_the_connection(server: LiveServer, drip:
         assert is_ended(connection, drip)
 
 
-def test_so_does_the_next_head_behind_an_answer(server: LiveServer) -> None:
+def test_incomplete_next_head_ends_the_connection(server: LiveServer) -> None:
     """Where uvicorn alone stops its clock at the first byte."""
     with server.connect() as connection:
         connection.sendall(HEALTH)
@@ -156,7 +156,7 @@ def test_the_status_of_a_refused_body_is_read_after_all_of_it_is_sent(small_serv
         assert (statuses(answer), b"body_too_large" in answer) == ([413], True)
 
 
-def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveServer) -> None:
+def test_idle_connections_time_out(server: LiveServer) -> None:
     opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
     try:
         assert httpx.post(server.url + CHAT, json=FIELDS, timeout=30).status_code == 200
@@ -168,7 +168,7 @@ def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveS
             connection.close()
 
 
-def test_who_does_not_read_a_stream_is_given_up(engine: AsyncEngine) -> None:
+def test_client_that_does_not_read_a_stream_is_disconnected(engine: AsyncEngine) -> None:
     """Its place and its cache are free again, although the socket never failed."""
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(post_of(CHAT, body_of({**LONG, "n": 4})))
@@ -177,7 +177,7 @@ def test_who_does_not_read_a_stream_is_given_up(engine: AsyncEngine) -> None:
         assert not read_all(connection).endswith(b"0\r\n\r\n"), "the answer did not end"
 
 
-def test_who_does_not_read_whole_answers_is_given_up(engine: AsyncEngine) -> None:
+def test_client_that_does_not_read_answers_is_disconnected(engine: AsyncEngine) -> None:
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         asked = 200
         connection.sendall(head_of("/openapi.json") * asked)
@@ -186,7 +186,7 @@ def test_who_does_not_read_whole_answers_is_given_up(engine: AsyncEngine) -> Non
         assert len(statuses(begin + read_all(connection))) < asked
 
 
-def test_who_reads_slowly_is_served_to_the_end(engine: AsyncEngine) -> None:
+def test_slow_reader_is_served_completely(engine: AsyncEngine) -> None:
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(head_of("/openapi.json") * 7 + head_of("/openapi.json", Connection="close"))
         answer, started_s = b"", time.monotonic()
@@ -242,12 +242,12 @@ SMUGGLED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_a_request_that_two_servers_may_read_differently_is_refused_and_ends_the_connection(server: LiveServer, name: str) -> None:
+def test_ambiguous_request_framing_is_refused(server: LiveServer, name: str) -> None:
     (status,) = statuses(server.sent(SMUGGLED[name] + HEALTH))
     assert status in (400, 501)
 
 
-def test_who_is_not_let_in_cannot_send_a_body_for_ever(closed_server: LiveServer) -> None:
+def test_unauthorised_client_cannot_send_an_endless_body(closed_server: LiveServer) -> None:
     """Of a refused request nothing more is read: the connection ends, and what follows is no request either."""
     for head in (head_of(CHAT, method="POST", Content_Length="100000000"), head_of("/v1/models", **CHUNKED)):
         with closed_server.connect() as connection:
@@ -276,7 +276,7 @@ def test_what_is_no_http_is_neither_logged_nor_a_fault(server: LiveServer, caplo
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, "openai"), ("/v1/messages", "anthropic"), ("/api/chat", "ollama")])
-def test_what_is_refused_below_the_application_has_the_shape_of_its_dialect(server: LiveServer, path: str, kind: str) -> None:
+def test_protocol_errors_have_the_shape_of_the_dialect(server: LiveServer, path: str, kind: str) -> None:
     wrong = {
         400: head_of(path).replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n"),
         431: head_of(path, X_Long="x" * 40_000).removesuffix(b"\r\n\r\n"),
@@ -295,7 +295,7 @@ def test_what_is_refused_below_the_application_has_the_shape_of_its_dialect(serv
     assert json.loads(server.sent(late).partition(b"\r\n\r\n")[2]).keys() == shapes[kind]
 
 
-def test_a_target_that_is_a_whole_address_is_served_where_its_host_is_known(server: LiveServer, closed_server: LiveServer) -> None:
+def test_absolute_request_target_with_a_known_host_is_served(server: LiveServer, closed_server: LiveServer) -> None:
     for target in (f"http://127.0.0.1:{server.port}/health", "HTTP://localhost/health", "https://[::1]:1/health"):
         assert statuses(server.sent(head_of(target, Connection="close"))) == [200]
     assert statuses(server.sent(head_of("http://127.0.0.1", Connection="close"))) == [200], "the page"

@@ -245,7 +245,7 @@ def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_parts_that_come_close_to_one_another_are_sent_as_one_and_none_is_lost(fails: bool) -> None:
+def test_close_stream_parts_are_merged_without_loss(fails: bool) -> None:
     async def source() -> AsyncGenerator[bytes, None]:
         for index in range(30):
             yield b"%d " % index

@@ -164,7 +164,7 @@ def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: C
         assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
-def test_a_call_cut_by_a_stop_text_after_a_whole_call_does_not_ask_to_run_them(tooled: Callable[..., HttpClient]) -> None:
+def test_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[..., HttpClient]) -> None:
     call = '<tool_call>{"name": "book", "arguments": {"seats": %d, "kind": "taxi"}}</tool_call>'
     with answering(Grammar.choice([f"{call % 1}\n{call % 2}"])):
         fields = {**ASKED, "stop": '2, "kind"'}

@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_torch_is_installed_first_and_what_stands_alone_last_without_dependencies(cache: Path) -> None:
+def test_peer_environment_installs_torch_first(cache: Path) -> None:
     commands = Commands()
     python = make_environment(PEER, commands)
     assert python == environment_python(PEER) == cache / "peers" / "fake" / "bin" / "python"

@@ -11,7 +11,7 @@ from paceline.benchmarking.benchmark import read_bandwidth
 from paceline.benchmarking.provenance import commit, is_grown, load_average, machine_facts, model_facts, shown_command, stored_type
 
 
-def test_files_of_a_model_are_named_with_sizes_and_hashes_of_their_beginnings(mini_dir: Path) -> None:
+def test_provenance_lists_model_files_with_size_and_hash(mini_dir: Path) -> None:
     found = model_facts("mini", mini_dir, "none")
     assert (found.shown, found.precision, found.is_grown) == ("mini", "bf16", False)
     by_name = {file["name"]: file for file in found.files}

@@ -146,7 +146,7 @@ def test_a_loop_goes_on_and_a_certain_passage_is_a_chain() -> None:
     assert set(tree.sources[1:]) == {"suffix"}
 
 
-def test_the_more_frequent_continuation_comes_first_and_a_branch_must_pay_for_its_path() -> None:
+def test_most_frequent_continuation_is_drafted_first() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 9, 1, 2]
     (chain,) = SuffixDrafter().propose([make_request(text)], [DraftBudget(2, 1)])
     assert paths(chain) == [(3,)]
@@ -190,7 +190,7 @@ def guess(drafter: SuffixDrafter, text: Sequence[int], namespace: str | None) ->
     return paths(tree)
 
 
-def test_nothing_is_shared_without_a_store_a_namespace_and_the_same_one() -> None:
+def test_outputs_are_shared_only_within_a_namespace() -> None:
     output = [10, 11, 12, 13, 14, 15, 16]
     for store, theirs, ours in [(None, "a", "a"), (SuffixStore(), None, "a"), (SuffixStore(), "a", None), (SuffixStore(), "a", "b")]:
         drafter = SuffixDrafter(store=store)
@@ -203,7 +203,7 @@ def test_nothing_is_shared_without_a_store_a_namespace_and_the_same_one() -> Non
     assert "namespace" in shared.traits.description
 
 
-def test_a_guess_never_runs_from_one_stored_output_into_the_next() -> None:
+def test_draft_ends_with_the_stored_output() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     for output in ([10, 11, 12], [20, 21, 22], [30, 11, 12]):
         finish(drafter, output, "a")
@@ -212,7 +212,7 @@ def test_a_guess_never_runs_from_one_stored_output_into_the_next() -> None:
     assert guess(drafter, [5, 20, 21, 22], "a") == []
 
 
-def test_the_own_text_comes_first_and_the_store_where_it_matches_more() -> None:
+def test_own_text_is_preferred_unless_the_store_matches_longer() -> None:
     drafter = SuffixDrafter(store=SuffixStore())
     finish(drafter, [1, 2, 3, 4, 50, 51], "a")
     assert guess(drafter, [3, 4, 60, 3, 4], "a")[0] == (60,)

@@ -140,7 +140,7 @@ def test_a_rank_beyond_both_sides_of_its_matrix_is_refused(tmp_path: Path) -> No
         read(write_adapter(tmp_path, of_queries(65), r=65))
 
 
-def test_an_adapter_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_adapter_larger_than_memory_is_refused_before_reading(tmp_path: Path) -> None:
     adapter, size = write_adapter(tmp_path, of_queries()), 2 * 4 * LAYERS * 2 * 4 * 64
     assert read(adapter, memory_bytes=size).products
     with pytest.raises(CapacityError, match=r"takes 8\.19e-06 GB while it is read, .* GB are free: use an adapter of a lower rank"):
@@ -198,7 +198,7 @@ def test_a_name_that_requests_cannot_have_is_refused(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
-def test_what_wraps_a_language_model_does_not_matter_and_encoders_are_left_out(before: str, tmp_path: Path) -> None:
+def test_adapter_module_prefixes_are_ignored(before: str, tmp_path: Path) -> None:
     plain = read(write_adapter(tmp_path / "plain", of_queries()))
     wrapped = {name.replace("model.", before, 1): one for name, one in of_queries().items()}
     wrapped["model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((4, 8), np.float32)

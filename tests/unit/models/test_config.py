@@ -356,7 +356,7 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "llava", "mistral3"])
-def test_a_model_of_texts_and_images_without_its_text_config_says_what_is_missing(tmp_path: Path, model_type: str) -> None:
+def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json of a {model_type} model has no text_config"):
         read(tmp_path, {"model_type": model_type, "vision_config": {"hidden_size": 1}})
 
@@ -441,7 +441,7 @@ def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, ch
     assert time.perf_counter() - start < 2.0
 
 
-def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing() -> None:
+def test_layers_are_grouped_by_kv_cache_type() -> None:
     plain = make_config(num_layers=2).layers[0]
     wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
     sliding = replace(plain, mixer=replace(plain.mixer, window=16))

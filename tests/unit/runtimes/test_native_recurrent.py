@@ -360,7 +360,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
 
 
 @pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
-def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_known: int, seed: int) -> None:
+def test_interrupt_in_the_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
     """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)
     network, token_ids = open_network(config, seed, num_threads=1), np.random.default_rng(seed).integers(0, config.vocab_size, 90).tolist()
@@ -416,7 +416,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_the_memory_is_noticed(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_state_cache_are_found(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
         test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed, large_counts=False)

@@ -83,7 +83,7 @@ def test_keys_are_shared_out_evenly_and_few_move_when_a_replica_goes() -> None:
     assert {before[one] for one in moved} == {gone}
 
 
-def test_nobody_is_further_ahead_than_the_bound_when_requests_come_one_by_one() -> None:
+def test_replica_load_never_exceeds_the_least_by_more_than_max_lead() -> None:
     """All requests begin alike and last long: the affine replica takes its lead, then everybody takes turns."""
     loads = dict.fromkeys(names(5), 0)
     for _ in range(100):

@@ -51,7 +51,7 @@ def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_bu
     assert tree.token_ids[0] == 9
 
 
-def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_vain() -> None:
+def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
     asked: list[Path] = []
     tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), least_prob=0.5)
     assert tree is not None
