@@ -170,7 +170,7 @@ def test_perfect_head_is_always_accepted(
             walks.clear()
             scene.ask(prompts(40, 65, seed=seed + 50 + round_), replace(SAMPLED, n=2))
             assert walks.kept >= 0.97 * walks.possible > 60, walks  # a draw may fall between two roundings of a distribution
-    assert (walks.branches > 0) == (width > 1)
+    assert width == 1 or walks.branches > 0
     check_clean(scene.llm)
     tally["token ids guessed by heads that must be right"] += scene.num_compared
 
