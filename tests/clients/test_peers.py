@@ -36,7 +36,7 @@ def ask(command: list[str], orders: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_peer_says_what_we_say_up_to_near_ties(
+def test_peer_text_equals_ours_up_to_near_ties(
     name: str, mode: str, ours: LLM, mini_dir: Path, clients: Path, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, twice each prompt, so that what is kept of a request would show."""

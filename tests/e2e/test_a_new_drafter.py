@@ -66,7 +66,7 @@ def open_llm(directory: Path, drafter: str | list[str]) -> LLM:
     return LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=drafter)
 
 
-def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy: ModuleType) -> None:
+def test_new_drafter_is_selected_by_name_and_changes_no_token(directory: Path, toy: ModuleType) -> None:
     prompts = [[5, 6, 7], [8] * 40]
     plain = open_llm(directory, "none").generate(prompts, PARAMS)
     llm = open_llm(directory, "echo")

@@ -243,7 +243,7 @@ def test_rendering_takes_less_than_a_millisecond_and_starting_little() -> None:
     assert sorted(times)[20] < 1e-3
 
 
-def test_without_a_python_to_start_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_process_without_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("/no/such/python", "", "/bin/true"):
         monkeypatch.setattr(isolated.sys, "executable", program)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):

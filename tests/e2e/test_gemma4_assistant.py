@@ -77,7 +77,7 @@ def test_beside_a_target_with_experts_no_token_changes(tmp_path: Path, shape: di
     drafting.engine.cache.check()
 
 
-def test_in_the_middle_of_a_text_it_says_what_it_says_behind_a_fresh_one(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assistant_drafts_in_a_text_equal_those_of_a_fresh_one(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """After steps that kept and dropped guesses, windows that moved and cached prompts."""
     target, assistant = pair
     llm = open_llm(target, str(assistant), prefill_chunk_size=32)
@@ -123,7 +123,7 @@ def test_rejection_keeps_what_an_assistant_of_the_same_distribution_draws(tmp_pa
     assert llm.stats().drafter_failures == 0
 
 
-def test_an_assistant_beside_its_target_is_taken_without_being_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_assistant_next_to_its_target_is_used_by_default(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = shutil.copytree(pair[0], tmp_path / "target")
     assert open_llm(target, "auto").drafter.name == "ngram"
     shutil.copytree(pair[1], target / "assistant")

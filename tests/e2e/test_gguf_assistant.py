@@ -155,7 +155,7 @@ def test_beside_a_file_it_is_right_where_it_must_be(tmp_path: Path, changes: dic
     assert llm.stats().drafter_failures == 0
 
 
-def test_one_beside_its_target_is_taken_without_being_named(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_gguf_assistant_next_to_its_target_is_used_by_default(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     """In the folder `assistant` beside a GGUF file, or of a directory; one of another model there is not for this one."""
     target, directory = pair_of("clusters")
     model = write_gguf_target(target, tmp_path / "model.gguf")

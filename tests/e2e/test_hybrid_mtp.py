@@ -144,7 +144,7 @@ def test_wrong_tensors_of_a_module_are_named(tmp_path: Path, name: str, shape: t
         loaded(target)
 
 
-def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_path: Path) -> None:
+def test_mtp_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
     """Else it is a copy of the target's, which is used."""
     target = write_whole(tmp_path)
     change_config(target, mtp_use_dedicated_embeddings=True)
@@ -162,7 +162,7 @@ def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_pa
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, case: str) -> None:
+def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path, case: str) -> None:
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "ngram+mtp"
@@ -173,7 +173,7 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, c
         assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
-def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:
+def test_mtp_module_of_a_gguf_is_found_by_its_tensors(tmp_path: Path) -> None:
     """Whether or not metadata counts it; where its last norm is left out, the model's is meant."""
     directory = write_whole(tmp_path)
     expected = read_model_config(directory)

@@ -66,7 +66,7 @@ def test_prompts_come_as_text_or_ids_alone_or_in_lists_and_mixed(llm: LLM) -> No
         assert ids_of(llm.generate(prompts, GREEDY)) == [expected, other]
 
 
-def test_an_output_says_what_it_did(llm: LLM) -> None:
+def test_output_contains_usage_timing_and_speculation(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", GREEDY)
     assert output.text == llm.tokenizer.decode(output.token_ids)
     assert (output.usage.prompt_tokens, output.usage.completion_tokens, output.usage.total_tokens) == (3, 16, 19)
@@ -228,7 +228,7 @@ def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
     del abandoned
 
 
-def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: Path, open_llm: Open) -> None:
+def test_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
     assert "ngram" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
     assert open_llm(drafter="none").banner == "speculation: off"
     both = open_llm(drafter=["ngram", str(directory)])
@@ -263,7 +263,7 @@ def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: O
     assert "the cache holds 32 tokens" in llm.notices[-1]
 
 
-def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measured_facts: Path) -> None:
+def test_profile_cache_follows_its_setting(shared_llm: LLM, measured_facts: Path) -> None:
     assert (measured_facts / "measured.json").is_file()
 
 

@@ -114,7 +114,7 @@ def measure(model: Path, quantization: str, cache: Path, *drafts: Path) -> dict[
 
 @needs_linux
 @pytest.mark.parametrize("form", FORMS)
-def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path: Path, large_counts: bool) -> None:
+def test_load_takes_the_memory_that_doctor_predicts(form: str, tmp_path: Path, large_counts: bool) -> None:
     if form not in SMALL_COUNTS and not large_counts:
         pytest.skip("small counts")
     if form in FLOATS or form in ("int8", "int4"):

@@ -114,7 +114,7 @@ def test_matrices_equal_to_the_targets_are_the_targets(tmp_path: Path) -> None:
     assert np.array_equal(as_float32(module.weights["lm_head.weight"]), own["lm_head"]), "the target's, as transformers has it"
 
 
-def test_modules_behind_the_first_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+def test_later_mtp_modules_are_ignored_with_a_notice(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
     add_module(target, "extra_layer", random_module(), num_layers=2)
     (one,) = [loaded(target).notices]
@@ -141,7 +141,7 @@ def test_parts_of_a_module_that_nothing_computes_are_refused(layout: str, name: 
         loaded(target)
 
 
-def test_later_modules_of_every_layout_are_said_to_be_left_out(tmp_path: Path) -> None:
+def test_later_mtp_modules_of_every_layout_are_ignored(tmp_path: Path) -> None:
     for layout, name in (("mtp", "mtp.layers.1.mlp.up_proj.weight"), ("mtp_layers", "model.mtp_layers.1.input_proj.weight")):
         target = write_checkpoint(tmp_path / layout, "qwen3", num_hidden_layers=2)
         add_module(target, layout, random_module(), num_layers=2)
@@ -149,7 +149,7 @@ def test_later_modules_of_every_layout_are_said_to_be_left_out(tmp_path: Path) -
         assert loaded(target).notices == (f"{target}: of 2 MTP modules the first one drafts every position",)
 
 
-def test_a_mimo_runs_and_guesses_with_its_own_module(tmp_path: Path) -> None:
+def test_mimo_drafts_with_its_mtp_module(tmp_path: Path) -> None:
     """Its target is a qwen2 by another name: biases, no norms of q and k; in batches and alone, greedy and sampled."""
     target = write_mimo(tmp_path, num_hidden_layers=2)
     plain = open_llm(target, "none")

@@ -176,7 +176,7 @@ def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int
         assert np.shares_memory(ours, theirs)
 
 
-def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path: Path) -> None:
+def test_draft_vocab_of_a_16_bit_target_is_a_copy(tmp_path: Path) -> None:
     """And doctor counts the copy; --draft-quantization none keeps the view."""
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
@@ -283,7 +283,7 @@ def test_no_token_changes(
 
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
-def test_a_text_says_which_ids_are_drafted(
+def test_draft_vocab_corpus_selects_the_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quantization: str
 ) -> None:
     """The ids of its words, and no others; no token changes, and doctor counts the rows that are copied."""
@@ -353,7 +353,7 @@ def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_pa
         open_llm(target, "mtp", drafter_options=options)
 
 
-def test_all_ids_are_drafted_where_nothing_is_said(tmp_path: Path) -> None:
+def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
     for given in ({}, {"drafter_options": {"draft_vocab_size": VOCABULARY}}):
         llm = open_llm(target, "mtp", **given)

@@ -67,7 +67,7 @@ def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Ope
     assert llm.engine.cache is not old_cache
 
 
-def test_the_drafter_stays_and_goes_on_guessing(open_llm: Open) -> None:
+def test_drafter_works_after_requantize(open_llm: Open) -> None:
     llm = open_llm(drafter="ngram")
     drafter = llm.drafter
     ids(llm)

@@ -63,7 +63,7 @@ def open_llm(file_of: Files, mini_dir: Path, target: str, drafter: str = "none")
 
 
 @pytest.mark.parametrize("target", [pytest.param(one, marks=[] if one in IN_A_NORMAL_RUN else pytest.mark.long) for one in TARGETS])
-def test_a_quantised_target_says_what_it_says_alone(
+def test_drafts_change_no_token_of_a_quantised_target(
     file_of: Files, mini_dir: Path, target: str, large_counts: bool, seed: int, tally: Counter[str]
 ) -> None:
     if kernels_path() is None:

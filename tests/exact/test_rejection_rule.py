@@ -281,7 +281,7 @@ def test_at_temperature_0_rejection_is_the_plain_match():
         assert verify_rejection(tree, rows, request) == verify(tree, rows, request)
 
 
-def test_rows_that_the_walk_of_chosen_drafts_does_not_reach_are_not_read():
+def test_rows_after_a_rejected_deterministic_draft_are_not_read():
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=5)
     tree = DraftTree.grow(request.token_ids[-1], range(32), [0] * 32, "test")

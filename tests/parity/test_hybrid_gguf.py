@@ -214,7 +214,7 @@ def test_a_tensor_that_is_missing_is_named(checkpoint: Make, tmp_path: Path, cas
         open_weights(path, read_model_config(path))
 
 
-def test_layers_of_other_kinds_than_the_metadata_says_are_not_run(checkpoint: Make, tmp_path: Path) -> None:
+def test_layer_kinds_unlike_the_metadata_are_refused(checkpoint: Make, tmp_path: Path) -> None:
     marks = {"{a}.attention.recurrent_layers": [True, True, False, True]}
     path = write_hybrid_gguf(checkpoint("qwen35"), tmp_path / "model.gguf", metadata=marks)
     with pytest.raises(CheckpointError, match=r"lacks .*blk\.2\.attn_q\.weight"):

@@ -69,7 +69,7 @@ def test_a_mask_token_that_is_no_id_and_pard2_are_refused(models: tuple[Path, Pa
     assert any("PARD-2" in problem for problem in found.problems)
 
 
-def test_doctor_says_that_one_pass_drafts_all(models: tuple[Path, Path]) -> None:
+def test_doctor_reports_a_pard_model(models: tuple[Path, Path]) -> None:
     target, draft = models
     (found,) = diagnose(DoctorOptions(model=str(target), drafters=(str(draft),))).drafters
     assert found.pair is not None

@@ -107,7 +107,7 @@ def test_threads_are_capped_unless_oversubscribe_is_set(monkeypatch: pytest.Monk
         assert settled.notices == ()
 
 
-def test_facts_lie_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", "/a/b")
     assert cache_directory() == Path("/a/b")
     monkeypatch.delenv("PACELINE_CACHE")

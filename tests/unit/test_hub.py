@@ -110,7 +110,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
         (OSError("disk full"), False, "cannot be downloaded: disk full"),
     ],
 )
-def test_every_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool, text: str) -> None:
+def test_failed_download_names_a_way_out(monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool, text: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match=text):
         resolve("owner/model", revision="v2", offline=offline)
@@ -227,7 +227,7 @@ def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], te
         assert resolve(tmp_path, with_heads=True) == tmp_path
 
 
-def test_an_adapter_says_for_which_model_it_is(tmp_path: Path) -> None:
+def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
     with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: give that as the model"):
         resolve(tmp_path)

@@ -234,7 +234,7 @@ def test_a_batch_that_streams_names_the_prompt_of_each_chunk(serve: Serve, solo:
     run(serve(), work)
 
 
-def test_a_closed_engine_says_so_before_it_is_asked(serve: Serve) -> None:
+def test_check_open_raises_after_close(serve: Serve) -> None:
     engine = serve()
     engine.check_open()
     asyncio.run(engine.close())

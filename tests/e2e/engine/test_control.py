@@ -91,7 +91,7 @@ def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
     assert_clean(llm)
 
 
-def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> None:
+def test_stream_chunks_contain_their_sample_index(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
     tokens: list[list[int]] = [[], [], []]
@@ -160,7 +160,7 @@ def test_request_without_speculation_calls_no_drafter(open_llm: Open) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])
-def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, limit: int) -> None:
+def test_num_speculative_tokens_of_a_request_limits_its_drafts(open_llm: Open, limit: int) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -232,6 +232,6 @@ def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None
     assert caught.value.parameter == name
 
 
-def test_the_rule_of_acceptance_is_told(open_llm: Open) -> None:
+def test_acceptance_rule_is_reported(open_llm: Open) -> None:
     (output,) = open_llm(40, "ngram").generate([5], GREEDY)
     assert output.speculation.as_dict()["acceptance"] == output.speculation.acceptance == "match"

@@ -83,7 +83,7 @@ def test_doctor_counts_what_each_kind_of_layer_keeps(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_ids_that_the_checkpoint_suppresses_are_never_said(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
+def test_suppressed_ids_are_never_sampled(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
     (free,) = open_llm(drafter=drafter).generate([prompt_of(50)], GREEDY)
     said = sorted(set(free.token_ids))[:3]
     shutil.copytree(directory, tmp_path / "model")

@@ -153,7 +153,7 @@ def forked() -> Callable[[Callable[[], bool]], int]:
     return run
 
 
-def test_a_forked_process_goes_on_with_a_model_nobody_was_using(
+def test_forked_process_can_use_an_idle_model(
     open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
 ) -> None:
     llm = open_llm(80, "ngram")
@@ -207,7 +207,7 @@ def test_a_target_is_not_exchanged_while_another_thread_prepares_a_call(open_llm
     assert llm.engine.is_idle
 
 
-def test_a_process_forked_within_another_threads_step_is_told_so(
+def test_process_forked_during_a_step_gets_an_error(
     open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(80)

@@ -117,7 +117,7 @@ def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Cal
     assert client.post("/v1/completions", {"model": "second", **fields}).status_code == 404
 
 
-def test_of_two_loads_of_one_name_the_slower_is_told_so(
+def test_second_load_of_an_adapter_name_is_refused(
     served: Callable[..., HttpClient], engine: AsyncEngine, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = engine.load_adapter
@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_request_for_an_adapter_says_what_is_wrong(name: str, served: Callable[..., HttpClient]) -> None:
+def test_invalid_adapter_request_names_the_reason(name: str, served: Callable[..., HttpClient]) -> None:
     path, fields, status, parameter = WRONG[name]
     answer = served({"x-api-key": KEY}, **ALLOWED).post(f"/v1/{path}_lora_adapter", fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
@@ -218,7 +218,7 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
     asyncio.run(work())
 
 
-def test_what_is_no_path_or_name_is_said(second: Path) -> None:
+def test_invalid_adapter_path_or_name_is_refused(second: Path) -> None:
     with LLM("mini", drafter="none", threads=1) as llm:
         for path in (None, 3, "", b""):
             with pytest.raises(ConfigError, match="the adapter's directory is "):

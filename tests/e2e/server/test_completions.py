@@ -43,7 +43,7 @@ def test_a_prompt_may_be_text_or_ids_alone_or_several(client: HttpClient, engine
     assert client.json(PATH, {**GREEDY, "prompt": ids_of(engine, texts[0])})["choices"][0]["text"] == alone[0]
 
 
-def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise(client: HttpClient) -> None:
+def test_completion_has_16_tokens_by_default(client: HttpClient) -> None:
     fields = {"prompt": "The old fisherman", "temperature": 0, "ignore_eos": True}
     answer = client.json(PATH, fields)
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")

@@ -57,7 +57,7 @@ def plain(said: Said) -> Said:
 
 
 @pytest.mark.parametrize("piece_len", [1, 7, 1000])
-def test_thoughts_texts_and_calls_are_told_apart(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
+def test_reasoning_text_and_calls_are_separated(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
     write_down(monkeypatch, WRITTEN, piece_len=piece_len)
     dialect = DIALECTS[name]
     whole, events = dialect.whole(talking, asked(name)), dialect.stream(talking, asked(name))
@@ -67,7 +67,7 @@ def test_thoughts_texts_and_calls_are_told_apart(talking: HttpClient, monkeypatc
     assert dialect.ending(whole)[0] == dialect.streamed_ending(events)[0] == REASONS[name]
 
 
-def test_an_answer_that_breaks_off_within_a_call_says_so(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_answer_cut_within_a_call_ends_with_length(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, WRITTEN[:-30], finish_reason="length")
     dialect: Spoken = DIALECTS[name]
     fields = asked(name)
@@ -227,7 +227,7 @@ THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", THINKING, indirect=True)
-def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
+def test_thinking_option_reaches_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = dialect.fields(MESSAGES, max_tokens=1)
     untold = dialect.ending(dialect.whole(talking, fields))[1]
@@ -241,7 +241,7 @@ def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: H
             assert any(name == field or name.startswith(f"{field}.") for field in more for name in ignored), "without a variable"
 
 
-def test_ollamas_clients_are_told_what_a_model_can(talking: HttpClient, client: HttpClient) -> None:
+def test_ollama_show_lists_capabilities(talking: HttpClient, client: HttpClient) -> None:
     assert talking.json("/api/show", {"model": "mini"})["capabilities"] == ["completion", "tools", "thinking"]
     assert client.json("/api/show", {"model": "mini:latest"})["capabilities"] == ["completion"]
 

@@ -231,7 +231,7 @@ def test_the_schema_of_a_tool_is_named_where_it_stands_in_its_dialect(mini_dir: 
     asyncio.run(engine.close())
 
 
-def test_a_path_that_takes_another_method_says_which(client: HttpClient) -> None:
+def test_wrong_method_names_the_allowed_one(client: HttpClient) -> None:
     for dialect in (CHAT, MESSAGES, RESPONSES, OLLAMA):
         answer = client.get(dialect.path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

@@ -154,7 +154,7 @@ def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_af
     assert "send the request again" in answer.json()["error"]["message"]
 
 
-def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> None:
+def test_stream_of_a_lost_replica_ends_with_an_error_event(front: Front) -> None:
     fronted, _ = front(lost_after=3)
     answer = fronted.post(CHAT, {**FIELDS, "stream": True})
     *events, last, rest = answer.text.split("\n\n")
@@ -163,7 +163,7 @@ def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> 
     assert front(lost_after=0)[0].refusal(CHAT, {**FIELDS, "stream": True}, 503)["code"] == "replica_lost"
 
 
-def test_without_a_replica_a_request_is_told_to_come_again(front: Front) -> None:
+def test_request_without_replicas_is_503_with_retry_after(front: Front) -> None:
     fronted, _ = front(replicas=0)
     assert fronted.refusal(CHAT, FIELDS, 503)["code"] == "no_replica"
     assert (fronted.get("/health").status_code, fronted.get("/ready").status_code) == (200, 503)

@@ -83,7 +83,7 @@ def test_an_environment_of_other_requirements_is_none(cache: Path) -> None:
         assert environment_python(PEER) is None
 
 
-def test_an_installation_that_fails_says_why_and_what_it_needs() -> None:
+def test_failed_peer_installation_reports_its_reason() -> None:
     with pytest.raises(BackendUnavailableError, match=r"fake cannot be installed here: ERROR: no fake==1\.0; it needs a compiler"):
         make_environment(PEER, Commands(refused="fake==1.0"))
 

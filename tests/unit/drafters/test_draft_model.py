@@ -292,7 +292,7 @@ def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
 
 
 @pytest.mark.parametrize("needs_draft_probs", [False, True])
-def test_guesses_end_where_no_token_is_allowed(
+def test_draft_ends_where_the_grammar_allows_no_token(
     drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, needs_draft_probs: bool
 ) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))

@@ -207,7 +207,7 @@ def old_tensors(*norms: str) -> Tensors:
     return renamed | {norm: torch.ones(32) for norm in norms}
 
 
-def test_an_old_speculators_head_has_the_norms_its_config_says(tmp_path: Path) -> None:
+def test_norms_of_an_old_speculators_head_follow_its_config(tmp_path: Path) -> None:
     assert opened(tmp_path / "said", {**OLD, "layernorms": True}, old_tensors(*NORMS)).config.has_final_norm
     assert opened(tmp_path / "unsaid", OLD, old_tensors(*NORMS)).config.norms_mixture
     assert not opened(tmp_path / "none", {**OLD, "layernorms": False}, old_tensors()).config.norms_embedding

@@ -101,7 +101,7 @@ def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int
     assert (0 if tree is None else tree.num_draft_tokens) == count
 
 
-def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
+def test_ngram_has_candidates_exactly_if_it_proposes(seed: int) -> None:
     random, drafter = np.random.default_rng(seed), NgramDrafter()
     request = make_request([int(token) for token in random.integers(0, 6, 20)])
     answers = list[bool]()
@@ -114,7 +114,7 @@ def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
     assert set(answers) == {True, False}
 
 
-def test_a_text_it_has_not_read_is_left_to_its_next_guess() -> None:
+def test_ngram_has_candidates_is_true_for_an_unread_text() -> None:
     drafter = NgramDrafter()
     assert drafter.has_candidates(make_request(range(8)))
     request = make_request([1, 2, 3])

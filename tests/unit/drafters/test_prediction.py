@@ -126,11 +126,11 @@ def test_proposals_are_those_of_a_search_of_all_places(vocab_size: int, seed: in
     ],
     ids=str,
 )
-def test_the_place_is_found_again_after(output: list[int], expected: list[int]) -> None:
+def test_prediction_realigns_after_a_mismatch(output: list[int], expected: list[int]) -> None:
     assert after([1, 2, 3, 4, 5, 6, 7, 8], output) == expected
 
 
-def test_the_kind_of_place_is_believed_that_was_right_before_in_this_text() -> None:
+def test_prediction_realigns_by_the_rule_that_was_right_before() -> None:
     words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 stand near everywhere
     swapped = PredictedText(words)
     swapped.read([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
@@ -157,7 +157,7 @@ def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
     assert num_steps <= 15 + 300 // 17 + 8
 
 
-def test_a_prediction_is_taken_to_be_right_until_it_is_wrong() -> None:
+def test_prediction_confidence_falls_after_a_mismatch() -> None:
     prediction = PredictedText(list(range(20)))
     assert prediction.confidence(3) == [0.75, 0.8, 1.0 - 1.0 / 6.0]
     prediction.read([0, 90])
@@ -165,7 +165,7 @@ def test_a_prediction_is_taken_to_be_right_until_it_is_wrong() -> None:
     assert prediction.confidence(0) == []
 
 
-def test_of_equal_places_the_next_one_is_taken() -> None:
+def test_prediction_takes_the_next_of_equal_matches() -> None:
     predicted = [7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8, 4]
     assert after(predicted, [7, 8, 1, 7, 8, 2, 50, 7, 8]) == [3, 7, 8]
 

@@ -87,7 +87,7 @@ def test_starts_that_leave_the_model_as_it_is_are_read(start: object, tmp_path: 
     assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
 
 
-def test_what_says_nothing_of_the_computation_is_read_over(tmp_path: Path) -> None:
+def test_adapter_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     settings = {
         "lora_dropout": 0.1,
         "task_type": "CAUSAL_LM",
@@ -162,7 +162,7 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
         read(tmp_path)
 
 
-def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
     with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
@@ -177,7 +177,7 @@ def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) ->
         read(adapter, make_config(num_layers=3))
 
 
-def test_a_directory_without_an_adapter_says_what_is_missing(tmp_path: Path) -> None:
+def test_directory_without_adapter_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json: give the directory of a LoRA adapter"):
         read(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -148,7 +148,7 @@ def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
 
-def test_rope_parameters_beside_another_rope_scaling_are_refused(tmp_path: Path) -> None:
+def test_contradicting_rope_settings_are_refused(tmp_path: Path) -> None:
     newer, older = {"rope_type": "default", "rope_theta": 5e5}, {"type": "yarn", "factor": 4.0}
     with pytest.raises(CheckpointError, match=r"rope_parameters.*rope_scaling.*differ: keep rope_parameters"):
         read(tmp_path, {**LLAMA, "rope_parameters": newer, "rope_scaling": older})
@@ -251,7 +251,7 @@ def test_smollm3_has_layers_that_do_not_rotate(tmp_path: Path, values: dict[str,
         ({"eos_token_id": "</s>"}, "expected a token id"),
     ],
 )
-def test_what_we_cannot_run_is_an_error_that_says_what_it_is(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_config_is_refused_with_its_reason(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         read(tmp_path, {**LLAMA, **changes})
 
@@ -267,7 +267,7 @@ def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) 
         read_config(tmp_path)
 
 
-def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+def test_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
@@ -339,7 +339,7 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
     assert len({id(layer) for layer in config.layers}) == 2, "layers that are alike share one object"
 
 
-def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
+def test_gemma3_rope_bases_have_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
     assert [rope.theta for rope, _ in config.rotations] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None

@@ -248,7 +248,7 @@ def test_what_is_not_of_the_weights_is_left_out_with_a_notice(tmp_path: Path) ->
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "AWQ, 4 bits"),
     ],
 )
-def test_files_beside_config_json_are_read_as_well(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
+def test_quantisation_config_files_are_read(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
     container = find_container({}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None

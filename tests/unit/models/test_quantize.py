@@ -120,7 +120,7 @@ def test_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool
 
 
 @pytest.mark.parametrize(("bits", "group"), [(5, 32), (4, 48), (4, 128), (8, 0)])
-def test_what_a_matrix_cannot_have_is_said(bits: int, group: int) -> None:
+def test_impossible_quantisation_options_are_refused(bits: int, group: int) -> None:
     with pytest.raises(ConfigError, match=r"of width 96 .* use 4 or 8 bits"):
         quantize_matrix(normal(2, 96), bits=bits, group=group)
 
@@ -225,7 +225,7 @@ def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     assert np.array_equal(again.matrix.values(), expected.values())
 
 
-def test_memory_beside_the_result_does_not_grow_with_the_matrix() -> None:
+def test_quantisation_needs_bounded_extra_memory() -> None:
     tensor = f32(normal(4096, 1024))
     tracemalloc.start()
     made = quantize_tensor("m", tensor, Scheme(4, 128, symmetric=True))

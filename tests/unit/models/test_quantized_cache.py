@@ -159,7 +159,7 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_noticed_and_made_anew(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
+def test_damaged_cache_file_is_detected_and_rewritten(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
     weights = make_weights(rows=1100)
     quantized_weights(weights, INT4, tmp_path)
     path = only_file(tmp_path)

@@ -335,7 +335,7 @@ def test_kernels_of_another_build_are_refused(index: int, monkeypatch: pytest.Mo
         library.kernels.__wrapped__()
 
 
-def test_a_library_that_says_nothing_of_its_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_without_build_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: object())
     with pytest.raises(BackendUnavailableError, match="install paceline again"):
         library.kernels.__wrapped__()

@@ -141,7 +141,7 @@ def differing_nodes(
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [7, 64])
-def test_a_tree_behind_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_tree_after_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     assert sum(differing_nodes(cached_len, kv_cache_dtype, BUILT[0], seed, window) for cached_len in (3, 250, 256, 300)) == 0
 
 

@@ -164,7 +164,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(level: str, seed: int) -> 
 
 
 @BY_LEVEL
-def test_logits_that_are_no_numbers_do_no_harm_to_other_rows(level: str, seed: int) -> None:
+def test_nan_router_logits_affect_only_their_row(level: str, seed: int) -> None:
     tensors = make_weights("f32", PLAIN, seed)
     x, logits = rows_of(seed, 9)
     run = network("f32", PLAIN, tensors, num_threads=2, level=level)

@@ -57,7 +57,7 @@ def sample(
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
-def test_logits_that_are_equal_only_behind_the_temperature_are_ties(given: dict[str, Any]) -> None:
+def test_logits_equal_after_temperature_are_ties(given: dict[str, Any]) -> None:
     """Denormal ones: what is between two of them is gone when they are divided."""
     params = SamplingParams(temperature=5.0, **given)
     processor = LogitsProcessor(params, 64, [])

@@ -212,7 +212,7 @@ def chain(one: Request, text: str) -> DraftTree:
     return DraftTree.chain(one.token_ids[-1], ids(text), "ngram")
 
 
-def test_where_nobody_guessed_a_forced_run_is_the_tree() -> None:
+def test_forced_tokens_are_drafted_without_a_drafter() -> None:
     one = started(PERSON)
     assert spelled(constrain(None, one, 20, 20)) == ["{ grammar", '{" grammar', '{"name grammar', '{"name": grammar', '{"name": " grammar']
     assert spelled(constrain(None, one, 2, 20)) == ["{ grammar", '{" grammar']
@@ -221,18 +221,18 @@ def test_where_nobody_guessed_a_forced_run_is_the_tree() -> None:
     assert constrain(None, one, 20, 1) is None
 
 
-def test_where_there_is_a_choice_and_no_guess_the_step_is_plain() -> None:
+def test_step_without_draft_or_forced_tokens_is_plain() -> None:
     assert constrain(None, started(PERSON, '{"name": "'), 20, 20) is None
     assert constrain(DraftTree.root_only(9), started(PERSON, '{"name": "'), 20, 20) is None
 
 
-def test_forbidden_guesses_go_with_all_that_hangs_on_them() -> None:
+def test_forbidden_nodes_are_dropped_with_their_descendants() -> None:
     one = started(PERSON, '{"name": "Eve", "age":')
     tree = DraftTree.grow(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
     assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
-def test_forced_tokens_take_the_place_of_other_guesses_and_follow_the_last() -> None:
+def test_forced_tokens_replace_drafts_and_extend_the_last() -> None:
     one = started(PERSON)
     assert spelled(constrain(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
     assert spelled(constrain(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']
@@ -279,7 +279,7 @@ def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.Mon
     assert constrain(None, one, 4, 5) is None
 
 
-def test_an_end_is_kept_as_a_guess_where_the_text_may_end_only() -> None:
+def test_end_token_is_drafted_only_if_the_text_must_end() -> None:
     end = EOS_IDS[1]
     one = started(Grammar.regex("ab?"), "a")
     assert constrain(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5) is not None

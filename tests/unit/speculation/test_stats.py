@@ -76,7 +76,7 @@ def test_plain_decoding_has_a_mean_acceptance_length_of_one():
     assert stats.acceptance_rate_by_position == []
 
 
-def test_rates_of_a_tree_count_every_guess_of_a_depth():
+def test_acceptance_rates_of_a_tree_count_all_nodes_of_a_depth():
     stats = SpeculationStats()
     stats.record([1, 1, 2, 2, 2, 2], 1, 2, None)
     assert stats.acceptance_rate_by_position == [0.5, 0.0]

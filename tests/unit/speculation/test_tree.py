@@ -51,7 +51,7 @@ def test_a_chain_is_the_tree_grown_in_a_line(tokens):
         assert list(getattr(chain, name)) == list(getattr(grown, name))
 
 
-def test_growing_keeps_every_guessed_text_once_in_breadth_first_order(seed):
+def test_grow_merges_equal_paths_in_breadth_first_order(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, tokens, parents = _random_tree(generator)
@@ -141,7 +141,7 @@ def test_the_same_budget_holds_fewer_branches_as_paths_than_with_a_mask():
     assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
 
 
-def test_trimming_to_a_chain_keeps_the_first_guess_of_every_level():
+def test_trim_to_a_chain_keeps_the_first_node_of_each_level():
     tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
     assert _texts(tree.trim(**UNLIMITED, layout=TreeLayout.CHAIN)) == [(0,), (0, 1), (0, 1, 3), (0, 1, 3, 5)]
 

@@ -74,7 +74,7 @@ def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
-def test_without_a_guess_or_room_there_is_no_tree(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
+def test_no_tree_without_candidates_or_rows(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
     assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(probs_behind)) is None
 
 
