@@ -149,25 +149,6 @@ def test_error_reaches_only_its_own_caller(serve: Serve, solo: dict[str, list[Re
     run(serve(), work)
 
 
-def test_failed_step_ends_its_requests_and_later_ones_are_served(
-    serve: Serve, solo: dict[str, list[RequestOutput]], caplog: pytest.LogCaptureFixture
-) -> None:
-    async def work(engine: AsyncEngine) -> None:
-        real = engine.loaded.engine.scheduler.next_pass
-
-        def broken() -> list[Any]:
-            raise AssertionError("a fault of ours")
-
-        engine.loaded.engine.scheduler.next_pass = broken  # type: ignore[method-assign]
-        with pytest.raises(AssertionError, match="a fault of ours"):
-            await engine.generate(PROMPTS, GREEDY)
-        engine.loaded.engine.scheduler.next_pass = real  # type: ignore[method-assign]
-        assert (await engine.generate(PROMPTS[0], GREEDY))[0].token_ids == solo["greedy"][0].token_ids
-
-    run(serve(), work)
-    assert "a step of the engine failed" in caplog.text
-
-
 def test_close_ends_open_requests_and_refuses_new_ones(serve: Serve) -> None:
     async def work(engine: AsyncEngine) -> None:
         stream = engine.stream([7] * 40, ENDLESS)

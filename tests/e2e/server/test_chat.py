@@ -250,18 +250,3 @@ def test_another_model_is_not_found(client: HttpClient, served: Callable[..., Ht
     own = served(served_model_name="owner/mine")
     assert own.json(PATH, changed(model="owner/mine"))["model"] == "owner/mine"
     assert own.get("/v1/models/owner/mine").json()["id"] == "owner/mine"
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 9000 + b"}"]
-)
-def test_body_that_is_no_request_is_a_client_error(client: HttpClient, body: bytes) -> None:
-    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_half_a_character_is_refused(client: HttpClient) -> None:
-    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

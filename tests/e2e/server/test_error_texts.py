@@ -10,7 +10,6 @@ import pytest
 
 from harness.dialects import Chat, Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
-from harness.tool_model import write_tool_model
 from paceline import AsyncEngine
 from paceline.server.app import create_app
 from paceline.server.settings import ServerSettings
@@ -211,23 +210,6 @@ def test_unused_prediction_is_refused_with_the_drafter_option() -> None:
     for dialect, prediction in ((COMPLETIONS, "a"), (CHAT, {"type": "content", "content": "a"})):
         message, name = refusal(client, dialect, {**dialect.fields(TURNS), "prediction": prediction})
         assert (name, "--drafter prediction" in message, "=" in message) == ("prediction", True, False)
-    asyncio.run(engine.close())
-
-
-def test_the_schema_of_a_tool_is_named_where_it_stands_in_its_dialect(mini_dir: Any, tmp_path: Any) -> None:
-    import asyncio
-
-    engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path / "mini")), drafter="none", threads=1)
-    client = HttpClient(create_app(engine, ServerSettings(served_model_name="mini", grammar_timeout_s=600)))
-    schema = {"type": "object", "properties": {"a": {"type": "strange"}}}
-    asked: list[tuple[Spoken, dict[str, Any], str]] = [
-        (MESSAGES, {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
-        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"}, "tools[0].parameters"),
-    ]
-    for dialect, more, place in asked:
-        message, name = refusal(client, dialect, {**dialect.fields(TURNS, max_tokens=4), **more})
-        assert message.startswith(f"{place} is no schema")
-        assert name in (None, place)
     asyncio.run(engine.close())
 
 
