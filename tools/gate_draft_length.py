@@ -23,7 +23,7 @@ from statistics import fmean
 
 import numpy as np
 
-from reporting import REPOSITORY, describe_machine, markdown_table
+from reporting import REPOSITORY, describe_machine, dict_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
@@ -44,15 +44,13 @@ MACHINES = {
     "tiny_target": Costs(lambda rows: 0.0010 * (1 + 0.06 * (rows - 1)), (1e-5, 1e-4), (1e-4, 2e-5)),
 }
 MILLISECOND_PASS = Costs(lambda rows: 0.0010 * (1 + 0.12 * (rows - 1)), (3e-4, 3e-4), (8e-5, 2e-5), 1e-4)
-PASS_TABLES: dict[str, tuple[float, dict[int, float]]] = {
-    "5_ms": (0.005, {1: 1.0, 8: 1.87, 16: 3.6, 32: 7.1}),  # int4, AVX-512
-    "20_ms": (0.020, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
-    "60_ms": (0.060, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
+PASS_TABLES: dict[str, tuple[float, float, dict[int, float]]] = {
+    "5_ms": (0.005, 0.002, {1: 1.0, 8: 1.87, 16: 3.6, 32: 7.1}),  # int4, AVX-512
+    "20_ms": (0.020, 0.003, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
+    "60_ms": (0.060, 0.004, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
 }
-"""Seconds of a pass of one row, and how many times as long more rows take: measured with 1.04 B parameters, see docs/dev/findings.md.
-From 16 rows on a row takes the same time again."""
-DRAFT_TOKEN_S = {"5_ms": 0.002, "20_ms": 0.003, "60_ms": 0.004}
-"""Seconds of one draft token of a draft model."""
+"""Seconds of a pass of one row, seconds of one token of a draft model, and how many times as long more rows take: measured with 1.04 B
+parameters, see docs/dev/findings.md. From 16 rows on a row takes the same time again."""
 PASSAGES = ((0.95, 0.05), (0.7, 0.2))
 PASSAGE_TOKENS = 64
 RECORDED_TOKENS = 1_000, 500
@@ -136,7 +134,7 @@ def useless_cells(group: str) -> Iterator[Cell]:
 
 def recorded_costs(table: str, drafter: str) -> Costs:
     """Costs of a target whose pass times were measured."""
-    one_row_s, ratios = PASS_TABLES[table]
+    one_row_s, draft_token_s, ratios = PASS_TABLES[table]
     slope = (ratios[32] - ratios[16]) / 16
     rows = list(ratios)
 
@@ -144,7 +142,7 @@ def recorded_costs(table: str, drafter: str) -> Costs:
         ratio = float(np.interp(num_rows, rows, list(ratios.values()))) + slope * max(0, num_rows - 32)
         return one_row_s * ratio
 
-    draft_s = (5e-4, DRAFT_TOKEN_S[table]) if drafter == "draft_model" else (2e-5, 0.0)
+    draft_s = (5e-4, draft_token_s) if drafter == "draft_model" else (2e-5, 0.0)
     return Costs(cache(pass_s), draft_s, (1e-4, 2e-5), 3e-5)
 
 
@@ -190,11 +188,13 @@ def run_cell(cell: Cell) -> Result:
     return {"group": cell.group, "name": cell.name, "seconds": seconds, "best_length": best, **ratios, **counts}
 
 
-def best_and_plain(cell: Cell) -> tuple[int, float, FixedLength]:
-    """The best fixed draft length, its seconds, and plain decoding."""
-    times = fixed_lengths(cell.traces(), cell.costs, batch_size=cell.batch_size)
-    best = min(range(len(times)), key=lambda length: times[length].seconds)
-    return best, times[best].seconds, times[0]
+def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, FixedLength]] = {}) -> tuple[int, float, FixedLength]:  # noqa: B006
+    """The best fixed draft length, its seconds, and plain decoding; kept in `known` for cells that differ in stalls only."""
+    if cell.name not in known:
+        times = fixed_lengths(cell.traces(), cell.costs, batch_size=cell.batch_size)
+        best = min(range(len(times)), key=lambda length: times[length].seconds)
+        known[cell.name] = best, times[best].seconds, times[0]
+    return known[cell.name]
 
 
 CELLS: list[Cell] = []  # before processes are forked, so that they share it
@@ -212,11 +212,15 @@ def run_cells(cells: Sequence[Cell], num_processes: int) -> list[Result]:
         return pool.map(_run_number, range(len(cells)), chunksize=8)
 
 
+def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(str(result["group"]) for result in results)
+    return {name: [result for result in results if result["group"] == name] for name in names}
+
+
 def summary(results: Sequence[Result]) -> list[dict[str, object]]:
     """One row for each group of cells, and one for all of them."""
     rows = []
-    for group in (*dict.fromkeys(str(result["group"]) for result in results), "all"):
-        own = [result for result in results if group in (result["group"], "all")]
+    for group, own in [*groups(results).items(), ("all", results)]:
         worst = {name: round(max(float(one[name]) for one in own), 4) for name in RATIOS}
         mean = round(fmean(float(one["over_best"]) for one in own), 4)
         rows.append({"group": group, "cells": len(own), "mean over best fixed": mean, **{RATIOS[name]: worst[name] for name in RATIOS}})
@@ -232,33 +236,25 @@ def with_changes(rows: Sequence[dict[str, object]], before: Sequence[dict[str, o
     return changed
 
 
-def print_worst(results: Sequence[Result], count: int) -> None:
-    for ratio in ("over_best", "over_plain"):
-        print(f"\n{RATIOS[ratio]}:")
-        for group in dict.fromkeys(result["group"] for result in results):
-            own = sorted((one for one in results if one["group"] == group), key=lambda one: -float(one[ratio]))
-            for one in own[:count]:
-                print(f"  {one[ratio]:.4f}  {group}: {one['name']} (best length {one['best_length']})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", help="run these groups only")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--worst", type=int, default=2, help="worst cells of each group that are printed")
     parser.add_argument("--json", type=Path, help="file for the table and all cells")
     parser.add_argument("--compare", type=Path, help="file of an earlier run; its numbers are printed in brackets")
     options = parser.parse_args()
     cells = [cell for cell in all_cells() if options.groups is None or cell.group in options.groups]
     if not cells:
         parser.error(f"--groups: no cells, the groups are {', '.join(dict.fromkeys(cell.group for cell in all_cells()))}")
-    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    start_s = time.monotonic()
     results = run_cells(cells, options.processes)
     rows = summary(results)
     shown = rows if options.compare is None else with_changes(rows, json.loads(options.compare.read_text(encoding="utf-8"))["summary"])
-    print(markdown_table(list(shown[0]), [list(row.values()) for row in shown]))
-    print_worst(results, options.worst)
-    print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s, {time.process_time() - start_cpu_s:.0f} s of this process")
+    print(dict_table(shown))
+    for ratio, (group, own) in product(("over_best", "over_plain"), groups(results).items()):
+        worst = max(own, key=lambda one: float(one[ratio]))
+        print(f"{RATIOS[ratio]} in {group}: {worst[ratio]:.4f}, {worst['name']} (best length {worst['best_length']})")
+    print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s")
     if options.json is not None:
         found = {"machine": describe_machine(), "summary": rows, "cells": results}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,15 +27,9 @@ from safetensors.torch import load_file, save_file
 from growth import ATTENTION_NORM, MLP_NORM, Growth, Sizes, Tensor, plan_layers
 
 _FRAMES = (  # hidden units, layers, query heads, key heads; heads of 64 and any number of neurons
-    (384, 2, 6, 2),
-    (512, 4, 8, 4),
-    (768, 6, 12, 4),
-    (1024, 8, 16, 8),
-    (1536, 12, 24, 8),
-    (2048, 16, 32, 8),
-    (3072, 28, 48, 8),
+    (384, 2, 6, 2), (512, 4, 8, 4), (768, 6, 12, 4), (1024, 8, 16, 8), (1536, 12, 24, 8), (2048, 16, 32, 8), (3072, 28, 48, 8),
     (4096, 32, 64, 8),
-)
+)  # fmt: skip
 _LEAST_RATIO = 2.5  # neurons for a hidden unit, below which a smaller frame is taken
 _INNER_STEP = 256  # what a row of K-quants is made of
 MINI = Path(__file__).resolve().parents[1] / "src" / "paceline" / "assets" / "mini" / "target"
@@ -136,60 +130,32 @@ class Stream:
         return rows * self._cos + torch.cat([-second, first], dim=-1) * self._sin
 
 
-class Comparison:
-    """Run a text through the grown model layer by layer and compare its logits with the source's."""
-
-    def __init__(self, source: Source, sizes: Sizes, token_ids: list[int]) -> None:
-        self.token_ids = torch.tensor(token_ids)
-        self._config, self._sizes = source.config, sizes
-        stream = Stream(source.tensors["model.embed_tokens.weight"][self.token_ids], source.sizes, source.config)
-        for index in range(source.sizes.layers):
-            stream.pass_layer(source.layer(index))
-        self.loudness = stream.loudness
-        self.wanted = stream.logits(source.tensors["model.norm.weight"], source.table)
-
-    def embed(self, table: Tensor) -> None:
-        self._stream = Stream(table[self.token_ids], self._sizes, self._config)
-
-    def pass_layer(self, weights: Mapping[str, Tensor]) -> None:
-        self._stream.pass_layer(weights)
-
-    def finish(self, norm: Tensor, table: Tensor) -> None:
-        found = self._stream.logits(norm, table)
-        self.difference = float((found - self.wanted).abs().max())
-        self.num_others = int((found.argmax(dim=1) != self.wanted.argmax(dim=1)).sum())
-
-
-def grown_tensors(source: Source, sizes: Sizes, seed: int, comparison: Comparison) -> Iterator[tuple[str, Tensor]]:
-    """The grown tensors, each compared on its way."""
-    growth = Growth(source.sizes, sizes, source.norms(), seed)
-    table = growth.embedding(source.tensors["model.embed_tokens.weight"])
-    comparison.embed(table)
-    yield "model.embed_tokens.weight", table
-    for index, plan in enumerate(plan_layers(source.sizes.layers, sizes.layers)):
-        weights = growth.layer(source.layer(plan.source), plan, comparison.loudness[plan.source])
-        comparison.pass_layer(weights)
-        yield from ((LAYER.format(index, name), tensor) for name, tensor in weights.items())
-    head = growth.head(source.tensors["model.norm.weight"], source.table)
-    comparison.finish(*head)
-    yield from zip(("model.norm.weight", "lm_head.weight"), head, strict=True)
-
-
-def grow(source_directory: Path, out: Path, sizes: Sizes, *, dtype: str, seed: int, token_ids: list[int]) -> Comparison:
-    """Write the grown model to `out`, if its logits are the source's.
+def grow(source_directory: Path, out: Path, sizes: Sizes, *, dtype: str, seed: int, token_ids: list[int]) -> float:
+    """Write the grown model to `out`, if its logits are the source's; return their largest difference.
 
     Raises:
         SystemExit: the logits differ by more than HIGHEST_DIFFERENCE, or an argmax does.
         ValueError: the source has no copies for `sizes`.
     """
-    source = Source.open(source_directory)
-    comparison = Comparison(source, sizes, token_ids)
+    source, ids = Source.open(source_directory), torch.tensor(token_ids)
+    embedding, norm = source.tensors["model.embed_tokens.weight"], source.tensors["model.norm.weight"]
     with torch.inference_mode():
-        tensors = {name: tensor.to(_DTYPES[dtype]) for name, tensor in grown_tensors(source, sizes, seed, comparison)}
-    if not comparison.difference <= HIGHEST_DIFFERENCE or comparison.num_others:
-        raise SystemExit(
-            f"the grown logits differ by {comparison.difference:.2g}, {comparison.num_others} tokens are others: nothing was written"
-        )
+        reference = Stream(embedding[ids], source.sizes, source.config)
+        for index in range(source.sizes.layers):
+            reference.pass_layer(source.layer(index))
+        growth = Growth(source.sizes, sizes, source.norms(), seed)
+        table = growth.embedding(embedding)
+        stream, tensors = Stream(table[ids], sizes, source.config), {"model.embed_tokens.weight": table.to(_DTYPES[dtype])}
+        for index, plan in enumerate(plan_layers(source.sizes.layers, sizes.layers)):
+            weights = growth.layer(source.layer(plan.source), plan, reference.loudness[plan.source])
+            stream.pass_layer(weights)
+            tensors |= {LAYER.format(index, name): tensor.to(_DTYPES[dtype]) for name, tensor in weights.items()}
+        head = growth.head(norm, source.table)
+        tensors |= {name: tensor.to(_DTYPES[dtype]) for name, tensor in zip(("model.norm.weight", "lm_head.weight"), head, strict=True)}
+        wanted, found = reference.logits(norm, source.table), stream.logits(*head)
+    difference, num_others = float((found - wanted).abs().max()), int((found.argmax(dim=1) != wanted.argmax(dim=1)).sum())
+    if not difference <= HIGHEST_DIFFERENCE or num_others:
+        raise SystemExit(f"the grown logits differ by {difference:.2g}, {num_others} tokens are others: nothing was written")
     out.mkdir(parents=True, exist_ok=True)
     for path in source_directory.iterdir():
         if path.suffix in (".json", ".model", ".jinja") and path.name != "config.json" and not path.name.endswith("index.json"):
@@ -197,7 +163,7 @@ def grow(source_directory: Path, out: Path, sizes: Sizes, *, dtype: str, seed: i
     (out / "config.json").write_text(json.dumps(grown_config(source.config, sizes, dtype), indent=2), encoding="utf-8")
     save_file(tensors, out / "model.safetensors.part", metadata={"format": "pt"})
     (out / "model.safetensors.part").rename(out / "model.safetensors")
-    return comparison
+    return difference
 
 
 def grown_config(config: Mapping[str, Any], sizes: Sizes, dtype: str) -> dict[str, Any]:
@@ -254,11 +220,11 @@ def main() -> None:
     sizes = sizes_for(parameters, source)
     token_ids = greedy_text(directory, PROMPT)
     try:
-        comparison = grow(directory, arguments.out, sizes, dtype=arguments.dtype, seed=arguments.seed, token_ids=token_ids)
+        difference = grow(directory, arguments.out, sizes, dtype=arguments.dtype, seed=arguments.seed, token_ids=token_ids)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     print(f"{arguments.out}: {sizes.parameters:,} parameters, {sizes}, {time.perf_counter() - start:.0f} s")
-    print(f"logits differ by at most {comparison.difference:.2g}, and no token of {len(token_ids)} is another")
+    print(f"logits differ by at most {difference:.2g}, and no token of {len(token_ids)} is another")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""What many replicas bring, from numbers of one: a simulation of `paceline serve --replicas` by discrete events.
+"""Simulate many replicas of `paceline serve --replicas` by discrete events, from times measured on one.
 
     python tools/simulate_replicas.py
-    python tools/simulate_replicas.py --times tools/replica_times.json --replicas 1 10 100 --load 0.8 --max-lead 4 --seed 3
+    python tools/simulate_replicas.py --replicas 1 10 100 --load 0.8 --max-lead 4 --seed 3
 
-Requests come at random (Poisson) and pass a front, which serves one at a time and chooses one of its replicas by `choose_replica`, the
-function that the server uses. Where one front is not enough there are several, each with replicas of its own. A replica runs some samples
-at a time, the others wait in their order. Running samples share it: with k of them each makes the measured number of tokens a second. What
-a request asks for is drawn from measured requests; its beginning from a few popular ones (Zipf). A replica keeps the rows of the beginnings
-it has met last, and needs no pass for those. It fails at random; what it had is lost, and it comes back after a while, empty.
+Requests come at random (Poisson) and pass a front, which chooses a replica by `choose_replica`, as the server does. A replica runs some
+samples at a time; with k of them each makes the measured number of tokens a second. Sizes are drawn from measured requests, beginnings
+from a few popular ones (Zipf). A replica keeps the rows of the last beginnings; a failure loses them and its requests.
 
-docs/scaling.md has how the times were measured. The same seed gives the same table.
+docs/scaling.md explains the times. The same seed gives the same table.
 """
 
 import argparse
@@ -284,19 +282,12 @@ class Simulation:
 
 
 def row_of(world: World, outcome: Outcome) -> list[str]:
-    """What the table says of a world."""
-    answered = len(outcome.latencies_s)
-    lost = outcome.num_lost + outcome.num_refused
-    return [
-        f"{world.num_replicas}",
-        f"{outcome.fronts}",
-        f"{outcome.rate:,.1f}",
-        f"{outcome.output_tokens / outcome.ended_s:,.0f}",
-        *(f"{outcome.latency_s(share):.3f}" for share in (0.5, 0.95, 0.99)),
-        f"{statistics.mean(outcome.waits_s):.3f}",
-        f"{outcome.num_hits / answered:.0%}",
-        f"{1e6 * lost / (answered + lost):,.0f}",
-    ]
+    """The row of the table."""
+    answered, lost = len(outcome.latencies_s), outcome.num_lost + outcome.num_refused
+    p50, p95, p99 = (f"{outcome.latency_s(share):.3f}" for share in (0.5, 0.95, 0.99))
+    rates = f"{outcome.rate:,.1f}", f"{outcome.output_tokens / outcome.ended_s:,.0f}"
+    ends = f"{statistics.mean(outcome.waits_s):.3f}", f"{outcome.num_hits / answered:.0%}", f"{1e6 * lost / (answered + lost):,.0f}"
+    return [str(world.num_replicas), str(outcome.fronts), *rates, p50, p95, p99, *ends]
 
 
 OPTIONS = (

@@ -49,9 +49,7 @@ def test_grown_model_has_the_logits_of_its_source_in_transformers(source: Path, 
 def test_each_size_can_grow_alone(changes: dict[str, int], source: Path, tmp_path: Path) -> None:
     _, sizes = grow.read_config(source)
     wanted = Sizes(**({name: getattr(sizes, name) for name in sizes.__slots__} | {"heads": 8} | changes))
-    comparison = grow.grow(source, tmp_path, wanted, dtype="f32", seed=0, token_ids=IDS)
-    assert comparison.difference < 1e-5
-    assert comparison.num_others == 0
+    assert grow.grow(source, tmp_path, wanted, dtype="f32", seed=0, token_ids=IDS) < 1e-5
 
 
 def test_grown_matrices_are_dense_and_have_no_equal_rows(grown: Path) -> None:

@@ -142,14 +142,15 @@ def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClien
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named(talking: HttpClient, name: str) -> None:
+def test_invalid_tool_schema_is_named_by_its_place_in_the_dialect(talking: HttpClient, name: str) -> None:
     wrong = {"type": "object", "properties": {"city": {"type": 7}}}
     tools: Any = copy.deepcopy(TOOLS[name]["tools"])
     tools[0].update({"input_schema": wrong} if name == "messages" else {})
     tools[0].get("function", tools[0]).update({} if name == "messages" else {"parameters": wrong})
     answer = talking.post(DIALECTS[name].path, asked(name, **FORCED[name], tools=tools))
     assert answer.status_code == 400
-    assert "tools" in answer.text
+    places = {"chat": "tools[0].function.parameters", "messages": "tools[0].input_schema", "responses": "tools[0].parameters"}
+    assert places[name] in DIALECTS[name].message_of(answer.json())
 
 
 HISTORY = [
