@@ -71,9 +71,7 @@ def check_sizes(old: Sizes, new: Sizes) -> None:
     needed = max(1, old.heads // old.kv_heads)
     fewest = new.kv_heads // old.kv_heads * (new.heads // new.kv_heads)
     if fewest < needed or (new.layers > old.layers and (fewest < 2 or new.inner < 2)):
-        raise ValueError(
-            f"{new.heads} heads on {new.kv_heads} key heads hold {fewest} copies of a key head, {needed} or 2 are needed: ask for more"
-        )
+        raise ValueError(f"{new.heads} heads on {new.kv_heads} key heads: {fewest} copies, at least {needed} or 2 are needed; ask for more")
 
 
 def plan_layers(old: int, new: int) -> list[LayerPlan]:

@@ -32,7 +32,6 @@ TITLES: Mapping[str, str] = {
     "tokenize": "tokenize",
     "adapters": "adapters",
 }
-"""The dialects of the field table, with their names in the page."""
 MODULES: tuple[ModuleType, ...] = (
     *(openai_chat, openai_completions, responses, anthropic, ollama, model_routes, adapter_routes),
     *(answer_form, shared_fields),

@@ -16,7 +16,6 @@ from pathlib import Path
 from paceline import LLM, SamplingParams
 from paceline.config import KV_CACHE_DTYPES
 from paceline.tokenizer.tokenizer import Tokenizer
-from reporting import describe_machine
 
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
 
@@ -55,9 +54,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
-    rows = []
+    first = None
     print("| setting | perplexity | change | tokens | seconds |\n|---|---|---|---|---|")
     for model, quantization, kv_cache_dtype in product(options.model, options.quantization, options.kv_cache_dtype):
         with LLM(model, drafter="none", quantization=quantization, kv_cache_dtype=kv_cache_dtype, dtype=options.dtype,
@@ -66,11 +64,9 @@ def main() -> None:
             start = time.perf_counter()
             nats, count = mean_nats(llm, read_windows(options.text, llm.tokenizer, window=options.window, limit=options.tokens))
         setting = f"{Path(model).name}, {quantization}, keys and values {kv_cache_dtype}"
-        rows.append({"setting": setting, "perplexity": math.exp(nats), "nats": nats, "tokens": count})
-        change = 100 * math.expm1(nats - float(rows[0]["nats"]))
+        first = nats if first is None else first
+        change = 100 * math.expm1(nats - first)
         print(f"| {setting} | {math.exp(nats):.4f} | {change:+.2f} % | {count} | {time.perf_counter() - start:.1f} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": describe_machine(), "results": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
