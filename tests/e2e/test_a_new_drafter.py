@@ -81,7 +81,7 @@ def test_new_drafter_is_selected_by_name_and_changes_no_token(directory: Path, t
     assert llm.drafter.rows == sum(len(prompt) + len(output.token_ids) - 1 for prompt, output in zip(prompts, outputs, strict=True))
 
 
-def test_it_works_together_with_others(directory: Path, toy: ModuleType) -> None:
+def test_new_drafter_works_combined_with_others(directory: Path, toy: ModuleType) -> None:
     plain = open_llm(directory, "none").generate([[5, 6, 7]], PARAMS)
     llm = open_llm(directory, ["suffix", "echo", "ngram"])
     (output,) = llm.generate([[5, 6, 7]], PARAMS)

@@ -43,7 +43,7 @@ def test_a_generated_text_is_not_parsed(llm: LLM) -> None:
     assert (one.content, one.reasoning, one.tool_calls) == (None, None, ())
 
 
-def test_an_async_engine_returns_the_same(directory: Path) -> None:
+def test_async_chat_with_tools_equals_the_sync_one(directory: Path) -> None:
     async def chat() -> tuple[str, ...]:
         engine = AsyncEngine.open(str(directory), drafter="none", threads=1)
         try:

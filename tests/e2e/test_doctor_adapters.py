@@ -88,7 +88,7 @@ def test_an_adapter_of_the_draft_model_is_named_or_a_problem(target: Path, draft
     assert "and the drafter is ngram: leave it out, or name the draft model" in facts["problems"][0]
 
 
-def test_a_probe_loads_both(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
+def test_doctor_probe_loads_both_adapters(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
     arguments = ("--model", target, "--drafter", draft, "--merge-adapter", of_target, "--draft-adapter", of_draft, "--max-model-len", "64")
     code, facts = ask(*arguments, "--probe")
     assert (code, facts["problems"]) == (0, [])

@@ -41,7 +41,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("changes", "options"), [({}, {}), ({}, {"tree_width": 3}), (CLUSTERS, {}), ({}, {"backend": "torch"})])
-def test_an_assistant_that_must_be_right_is_accepted_always(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
+def test_perfect_assistant_is_always_accepted(tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]) -> None:
     """Over chunked prompts, batches, cached prompts, windows and preemptions."""
     target, assistant, successor = write_right_pair(tmp_path, sharpness=3.0, **changes)
     llm = open_llm(target, str(assistant), prefill_chunk_size=32, **options)

@@ -97,7 +97,9 @@ def check_equal(found: Assistant, expected: Assistant) -> None:
 
 @pytest.mark.parametrize("architecture", ["gemma4-assistant", "gemma4_assistant"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_is_the_directory(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, architecture: str) -> None:
+def test_gguf_assistant_equals_its_directory(
+    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, architecture: str
+) -> None:
     target, directory = pair_of(kind)
     path = write_gguf_assistant(directory, tmp_path / "assistant.gguf", architecture=architecture)
     check_equal(loaded(path, target), loaded(directory, target))
@@ -122,7 +124,7 @@ def test_other_names_are_understood(
 
 
 @pytest.mark.parametrize(("kind", "options"), [("clusters", {}), ("dense", {"tree_width": 3}), ("unified", {})])
-def test_it_drafts_what_the_directory_drafts_and_changes_no_token(
+def test_gguf_assistant_drafts_as_its_directory(
     pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     target, directory = pair_of(kind)
@@ -277,7 +279,7 @@ def test_damaged_files_are_one_line_that_names_what_is_wrong(
     assert str(path) in str(caught.value)
 
 
-def test_a_file_is_no_model(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_gguf_assistant_is_refused_as_a_target(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     path = write_gguf_assistant(pair_of("dense")[1], tmp_path / "assistant.gguf")
     with pytest.raises(CheckpointError, match="holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter"):
         read_model_config(path)
@@ -291,7 +293,7 @@ def test_a_file_is_no_model(pair_of: Callable[[str], tuple[Path, Path]], tmp_pat
         ({"text_config": {"sliding_window": 8}}, "has sliding_window = 8, the target 16"),
     ],
 )
-def test_a_file_for_another_target_is_one_line(
+def test_gguf_assistant_of_another_target_is_refused(
     pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     path = write_gguf_assistant(write_assistant(tmp_path / "other", **changes), tmp_path / "assistant.gguf")
@@ -300,7 +302,7 @@ def test_a_file_for_another_target_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_matrix_of_its_own_is_the_head(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_gguf_assistant_may_have_its_own_lm_head(pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
     target, directory = pair_of("clusters")
     other = shutil.copytree(directory, tmp_path / "other")
 

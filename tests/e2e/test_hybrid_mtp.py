@@ -78,7 +78,7 @@ def test_hybrid_with_mtp_equals_plain_decoding(tmp_path: Path, case: str, backen
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int) -> None:
+def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int) -> None:
     """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
     target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
@@ -113,7 +113,7 @@ def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix
     assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
 
 
-def test_a_module_that_cannot_be_used_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:
+def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
     edit(target / "model.safetensors", lambda tensors: tensors.pop("mtp.norm.weight"))
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):

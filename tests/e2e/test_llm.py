@@ -146,7 +146,7 @@ STREAMED = {
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_chunks_add_up_to_the_output(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.speculator, "policy", FixedDraftLength(4))  # which steps are plain must not hang on times
     for prompt in ("the cat sat", [7] * 300):
         (whole,) = llm.generate([prompt], STREAMED[name])
@@ -162,7 +162,7 @@ def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypa
         assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
 
 
-def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> None:
+def test_stop_string_across_tokens_is_removed_unless_included(llm: LLM) -> None:
     (whole,) = llm.generate("the cat sat", GREEDY)
     words = whole.text.split(" ")
     stop = words[3][1:] + " " + words[4][:1]
@@ -176,7 +176,7 @@ def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> N
         assert kept.token_ids == cut.token_ids
 
 
-def test_a_stop_token_ends_the_output_and_is_text_only_if_kept(llm: LLM) -> None:
+def test_stop_token_ends_the_output_and_is_no_text(llm: LLM) -> None:
     (whole,) = llm.generate("the cat sat", GREEDY)
     stop = whole.token_ids[8]
     count = whole.token_ids.index(stop) + 1
@@ -255,7 +255,7 @@ def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, t
         assert max(rates.values()) < 0.5
 
 
-def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
+def test_context_shorter_than_the_profiled_one_loads(open_llm: Open) -> None:
     for options in ({"max_model_len": 2, "num_speculative_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
@@ -267,7 +267,7 @@ def test_profile_cache_follows_its_setting(shared_llm: LLM, measured_facts: Path
     assert (measured_facts / "measured.json").is_file()
 
 
-def test_what_was_drafted_can_be_explained() -> None:
+def test_explain_shows_drafts_and_costs() -> None:
     llm = LLM("mini", drafter="ngram", threads=2)
     (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
     lines = llm.explain(output)

@@ -53,7 +53,7 @@ def test_a_target_with_a_module_inside_runs_without_it(tmp_path: Path, layout: s
         assert not any("holds a drafting head" in notice for notice in open_llm(target, drafter).notices)
 
 
-def test_a_layer_more_that_is_no_module_is_still_an_error(tmp_path: Path) -> None:
+def test_extra_layer_that_is_no_mtp_module_is_refused(tmp_path: Path) -> None:
     """config.json names too few layers: running without the others would give other tokens."""
     target = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3)
     config = target / "config.json"
@@ -165,7 +165,7 @@ def test_mimo_drafts_with_its_mtp_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
-def test_the_next_feature_of_a_module_is_an_option(is_normed: bool, tmp_path: Path) -> None:
+def test_recurrence_of_an_mtp_module_is_an_option(is_normed: bool, tmp_path: Path) -> None:
     target, successor = write_successor_target(tmp_path, "qwen3")
     add_module(target, "extra_layer", module_with_signs(successor, is_normed=is_normed), num_layers=2)
     llm = open_llm(target, "mtp", drafter_options={} if is_normed else {"normed_recurrence": False})
@@ -173,7 +173,7 @@ def test_the_next_feature_of_a_module_is_an_option(is_normed: bool, tmp_path: Pa
     assert output.speculation.acceptance_rate == 1.0
 
 
-def test_the_targets_own_directory_names_the_module_inside(tmp_path: Path) -> None:
+def test_own_directory_as_drafter_selects_its_mtp_module(tmp_path: Path) -> None:
     """A draft model that is the target itself could never pay."""
     target = write_checkpoint(tmp_path / "target", "qwen3", num_hidden_layers=2)
     add_module(target, "extra_layer", random_module(), num_layers=2)
@@ -182,7 +182,7 @@ def test_the_targets_own_directory_names_the_module_inside(tmp_path: Path) -> No
     assert open_llm(other, str(target)).drafter_name == "draft_model"
 
 
-def test_a_module_in_a_speculators_file_mixes_the_embedding_first(tmp_path: Path) -> None:
+def test_speculators_mtp_module_concatenates_the_embedding_first(tmp_path: Path) -> None:
     """With sizes and rotations of its own config; a layer of another family is refused."""
     target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=3.0)
     head = write_speculators(tmp_path / "head", perfect_module(), target)

@@ -127,7 +127,7 @@ def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path) -> None:
             assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
-def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Path) -> None:
+def test_only_copies_in_a_gguf_mtp_module_are_ignored(tmp_path: Path) -> None:
     directory = write_glm4_moe(tmp_path / "model")
     copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
     edit(directory / "model.safetensors", lambda tensors: tensors.update(copies))

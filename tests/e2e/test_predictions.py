@@ -88,7 +88,7 @@ def test_prediction_without_its_drafter_is_refused(directory: Path, drafter: str
     ],
     ids=str,
 )
-def test_a_prediction_that_is_none_is_refused_and_nothing_ran(directory: Path, prediction: Any, said: str) -> None:
+def test_invalid_prediction_is_refused_before_a_pass(directory: Path, prediction: Any, said: str) -> None:
     llm = open_llm(directory)
     with pytest.raises(RequestError, match=said) as caught:
         llm.generate(PROMPTS, GREEDY, prediction=prediction)
@@ -112,7 +112,7 @@ def test_finished_outputs_are_drafted_only_in_their_namespace(directory: Path) -
 
 
 @pytest.mark.parametrize("ending", ["off", "no drafts", "aborted", "failed"])
-def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, ending: str) -> None:
+def test_failed_or_aborted_outputs_are_not_stored(directory: Path, ending: str) -> None:
     """An output is offered to others of its namespace only where its sender let drafters see it, and it came to its end."""
 
     def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
@@ -144,7 +144,7 @@ def run(*arguments: str) -> Any:
     )
 
 
-def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: Path) -> None:
+def test_prediction_file_adds_its_drafter_first(directory: Path, tmp_path: Path) -> None:
     plain = json.loads(run("--model", str(directory), "--drafter", "none", "--json").stdout)
     path = tmp_path / "expected.txt"
     path.write_text(plain["text"], encoding="utf-8")

@@ -36,7 +36,7 @@ def ids(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
     return llm.generate(PROMPT, params)[0].token_ids
 
 
-def test_a_quantised_target_is_another_target_and_the_same_one_every_time(open_llm: Open) -> None:
+def test_quantised_target_gives_the_same_text_every_time(open_llm: Open) -> None:
     stored = ids(open_llm())
     for quantization in ("int8", "int4", QuantOptions(bits=4, group=32, embedding_bits=4, lm_head_bits=4)):
         first, second = (ids(open_llm(quantization=quantization), SAMPLED) for _ in range(2))
@@ -45,7 +45,7 @@ def test_a_quantised_target_is_another_target_and_the_same_one_every_time(open_l
     assert ids(coarse) != stored
 
 
-def test_what_was_quantised_is_kept_in_the_cache_directory(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantised_weights_are_cached(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     first = ids(open_llm(quantization="int4"))
     (kept,) = (tmp_path / FOLDER).iterdir()
@@ -87,7 +87,7 @@ def failing_llm(open_llm: Open) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("error", [CapacityError("no memory"), MemoryError(), KeyboardInterrupt()], ids=lambda one: type(one).__name__)
-def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_requantize_keeps_the_old_target(failing_llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **_options: object) -> None:
         raise error
 
@@ -97,7 +97,7 @@ def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, erro
             failing_llm.requantize("int4")
 
 
-def test_a_checkpoint_that_has_gone_leaves_the_old_target_running(open_llm: Open, tmp_path: Path) -> None:
+def test_missing_checkpoint_keeps_the_old_target(open_llm: Open, tmp_path: Path) -> None:
     llm = open_llm(model=write_checkpoint(tmp_path / "moved", "llama", num_hidden_layers=1))
     before = (llm.engine, ids(llm))
     (tmp_path / "moved" / "model.safetensors").rename(tmp_path / "elsewhere")
@@ -111,7 +111,7 @@ def test_an_unknown_setting_changes_nothing(failing_llm: LLM) -> None:
         failing_llm.requantize("int5")
 
 
-def test_a_running_stream_is_not_cut_off(failing_llm: LLM) -> None:
+def test_requantize_with_a_running_stream_is_refused(failing_llm: LLM) -> None:
     expected = ids(failing_llm)
     stream = failing_llm.stream(PROMPT, GREEDY)
     next(stream)
@@ -122,7 +122,7 @@ def test_a_running_stream_is_not_cut_off(failing_llm: LLM) -> None:
     assert output.token_ids == expected
 
 
-def test_a_closed_stream_is_no_obstacle(open_llm: Open) -> None:
+def test_requantize_after_a_closed_stream_works(open_llm: Open) -> None:
     llm = open_llm()
     stream = llm.stream(PROMPT, GREEDY)
     next(stream)

@@ -304,7 +304,7 @@ def differs() -> Any:
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, PLENTY])
-def test_without_a_fault_the_small_comparison_passes(faulty: Faulty, num_blocks: int) -> None:
+def test_small_comparison_without_a_fault_passes(faulty: Faulty, num_blocks: int) -> None:
     faulty(num_rounds=1, num_blocks=num_blocks)
 
 

@@ -103,7 +103,7 @@ def _logprobs(directory: Path, kv_cache_dtype: str) -> list[float]:
         return [one.logprobs[0].logprob for one in llm.generate(prompts(), params)]
 
 
-def test_the_cache_holds_as_many_tokens_as_its_type_allows(directory: Path) -> None:
+def test_cache_capacity_follows_kv_cache_dtype(directory: Path) -> None:
     slots = {}
     for kv_cache_dtype in KVCacheDtype:
         with LLM(

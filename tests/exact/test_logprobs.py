@@ -147,7 +147,7 @@ def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_
         assert any(request.num_preemptions for (name, index), request in requests.items() if name == "with the prompt's" and index == 2)
 
 
-def test_what_a_stop_cuts_off_has_no_logprobs(alone_of: AloneOf) -> None:
+def test_text_cut_by_a_stop_string_has_no_logprobs(alone_of: AloneOf) -> None:
     alone = alone_of(TARGETS[0])
     llm = alone.open("oracle", depth=6)
     for name in SAMPLINGS:
@@ -222,7 +222,7 @@ def faulty(alone_of: AloneOf) -> Callable[[], None]:
     return run
 
 
-def test_without_a_fault_the_comparison_passes(faulty: Callable[[], None]) -> None:
+def test_comparison_of_logprobs_without_a_fault_passes(faulty: Callable[[], None]) -> None:
     faulty()
 
 

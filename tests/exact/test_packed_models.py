@@ -138,9 +138,7 @@ def test_zero_biases_are_ignored_and_others_refused(pairs: Callable[[str, str], 
                 open_weights(tmp_path, read_model_config(tmp_path))
 
 
-def test_a_packed_matrix_of_another_shape_than_config_json_says_is_named(
-    pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_packed_matrix_of_the_wrong_shape_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
     config = json.loads((packed / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))

@@ -150,7 +150,7 @@ def test_drafts_are_both_accepted_and_refused_here(name, seed):
     assert len(set(accepted)) >= 3
 
 
-def test_the_proposals_are_of_both_kinds():
+def test_scenes_contain_chains_and_trees():
     proposals = {name: _draft(scene, _request(scene, 1)).proposal for name, scene in SCENES.items()}
     assert proposals["chain"] is proposals["long chain over few ids"] is Proposal.SAMPLED
     assert proposals["tree"] is proposals["wide, then a chain"] is Proposal.WITHOUT_REPLACEMENT
@@ -338,7 +338,7 @@ def test_fault_of_a_cut_by_drawn_tokens_is_found(wrong, seed, monkeypatch):
     )
 
 
-def test_the_order_of_cuts_that_is_used_passes_the_same_way(seed, monkeypatch):
+def test_cut_order_in_use_passes_the_same_test(seed, monkeypatch):
     """So what the wrong ones are noticed by is their order, not how they are put together here."""
     monkeypatch.setattr(DraftTree, "prune", _prune_by(lambda tree: range(1, len(tree.parents))))
     for name, drafts, _ in WRONG_CUTS.values():

@@ -330,7 +330,7 @@ def test_acceptance_noise_is_independent_of_other_steps(monkeypatch):
     assert len(set(asked)) == len(asked) == len({step_uniform(*key) for key in asked}) > 12
 
 
-def test_the_numbers_of_a_step_are_uniform_and_inside_the_open_interval():
+def test_acceptance_noise_is_uniform_in_the_open_interval():
     places = [(purpose, depth, index) for purpose in Purpose for depth in (0, 1) for index in (0, 1)]
     numbers = np.array([step_uniform(seed, 0, 100, *place) for seed in range(200) for place in places])
     assert 0.0 < numbers.min() < 0.01 < 0.99 < numbers.max() < 1.0

@@ -228,7 +228,7 @@ def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, 
     assert len(made) == 1, "the state of the request"
 
 
-def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
+def test_correct_prediction_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open("prediction")
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -240,7 +240,7 @@ def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: Pl
         assert output.speculation.steps <= 2 + plain.max_tokens / 5
 
 
-def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
+def test_draft_model_runs_one_pass_per_draft_token(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open(str(plain.directory))
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -249,7 +249,7 @@ def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
     assert drafter.runtime.num_passes == output.speculation.num_draft_tokens  # type: ignore[union-attr]
 
 
-def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: PlainOf, seed: int) -> None:
+def test_masked_tree_differs_from_plain_decoding_only_at_near_ties(plain_of: PlainOf, seed: int) -> None:
     """With fast numerics: where a token differs, its logit and the other's are the same but for rounding."""
     pytest.importorskip("torch")
     plain = plain_of("llama", "f32", "native")
@@ -300,7 +300,7 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_comparison_passes_without_a_fault(faulty: Faulty, backend: str) -> None:
+def test_comparison_without_a_fault_passes(faulty: Faulty, backend: str) -> None:
     faulty(backend)
 
 

@@ -134,7 +134,7 @@ def test_requests_with_xlora_and_adapters_equal_those_alone(kind: str, given: Gi
         assert stats.speculation.num_accepted_tokens > 0
 
 
-def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: Given) -> None:
+def test_only_xlora_steps_run_a_scaling_pass(given: Given) -> None:
     llm = given.open("oracle", num_blocks=40)
     asked = {one.adapter: one for one in given.asked[:4]}
     for adapter, one in asked.items():

@@ -223,7 +223,7 @@ def test_check_open_raises_after_close(serve: Serve) -> None:
         engine.check_open()
 
 
-def test_a_prompt_that_leaves_no_room_has_a_code_for_programs(serve: Serve) -> None:
+def test_too_long_prompt_has_an_error_code(serve: Serve) -> None:
     async def work(engine: AsyncEngine) -> None:
         with pytest.raises(RequestError) as caught:
             await engine.generate([1] * engine.loaded.input_processor.max_model_len)

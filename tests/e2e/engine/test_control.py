@@ -79,7 +79,7 @@ def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> 
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:2]]
 
 
-def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
+def test_aborting_the_first_sample_keeps_the_others(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
     samples = llm._loaded.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
@@ -226,7 +226,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "name"), WRONG, ids=str)
-def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None:
+def test_invalid_speculation_option_is_refused(wrong: object, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         SpeculationOptions.parse(wrong)  # type: ignore[arg-type]
     assert caught.value.parameter == name

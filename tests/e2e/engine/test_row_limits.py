@@ -26,7 +26,7 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
+def test_draft_model_prefills_more_prompts_than_one_pass(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
     llm = LLM(
         str(mini_dir), drafter="draft_model", max_num_seqs=32, max_num_batched_tokens=4096, max_model_len=300, kv_cache_gb=0.5, threads=2
@@ -46,9 +46,7 @@ def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
 
 @pytest.mark.spread(0.6)
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 7, 20])
-def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
-    mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_tokens_fit_the_rows_of_a_pass(mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
     pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))

@@ -110,7 +110,7 @@ def test_forked_process_can_use_an_idle_model(
     assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
 
 
-def test_what_other_threads_asked_for_does_not_run_in_a_forked_process(
+def test_forked_process_runs_no_requests_of_other_threads(
     open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
 ) -> None:
     llm = open_llm(80)
@@ -131,7 +131,7 @@ def test_what_other_threads_asked_for_does_not_run_in_a_forked_process(
     assert_clean(llm)
 
 
-def test_a_target_is_not_exchanged_while_another_thread_prepares_a_call(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
+def test_requantize_waits_for_calls_of_other_threads(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
     llm = open_llm(80, "ngram")
     is_preparing, may_go_on = threading.Event(), threading.Event()
 

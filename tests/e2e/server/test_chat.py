@@ -71,7 +71,7 @@ def test_streamed_and_whole_answers_are_equal(client: HttpClient, more: dict[str
     assert len({chunk["id"] for chunk in events}) == 1
 
 
-def test_a_stream_begins_with_the_role_and_has_no_usage_unasked(client: HttpClient) -> None:
+def test_stream_begins_with_the_role_and_has_no_usage(client: HttpClient) -> None:
     first, *others = client.events(PATH, GREEDY)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -104,7 +104,7 @@ def test_logprobs_alone_have_no_alternatives(client: HttpClient) -> None:
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
-def test_a_schema_holds_the_answer(client: HttpClient) -> None:
+def test_json_schema_constrains_the_answer(client: HttpClient) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "maximum": 99}},
@@ -116,7 +116,7 @@ def test_a_schema_holds_the_answer(client: HttpClient) -> None:
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"age"}
 
 
-def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_answer_without_limit_may_fill_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = short_client.json(PATH, fields)["usage"]
     assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len

@@ -33,7 +33,7 @@ def test_a_completion_is_in_openais_shape(client: HttpClient) -> None:
     assert answer["usage"]["completion_tokens"] <= 12
 
 
-def test_a_prompt_may_be_text_or_ids_alone_or_several(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_prompt_is_text_or_ids_or_a_list(client: HttpClient, engine: AsyncEngine) -> None:
     texts = ["The old fisherman", "def add(a, b):"]
     alone = [client.json(PATH, {**GREEDY, "prompt": text})["choices"][0]["text"] for text in texts]
     for prompt in (texts, [ids_of(engine, text) for text in texts]):
@@ -79,7 +79,7 @@ def test_streamed_and_whole_completions_are_equal(client: HttpClient, more: dict
     assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
-def test_an_echo_brings_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
+def test_echo_returns_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
     (choice,) = client.json(PATH, {**GREEDY, "echo": True, "logprobs": 2})["choices"]
     (plain,) = client.json(PATH, {**GREEDY, "logprobs": 2})["choices"]
     assert choice["text"] == GREEDY["prompt"] + plain["text"]
@@ -93,7 +93,7 @@ def test_an_echo_brings_the_prompt_and_its_logprobs(client: HttpClient, engine: 
     assert len({len(values) for values in logprobs.values()}) == 1
 
 
-def test_no_tokens_wanted_means_the_prompt_is_only_scored(client: HttpClient, engine: AsyncEngine) -> None:
+def test_max_tokens_0_only_scores_the_prompt(client: HttpClient, engine: AsyncEngine) -> None:
     fields = {**GREEDY, "prompt": [GREEDY["prompt"], "Once upon"], "echo": True, "logprobs": 1}
     scored, whole = (client.json(PATH, {**fields, "max_tokens": count}) for count in (0, 4))
     assert scored["usage"]["completion_tokens"] == 0
@@ -168,7 +168,7 @@ def test_completion_contains_draft_trees_on_request(client: HttpClient) -> None:
     assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids
 
 
-def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> None:
+def test_prompt_that_fills_the_context_can_only_be_scored() -> None:
     engine = AsyncEngine.open("mini", drafter="ngram", max_model_len=64, max_num_seqs=2, threads=1)
     client = HttpClient(create_app(engine, ServerSettings()))
     longer = (ids_of(engine, "The old fisherman ") * 30)[:65]
@@ -186,7 +186,7 @@ def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> No
     asyncio.run(engine.close())
 
 
-def test_an_answer_names_the_drafter_that_was_asked_for(client: HttpClient) -> None:
+def test_completion_names_the_requested_drafter(client: HttpClient) -> None:
     asked: list[tuple[dict[str, Any], str]] = [({}, "prediction+ngram"), ({"drafter": "ngram"}, "ngram"), ({"enabled": False}, "none")]
     for speculation, name in asked:
         assert client.json(PATH, {**GREEDY, "speculation": speculation})["speculation"]["drafter"] == name

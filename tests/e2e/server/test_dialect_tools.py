@@ -115,7 +115,7 @@ def test_events_come_in_the_order_of_the_dialect(talking: HttpClient, monkeypatc
     assert kinds(Responses().stream(talking, asked("responses"))) == RESPONSE_ORDER
 
 
-def test_a_block_of_thoughts_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinking_block_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     write_down(monkeypatch, WRITTEN)
     deltas = [event["delta"]["type"] for event in Messages().stream(talking, asked("messages")) if event["type"] == "content_block_delta"]
     assert deltas.count("signature_delta") == 1
@@ -130,7 +130,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClient, name: str) -> None:
+def test_required_call_fits_its_schema_in_every_dialect(talking: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = asked(name, **FORCED[name])
     whole, events = dialect.whole(talking, fields), dialect.stream(talking, fields)
@@ -203,7 +203,7 @@ def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
     assert ollama.conversation(ollama.ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
 
 
-def test_a_result_whose_call_was_cut_off_is_kept() -> None:
+def test_tool_result_without_its_call_is_kept() -> None:
     """Agents cut old turns off. Whether such a result can be rendered is up to the chat template."""
     settings, result = ServerSettings(), {"role": "tool", "tool_call_id": "b", "content": "rain"}
     block = {"type": "tool_result", "tool_use_id": "b", "content": "rain"}

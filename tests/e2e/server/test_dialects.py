@@ -143,7 +143,7 @@ def test_middleware_errors_have_the_shape_of_the_dialect(client: HttpClient, new
         assert new_dialect.message_of(answer.json())
 
 
-def test_what_fails_within_a_stream_is_its_last_event(served: Served, new_dialect: Spoken) -> None:
+def test_failure_within_a_stream_is_its_last_event(served: Served, new_dialect: Spoken) -> None:
     client = served(request_timeout_s=0.2)
     fields = new_dialect.fields([{"role": "user", "content": "Hello"}], max_tokens=1900, temperature=1.9, min_tokens=1900)
     if new_dialect.path == "/api/chat":

@@ -128,7 +128,7 @@ def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
     assert len(pool.chosen) == 1
 
 
-def test_the_front_checks_what_one_server_checks(front: Front) -> None:
+def test_front_applies_the_checks_of_a_server(front: Front) -> None:
     fronted, pool = front(api_keys=(KEY,), max_body_mb=0.001)
     assert fronted.refusal(CHAT, FIELDS, 401)["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -146,7 +146,7 @@ def test_the_front_checks_what_one_server_checks(front: Front) -> None:
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])
-def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_after: int) -> None:
+def test_lost_replica_is_one_error_with_a_way_out(front: Front, lost_after: int) -> None:
     fronted, _ = front(lost_after=lost_after)
     answer = fronted.post(CHAT, FIELDS)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
@@ -169,7 +169,7 @@ def test_request_without_replicas_is_503_with_retry_after(front: Front) -> None:
     assert (fronted.get("/health").status_code, fronted.get("/ready").status_code) == (200, 503)
 
 
-def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> None:
+def test_front_counts_open_requests_until_their_streams_end(front: Front) -> None:
     fronted, _ = front(max_queue=0)
     admission = fronted.app.state.service.admission
 
@@ -191,7 +191,7 @@ def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> No
     assert asyncio.run(both()) == (1, 503, 0)
 
 
-def test_a_client_that_goes_away_frees_its_replica(front: Front, engine: AsyncEngine) -> None:
+def test_disconnected_client_frees_its_replica(front: Front, engine: AsyncEngine) -> None:
     fronted, _ = front()
     endless = json.dumps({**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
@@ -220,7 +220,7 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
     assert fronted.get("/metrics").status_code == 200
 
 
-def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
+def test_replica_sends_status_headers_and_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
     async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:

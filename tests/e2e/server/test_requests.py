@@ -167,7 +167,7 @@ SERVED: list[tuple[Spoken, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("dialect", "title", "more"), SERVED, ids=[f"{row[0].path} {row[1]}" for row in SERVED])
-def test_what_programs_send_is_taken(
+def test_requests_of_known_clients_are_accepted(
     picky: HttpClient, monkeypatch: pytest.MonkeyPatch, dialect: Spoken, title: str, more: dict[str, Any]
 ) -> None:
     write_down(monkeypatch, "hello")
@@ -237,7 +237,7 @@ REFUSED: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "name"), REFUSED, ids=[f"{row[0].path} {row[2]} {at}" for at, row in enumerate(REFUSED)])
-def test_what_is_not_done_is_refused_by_name(picky: HttpClient, dialect: Spoken, more: dict[str, Any], name: str) -> None:
+def test_unsupported_field_is_refused_by_name(picky: HttpClient, dialect: Spoken, more: dict[str, Any], name: str) -> None:
     answer = picky.post(dialect.path, {**dialect.fields([USER], max_tokens=4), **more})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

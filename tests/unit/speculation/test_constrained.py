@@ -258,7 +258,7 @@ def test_a_drawn_tree_stays_as_it_is() -> None:
     assert constrain(tree, one, 4, 5) is tree
 
 
-def test_a_forced_run_is_all_accepted_and_costs_no_drafter() -> None:
+def test_forced_tokens_are_accepted_without_a_drafter() -> None:
     params = SamplingParams(max_tokens=60, grammar=PERSON, temperature=1.0)
     plain = generate(Target(3), request(params))
     one = request(params)
@@ -267,7 +267,7 @@ def test_a_forced_run_is_all_accepted_and_costs_no_drafter() -> None:
     assert one.stats.steps < 0.6 * len(plain)
 
 
-def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_error_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own row then says why."""
     one = started(PERSON)
 
@@ -321,7 +321,7 @@ def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling
             assert one.stats.num_accepted_tokens >= num_right
 
 
-def test_no_end_comes_before_the_reasoning_is_over() -> None:
+def test_no_end_token_before_the_end_of_reasoning() -> None:
     grammar = Grammar(PERSON.kind, PERSON.text, REASONING_END)
     params = SamplingParams(max_tokens=20, grammar=grammar)
     plain = generate(Target(1, (*ids("so"), EOS_IDS[0], EOS_IDS[1])), request(params))

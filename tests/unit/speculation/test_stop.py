@@ -78,12 +78,12 @@ def test_held_back_piece_may_complete_a_stop_string_at_the_end():
     assert (text_stop.text, text_stop.finish()) == ("a", "a")
 
 
-def test_without_stop_strings_everything_is_shown_at_once():
+def test_text_without_stop_strings_is_shown_at_once():
     _, shown = _feed(["a", "", "bc"], ())
     assert shown == ["a", "a", "abc"]
 
 
-def test_what_was_shown_is_never_taken_back(seed):
+def test_shown_text_is_never_retracted(seed):
     """Against the whole text: shown is always a prefix, the end is at the first stop, and nothing is held back without need."""
     generator = np.random.default_rng(seed)
     for _ in range(3_000):
