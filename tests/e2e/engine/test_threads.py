@@ -131,7 +131,7 @@ def test_forked_process_runs_no_requests_of_other_threads(
     assert_clean(llm)
 
 
-def test_requantize_waits_for_calls_of_other_threads(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
+def test_requantize_while_another_thread_prepares_a_call_is_refused(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
     llm = open_llm(80, "ngram")
     is_preparing, may_go_on = threading.Event(), threading.Event()
 

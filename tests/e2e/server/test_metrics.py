@@ -89,7 +89,7 @@ def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncE
 
 
 @pytest.mark.parametrize(("model", "name"), [("mini", "mini"), ("owner/name", "owner/name"), ("/usr/lib/", "lib"), (".", None)])
-def test_metrics_group_paths_by_route(model: str, name: str | None) -> None:
+def test_served_model_name_is_the_last_part_of_its_path(model: str, name: str | None) -> None:
     assert "/" not in served_model_name(model) or model == "owner/name"
     assert name is None or served_model_name(model) == name
 

@@ -51,7 +51,7 @@ def test_boundaries(config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_
     assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
 
 
-def test_partial_rotation_of_speculators_heads_is_an_option(tmp_path: Path) -> None:
+def test_partial_rotary_factor_of_speculators_heads_is_ignored(tmp_path: Path) -> None:
     layers = {**EAGLE3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
     head = {"speculators_model_type": "eagle3", "norm_before_residual": False, "norm_output": False, IDS: [0, 15, 32]}
     files = HeadFiles.open(write_head(tmp_path, {**head, "transformer_layer_config": layers}, eagle3_tensors()))

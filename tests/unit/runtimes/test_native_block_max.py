@@ -91,7 +91,7 @@ def passed(**fields: Any) -> ForwardOutput:
     return output
 
 
-def test_block_max_rows_are_found_by_plan() -> None:
+def test_pass_output_has_the_addresses_of_logits_and_block_max() -> None:
     output = passed()
     assert output.block_max is not None
     assert (output.logits_at, output.block_max_at) == (output.logits.ctypes.data, output.block_max.ctypes.data)
