@@ -1,11 +1,11 @@
 """Guessing by frequency, against counting in the whole text."""
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from harness.decoding_rows import text_request
 from paceline.drafters.suffix import (
     MAX_FOLLOWERS,
     MAX_SIBLINGS,
@@ -17,10 +17,7 @@ from paceline.drafters.suffix import (
     SuffixStore,
 )
 from paceline.errors import ConfigError
-from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
-from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import FinishReason, Request
 from paceline.speculation.tree import DraftTree
@@ -29,18 +26,8 @@ Path = tuple[int, ...]
 
 
 def make_request(token_ids: Sequence[int], num_prompt_tokens: int | None = None, namespace: str | None = None) -> Request:
-    params = SamplingParams()
-    return Request(
-        token_ids=list(token_ids),
-        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
-        params=params,
-        processor=LogitsProcessor(params, 100_000, token_ids),
-        sequence=CachedSequence(),
-        seed=0,
-        sample_index=0,
-        max_len=1_000_000,
-        namespace=namespace,
-    )
+    ids = [int(token) for token in token_ids]
+    return text_request(ids[:num_prompt_tokens], ids[len(ids) if num_prompt_tokens is None else num_prompt_tokens :], namespace=namespace)
 
 
 def law(text: Sequence[int], context: Sequence[int], min_match: int, max_match: int) -> list[tuple[int, float]]:
@@ -169,15 +156,6 @@ def test_matches_shorter_than_the_least_propose_nothing() -> None:
             SuffixDrafter(*wrong)
 
 
-def test_each_request_is_guessed_from_its_own_text() -> None:
-    drafter = SuffixDrafter()
-    looping, fresh = make_request([1, 2, 3] * 3, 2), make_request([1, 2, 3], 2)
-    tree, none = drafter.propose([looping, fresh], [DraftBudget(9, 4)] * 2)
-    assert tree is not None
-    assert none is None
-    assert drafter.propose([make_request([1, 2, 3])], [DraftBudget(9, 4)]) == [None]
-
-
 def finish(drafter: SuffixDrafter, output: Sequence[int], namespace: str | None) -> None:
     request = make_request([77, *output], 1, namespace)
     request.finish_reason = FinishReason.STOP
@@ -261,21 +239,3 @@ def test_a_store_is_bounded_and_cleared_by_namespace() -> None:
     for bound in ({"max_tokens": 0}, {"max_namespaces": 0}):
         with pytest.raises(ConfigError, match=next(iter(bound))):
             SuffixStore(**bound)
-
-
-@pytest.mark.parametrize("text", ["mixed", "one token", "one word, many ends"])
-def test_a_step_costs_the_same_however_long_the_text_is(text: str, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    size = 32_768
-    ids = {
-        "mixed": random.integers(0, 1000, size).tolist(),
-        "one token": [7] * size,
-        "one word, many ends": [id_ for i in range(size // 2) for id_ in (5, 10 + i)],
-    }[text]
-    drafter, request = SuffixDrafter(min_match=1), make_request(ids)
-    drafter.propose([request], [DraftBudget(9, 8)])
-    start = time.thread_time()
-    for token in ids[:500]:
-        request.token_ids.append(token)
-        drafter.propose([request], [DraftBudget(9, 8)])
-    assert time.thread_time() - start < 0.5, "looking at every place a step would take a hundred times this"
