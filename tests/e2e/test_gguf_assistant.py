@@ -123,23 +123,6 @@ def test_other_names_are_understood(
     check_equal(loaded(path, target), loaded(directory, target))
 
 
-@pytest.mark.parametrize(("kind", "options"), [("clusters", {}), ("dense", {"tree_width": 3}), ("unified", {})])
-def test_gguf_assistant_drafts_as_its_directory(
-    pair_of: Callable[[str], tuple[Path, Path]], tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    target, directory = pair_of(kind)
-    path = write_gguf_assistant(directory, tmp_path / "assistant.gguf")
-    plain, *drafting = (open_llm(target, drafter, **options) for drafter in ("none", str(directory), str(path)))
-    for params in (GREEDY, SAMPLED):
-        expected = [output.token_ids for output in plain.generate(PROMPTS, params)]
-        (given, found) = (llm.generate(PROMPTS, params) for llm in drafting)
-        assert [output.token_ids for output in found] == expected
-        assert [output.speculation for output in found] == [output.speculation for output in given]
-        assert sum(output.speculation.num_draft_tokens for output in found) > 100
-    assert drafting[1].stats().drafter_failures == 0
-    assert drafting[1].drafter.traits.description == drafting[0].drafter.traits.description
-
-
 @pytest.mark.parametrize(("changes", "types"), [({}, "Q8_0"), (CLUSTERS, "Q8_0"), (CLUSTERS, "BF16")])
 def test_beside_a_file_it_is_right_where_it_must_be(tmp_path: Path, changes: dict[str, Any], types: str) -> None:
     """Quantised as well: the roundings of both are small beside how sure they are."""
