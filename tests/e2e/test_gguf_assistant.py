@@ -30,7 +30,6 @@ from paceline.proof.doctor import DoctorOptions, diagnose
 pytest.importorskip("gguf")
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9], np.random.default_rng(1).integers(1, VOCAB_SIZE, 120).tolist(), [31, 2]]
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "clusters": CLUSTERS, "unified": {"is_unified": True}}
 OLD_NAMES = {

@@ -207,9 +207,6 @@ def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (7, "length")
 
 
-PROMPTS = [[5, 6, 7], [9] * 70, [30, 31], [8] * 31, [11, 12, 13, 14], [3] * 200, [60]]
-
-
 def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
     llm = open_llm(drafter="none")
     llm.generate([[5] * 400], replace(GREEDY, max_tokens=3))

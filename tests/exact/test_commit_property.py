@@ -37,7 +37,6 @@ from paceline.speculation.step import step
 from paceline.tokenizer.tokenizer import Tokenizer
 
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
-Open = Callable[[str], InputProcessor]
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ MAX_GROWTH_BYTES = 40_000_000
 SMALL_CACHE = ("--kv-cache-gb", "0.03")  # its memory grows until it is first written
 
 
-def requests(model: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, question in enumerate(QUESTIONS):
+def requests(model: str, num_questions: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, question in enumerate(QUESTIONS[:num_questions]):
         messages = [{"role": "user", "content": question}]
         sampled = {"seed": number, "temperature": 0.8}
         yield CHAT, {"messages": messages, "max_tokens": 40, **sampled}
@@ -129,9 +129,9 @@ class Soak:
         max_open: most samples that ran or waited at any time.
     """
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, num_questions: int) -> None:
         self._url, self._random = url, Random(7)
-        self._kinds = list(requests(model))
+        self._kinds = list(requests(model, num_questions))
         self.cases: list[Case] = []
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
@@ -147,7 +147,7 @@ class Soak:
                     assert answer.status_code == 200, answer.text
                     self.cases.append(Case(path, given, content_of(path, answer.text, is_streamed=streams)))
             started_s = time.monotonic()
-            per_client = 12
+            per_client = 3 * len(self._kinds) // 7
             await asyncio.gather(*(self._some(client, per_client) for _ in range(NUM_SEQS)))
             rate = FACTOR * per_client * NUM_SEQS / (time.monotonic() - started_s)
             self.counts.clear()
@@ -162,7 +162,8 @@ class Soak:
                 asking.add(task)
                 task.add_done_callback(asking.discard)
                 due_s += self._random.expovariate(rate)
-            await asyncio.gather(*asking)
+            burst = 2 * (NUM_SEQS + MAX_QUEUE)  # at once: more than the queue holds, however few came in time
+            await asyncio.gather(*asking, *(self._one(client) for _ in range(burst)))
             watching.cancel()
 
     async def _watch(self, client: httpx.AsyncClient) -> None:
@@ -206,7 +207,7 @@ def test_overloaded_server_refuses_some_and_answers_others_right(
     model = write_tool_model(mini_dir, tmp_path / "talking")
     limits = ("--max-num-seqs", str(NUM_SEQS), "--max-queue", str(MAX_QUEUE))
     with closing(Server("--model", str(model), "--drafter", "ngram", *limits, *SMALL_CACHE)) as server:
-        soak = Soak(server.url, "talking")
+        soak = Soak(server.url, "talking", num_questions=len(QUESTIONS) if large_counts else 1)
         asyncio.run(soak.run(SECONDS[False]))
         before = resident_bytes(server.process.pid)
         if large_counts:

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from harness.adapter_files import low_rank, write_adapter
 from harness.model_configs import make_config
-from harness.xlora_files import CLASSIFIER, MODULES, write_xlora
+from harness.xlora_files import CLASSIFIER, write_xlora
 from paceline.errors import CapacityError, CheckpointError
 from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.network_adapter import to_network
@@ -19,7 +19,6 @@ from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.config import ModelConfig
 
 CONFIG = make_config(num_layers=2)
-NUM_ADAPTERS = len(MODULES)
 
 
 def read(directory: Path, config: ModelConfig = CONFIG, **more: Any) -> Adapter:

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernel
 
 COLUMNS = 96
 OUTPUTS = {"q_proj": 64, "k_proj": 36, "v_proj": 7}
-SITES = (tuple(OUTPUTS),)
 
 
 def normal(random: np.random.Generator, *shape: int) -> FloatArray:
