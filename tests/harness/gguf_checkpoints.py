@@ -76,11 +76,11 @@ def write_gguf(
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
-    num_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
-    values["num_hidden_layers"] += num_modules  # they count as blocks
+    num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
+    values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
     _write_metadata(writer, values)
-    if num_modules:
-        writer.add_nextn_predict_layers(num_modules)
+    if num_mtp_modules:
+        writer.add_nextn_predict_layers(num_mtp_modules)
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     for name, array in tensors.items():

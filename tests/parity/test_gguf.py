@@ -266,8 +266,8 @@ def test_regrouped_matrices_have_nearly_the_same_logits(checkpoint: Make, tmp_pa
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0")
     config = read_model_config(path)
     matrix = open_weights(path, config, regroup=True)["layers.0.up_proj.weight"].matrix
-    assert (matrix.bits, matrix.group) == (8, 64)
-    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group == 32
+    assert (matrix.bits, matrix.group_size) == (8, 64)
+    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group_size == 32
     difference = np.abs(logits(path, regroup=True) - logits(path)).max()
     assert 0 < difference < 0.5
 

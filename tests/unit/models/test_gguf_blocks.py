@@ -9,7 +9,7 @@ from harness.gguf_checkpoints import HALVES, dequantize, random_blocks, write_ha
 from paceline.errors import BackendUnavailableError, CheckpointError
 from paceline.models.gguf import blocks as gguf_blocks
 from paceline.models.gguf import codebook_blocks
-from paceline.models.gguf.blocks import GROUPED_TYPES, group_blocks, grouped_size
+from paceline.models.gguf.blocks import GROUPED_TYPES, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
@@ -33,7 +33,7 @@ def test_values_equal_those_of_the_formats_library_bit_for_bit(name: str, seed: 
     for round_index in range(100 if large_counts else 3):
         raw = random_blocks(rng, name, NUM_ROWS, COLUMNS, scale=10.0 ** (round_index % 5 - 3))
         expected = dequantize(raw, name)
-        matrix = group_blocks(raw, block_type(name), "x")
+        matrix = convert_blocks_to_groups(raw, block_type(name), "x")
         assert matrix.shape == (NUM_ROWS, COLUMNS)
         assert np.array_equal(bits(matrix.values()), bits(expected))
 
@@ -49,7 +49,7 @@ def test_extreme_codes_and_factors_agree(name: str) -> None:
             raw = blocks.reshape(1, -1)
             with np.errstate(over="ignore"):
                 expected = dequantize(raw, name)
-                found = group_blocks(raw, block_type(name), "x").values()
+                found = convert_blocks_to_groups(raw, block_type(name), "x").values()
             assert np.array_equal(bits(found), bits(expected)), (byte, number)
 
 
@@ -58,23 +58,24 @@ def test_rows_can_be_taken_in_another_order(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
     assert np.array_equal(
-        group_blocks(raw, block_type(name), "x", order).values(), group_blocks(raw, block_type(name), "x").values()[order]
+        convert_blocks_to_groups(raw, block_type(name), "x", order).values(),
+        convert_blocks_to_groups(raw, block_type(name), "x").values()[order],
     )
 
 
 @BY_TYPE
 def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    whole = group_blocks(raw, block_type(name), "x")
+    whole = convert_blocks_to_groups(raw, block_type(name), "x")
     monkeypatch.setattr(gguf_blocks, "_CHUNK_ITEMS", 3 * COLUMNS)
-    assert same(group_blocks(raw, block_type(name), "x"), whole)
+    assert same(convert_blocks_to_groups(raw, block_type(name), "x"), whole)
 
 
 @BY_TYPE
 def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    made = group_blocks(raw, block_type(name), "x")
-    assert (made.bits, made.nbytes) == grouped_size((NUM_ROWS, COLUMNS), block_type(name), "x")
+    made = convert_blocks_to_groups(raw, block_type(name), "x")
+    assert (made.bits, made.nbytes) == grouped_matrix_size((NUM_ROWS, COLUMNS), block_type(name), "x")
 
 
 @BY_TYPE
@@ -90,21 +91,21 @@ def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: 
         block = raw[30:31, begin : begin + block_type(name).num_bytes]
         write_half(block, name, HALVES[name][0], np.array([number], "<f2"))
     with pytest.raises(CheckpointError, match=r"the tensor has a scale that is not finite in rows"):
-        group_blocks(raw, block_type(name), "the tensor")
+        convert_blocks_to_groups(raw, block_type(name), "the tensor")
 
 
 def test_a_type_that_cannot_be_read_is_an_error_that_lists_those_that_can() -> None:
     with pytest.raises(
         CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: get the model in one of them"
     ):
-        group_blocks(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
+        convert_blocks_to_groups(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
 
 
 def test_a_type_with_a_codebook_says_which_package_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook_blocks._codebook.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS take the package gguf to read: .*\[gguf\]"):
-        group_blocks(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
+        convert_blocks_to_groups(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
 
 
 def same(one: GroupedMatrix, other: GroupedMatrix) -> bool:
