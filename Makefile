@@ -146,7 +146,7 @@ $(SCHEMA_SUITE): | $(STAMP)
 	touch $@
 
 # Other projects' parsers of what models write, out of their packages: llama.cpp's tests and chat templates, SGLang's detectors and
-# mlx-lm's parsers, with what these import. Ollama's tests are in no package: they run if its sources are in $(CLIENTS)/parsers/ollama.
+# mlx-lm's parsers, with what these import.
 $(PARSERS):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet pydantic==2.14.4 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 regex==2026.11.19 \

@@ -199,7 +199,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
     return met
 
 
-def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
+def test_end_of_a_text_is_equal_with_and_without_drafts(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     count = 20_000 if large_counts else 300
@@ -209,7 +209,7 @@ def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
     tally["ends compared with plain decoding's, by both rules"] += met["requests"]
 
 
-def test_a_walk_behind_the_end_is_seen(
+def test_fault_of_verification_after_the_end_is_found(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""
@@ -218,7 +218,7 @@ def test_a_walk_behind_the_end_is_seen(
         compare(tokenizer, makers, np.random.default_rng(seed), 600)
 
 
-def test_a_finished_grammar_of_a_model_without_an_end_token_is_a_success_with_guesses_too(tokenizer: Tokenizer) -> None:
+def test_finished_grammar_without_end_token_ends_with_stop(tokenizer: Tokenizer) -> None:
     input_processor = InputProcessor(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ())
     target, text = WrittenTarget(), "abcabcabcabc"
     script = [*tokenizer.encode("x" + text, add_special_tokens=False), *[1] * NUM_POSITIONS][:NUM_POSITIONS]

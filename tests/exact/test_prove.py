@@ -34,7 +34,6 @@ from paceline.speculation.verify import VerifyResult
 
 Prove = Callable[..., tuple[int, dict[str, Any]]]
 TOKENS = 1_000
-BOUND = 1e-4
 
 
 def run(*arguments: object) -> Result:
@@ -243,13 +242,13 @@ def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:
     from paceline.engine.input_processor import InputProcessor
     from paceline.speculation.request import TokenOrigin
 
-    real = InputProcessor._text
+    real = InputProcessor._output_text
 
     def text(input_processor: InputProcessor, request: Any, ids: list[int]) -> str:
         shown = real(input_processor, request, ids)
         return shown.upper() if TokenOrigin.ACCEPTED in request.origins else shown
 
-    patch.setattr(InputProcessor, "_text", text)
+    patch.setattr(InputProcessor, "_output_text", text)
 
 
 FAULTS = (
@@ -272,7 +271,9 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_a_bug(plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_every_planted_fault(
+    plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
     plant(monkeypatch)
     code, report = prove("--tokens", 4 * TOKENS)

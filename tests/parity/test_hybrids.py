@@ -51,9 +51,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     ("case", "backend"),
     [(case, backend) for backend in ("torch", "native") for case in CASES],
 )
-def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
     check_a_prompt(reference, backend, bound=BOUND)
 
@@ -94,9 +92,7 @@ def test_known_rows_may_be_cut_anywhere(references: Callable[[str], Reference], 
 
 @pytest.mark.parametrize("case", ["qwen3_next", "lfm2-biased", "granite-moe"])
 @BY_BACKEND
-def test_rows_of_a_tree_go_on_from_their_parents_and_rejected_ones_leave_nothing(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_tree_rows_continue_their_parents_state(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference, random = references(case), np.random.default_rng(1)
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(64)
@@ -178,9 +174,7 @@ def test_another_way_of_computing_changes_the_logits(
 
 
 @pytest.mark.parametrize("case", ["qwen3_5-moe", "qwen3_next", "lfm2-moe", "granite-moe", "nemotron_h-moe"])
-def test_the_names_of_modules_and_their_stacks_of_experts_are_the_same_model(
-    references: Callable[[str], Reference], tmp_path: Path, case: str
-) -> None:
+def test_stacked_experts_and_module_names_are_the_same_model(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
     reference = references(case)
     model = AutoModelForCausalLM.from_pretrained(reference.directory, dtype=torch.float32)
     model.save_pretrained(tmp_path, save_original_format=False)
@@ -191,7 +185,7 @@ def test_the_names_of_modules_and_their_stacks_of_experts_are_the_same_model(
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5-moe"])
 @BY_BACKEND
-def test_a_text_model_beside_an_encoder_and_a_drafting_head_is_the_same_model(
+def test_text_model_next_to_encoder_and_mtp_head_is_the_same(
     references: Callable[[str], Reference], tmp_path: Path, case: str, backend: str
 ) -> None:
     plain, kind = references(case), case.replace("-", "_")

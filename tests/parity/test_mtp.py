@@ -78,9 +78,7 @@ def reference(
         ("mimo", "mtp_layers", False),
     ],
 )
-def test_true_pairs_and_recurrence_are_what_the_formula_says(
-    tmp_path: Path, family: str, layout: str, brings_matrices: bool, backend: str
-) -> None:
+def test_mtp_pairs_and_recurrence_equal_the_formula(tmp_path: Path, family: str, layout: str, brings_matrices: bool, backend: str) -> None:
     assert layout in LAYOUTS
     write = write_mimo if family == "mimo" else partial(write_checkpoint, family=family)
     directory = write(tmp_path, num_hidden_layers=2)

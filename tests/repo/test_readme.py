@@ -105,7 +105,3 @@ def test_no_file_names_a_machine_or_a_registry(word: str) -> None:
         if b"\0" not in content[:8192] and word.encode() in content:
             found.append(str(path.relative_to(REPOSITORY)))
     assert found == []
-
-
-def test_the_changelog_has_a_section_for_what_is_not_released() -> None:
-    assert re.search(r"^## \[Unreleased\]$", _page("CHANGELOG.md"), re.MULTILINE)

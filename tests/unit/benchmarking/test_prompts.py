@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         file_workload(written(tmp_path / "empty.txt", ""))
 
 
-def test_spec_bench_has_a_workload_for_each_category_and_takes_the_first_turn(tmp_path: Path) -> None:
+def test_spec_bench_has_one_workload_per_category(tmp_path: Path) -> None:
     other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
     found = spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
     assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]

@@ -51,7 +51,7 @@ def test_boundaries(config: Mapping[str, Any], boundaries: tuple[int, ...], tmp_
     assert opened(tmp_path, {**EAGLE3, **config}, eagle3_tensors()).config.boundaries == boundaries
 
 
-def test_a_part_of_each_head_that_rotates_is_tried_where_the_classes_of_speculators_overlook_it(tmp_path: Path) -> None:
+def test_partial_rotary_factor_of_speculators_heads_is_ignored(tmp_path: Path) -> None:
     layers = {**EAGLE3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
     head = {"speculators_model_type": "eagle3", "norm_before_residual": False, "norm_output": False, IDS: [0, 15, 32]}
     files = HeadFiles.open(write_head(tmp_path, {**head, "transformer_layer_config": layers}, eagle3_tensors()))
@@ -128,12 +128,12 @@ def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path)
     assert not checkpoint.weights.has("lm_head.weight")
 
 
-def test_a_tied_embedding_is_believed_of_no_head(tmp_path: Path) -> None:
+def test_tie_word_embeddings_of_a_head_is_ignored(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(has_own_embedding=True))
     assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
 
 
-def test_tensors_nobody_knows_are_refused_and_those_of_no_use_left_out(tmp_path: Path) -> None:
+def test_unknown_tensors_are_refused_and_unused_ones_ignored(tmp_path: Path) -> None:
     known = {"verifier_norm.weight": torch.zeros(32), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     opened(tmp_path / "known", EAGLE1, eagle1_tensors() | known)
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: strange\.weight that no known eagle head has"):
@@ -207,7 +207,7 @@ def old_tensors(*norms: str) -> Tensors:
     return renamed | {norm: torch.ones(32) for norm in norms}
 
 
-def test_an_old_speculators_head_has_the_norms_its_config_says(tmp_path: Path) -> None:
+def test_norms_of_an_old_speculators_head_follow_its_config(tmp_path: Path) -> None:
     assert opened(tmp_path / "said", {**OLD, "layernorms": True}, old_tensors(*NORMS)).config.has_final_norm
     assert opened(tmp_path / "unsaid", OLD, old_tensors(*NORMS)).config.has_input_norm
     assert not opened(tmp_path / "none", {**OLD, "layernorms": False}, old_tensors()).config.has_embedding_norm

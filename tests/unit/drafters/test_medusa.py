@@ -31,7 +31,6 @@ from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
 
 
 class Heads:
@@ -115,7 +114,7 @@ def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
     assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.traits.notices)
 
 
-def test_a_chain_takes_each_heads_best_guess(table: NDArray[np.float32]) -> None:
+def test_medusa_chain_takes_the_best_token_of_each_head(table: NDArray[np.float32]) -> None:
     drafter = a_drafter(table)
     request = a_request([1, 2, 3, 4])
     show(drafter, request, 5.0, num_rows=2)
@@ -219,7 +218,7 @@ def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float
     assert tried[-1] == ranks[2]
 
 
-def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
+def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
     accuracy = CandidateAccuracy()
     guesses = [[4, 5], [6, 7], [8]]
     accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
@@ -293,7 +292,7 @@ def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:
         assert list(tree.token_ids[1:]) == expected
 
 
-def test_damaged_logits_cost_one_request_its_guess(table: NDArray[np.float32]) -> None:
+def test_damaged_medusa_logits_cost_one_request_its_draft(table: NDArray[np.float32]) -> None:
     broken = table.copy()
     broken[0] = np.nan
     drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]

@@ -95,7 +95,7 @@ def open_llm(target: Path, drafter: Any, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", ("ngram", "suffix")])
-def test_an_option_that_nobody_reads_is_an_error(target: Path, drafter: str | tuple[str, ...]) -> None:
+def test_unused_drafter_option_is_refused(target: Path, drafter: str | tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"'boundaries' is for eagle3 and peagle heads, and the drafter is (none|ngram)"):
         open_llm(target, drafter, drafter_options={"boundaries": (1, 2, 3)})
 

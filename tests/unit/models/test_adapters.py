@@ -87,7 +87,7 @@ def test_starts_that_leave_the_model_as_it_is_are_read(start: object, tmp_path: 
     assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
 
 
-def test_what_says_nothing_of_the_computation_is_read_over(tmp_path: Path) -> None:
+def test_adapter_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     settings = {
         "lora_dropout": 0.1,
         "task_type": "CAUSAL_LM",
@@ -140,7 +140,7 @@ def test_a_rank_beyond_both_sides_of_its_matrix_is_refused(tmp_path: Path) -> No
         read(write_adapter(tmp_path, of_queries(65), r=65))
 
 
-def test_an_adapter_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_adapter_larger_than_memory_is_refused_before_reading(tmp_path: Path) -> None:
     adapter, size = write_adapter(tmp_path, of_queries()), 2 * 4 * LAYERS * 2 * 4 * 64
     assert read(adapter, memory_bytes=size).products
     with pytest.raises(CapacityError, match=r"takes 8\.19e-06 GB while it is read, .* GB are free: use an adapter of a lower rank"):
@@ -162,7 +162,7 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
         read(tmp_path)
 
 
-def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
     with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
@@ -177,7 +177,7 @@ def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) ->
         read(adapter, make_config(num_layers=3))
 
 
-def test_a_directory_without_an_adapter_says_what_is_missing(tmp_path: Path) -> None:
+def test_directory_without_adapter_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json: give the directory of a LoRA adapter"):
         read(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -198,7 +198,7 @@ def test_a_name_that_requests_cannot_have_is_refused(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
-def test_what_wraps_a_language_model_does_not_matter_and_encoders_are_left_out(before: str, tmp_path: Path) -> None:
+def test_adapter_module_prefixes_are_ignored(before: str, tmp_path: Path) -> None:
     plain = read(write_adapter(tmp_path / "plain", of_queries()))
     wrapped = {name.replace("model.", before, 1): one for name, one in of_queries().items()}
     wrapped["model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((4, 8), np.float32)

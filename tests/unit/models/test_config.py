@@ -162,7 +162,7 @@ def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
 
-def test_rope_parameters_beside_another_rope_scaling_are_refused(tmp_path: Path) -> None:
+def test_contradicting_rope_settings_are_refused(tmp_path: Path) -> None:
     newer, older = {"rope_type": "default", "rope_theta": 5e5}, {"type": "yarn", "factor": 4.0}
     with pytest.raises(CheckpointError, match=r"rope_parameters.*rope_scaling.*differ: keep rope_parameters"):
         read(tmp_path, {**LLAMA, "rope_parameters": newer, "rope_scaling": older})
@@ -267,7 +267,7 @@ def test_smollm3_has_layers_that_do_not_rotate(
         ({"eos_token_id": "</s>"}, "expected a token id"),
     ],
 )
-def test_what_we_cannot_run_is_an_error_that_says_what_it_is(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_config_is_refused_with_its_reason(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         read(tmp_path, {**LLAMA, **changes})
 
@@ -283,7 +283,7 @@ def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) 
         read_config(tmp_path)
 
 
-def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+def test_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
@@ -355,7 +355,7 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
     assert len({id(layer) for layer in config.layers}) == 2, "layers that are alike share one object"
 
 
-def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
+def test_gemma3_rope_bases_have_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
     assert [rope.theta for rope, _ in config.rope_variants] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
@@ -372,7 +372,7 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "llava", "mistral3"])
-def test_a_model_of_texts_and_images_without_its_text_config_says_what_is_missing(tmp_path: Path, model_type: str) -> None:
+def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json of a {model_type} model has no text_config"):
         read(tmp_path, {"model_type": model_type, "vision_config": {"hidden_size": 1}})
 
@@ -457,7 +457,7 @@ def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, ch
     assert time.perf_counter() - start < 2.0
 
 
-def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing() -> None:
+def test_layers_are_grouped_by_kv_cache_type() -> None:
     plain = make_config(num_layers=2).layers[0]
     wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
     sliding = replace(plain, mixer=replace(plain.mixer, window=16))

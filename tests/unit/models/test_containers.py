@@ -95,7 +95,7 @@ def test_a_packed_matrix_has_exactly_the_values_it_stands_for(tmp_path: Path, na
         assert np.array_equal(part.rows(slice(0, 1)).exact_values(slice(None)), expected[rows][:1])
 
 
-def test_what_becomes_floats_is_rounded_to_the_nearest_of_the_models_type_and_costs_a_notice(tmp_path: Path) -> None:
+def test_dequantised_matrix_is_rounded_with_a_notice(tmp_path: Path) -> None:
     case = fp8(SHAPE)
     matrix, expected = opened(tmp_path, case), case.values.astype(np.float32)
     assert np.array_equal(packed_to_tensor(matrix, WeightType.BF16).array, to_bf16(expected))
@@ -111,7 +111,7 @@ def test_a_matrix_that_is_read_in_parts_is_the_same(tmp_path: Path, monkeypatch:
         assert np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, case), WeightType.F32, 2)), case.values.astype(np.float32))
 
 
-def test_a_symmetric_zero_point_says_which_format_it_is_where_config_json_says_the_other(tmp_path: Path) -> None:
+def test_gptq_version_follows_symmetric_zero_points(tmp_path: Path) -> None:
     for second in (True, False):
         case = gptq(SHAPE, symmetric=True, second=second, says="gptq" if second else "gptq_v2")
         assert np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, case), WeightType.F32)), case.values.astype(np.float32))
@@ -119,7 +119,7 @@ def test_a_symmetric_zero_point_says_which_format_it_is_where_config_json_says_t
     assert not np.array_equal(as_float32(packed_to_tensor(opened(tmp_path, wrong), WeightType.F32)), wrong.values.astype(np.float32))
 
 
-def test_formats_that_read_the_same_bytes_otherwise_are_told_apart_in_the_cache(tmp_path: Path) -> None:
+def test_gptq_versions_have_different_cache_keys(tmp_path: Path) -> None:
     first, second = (opened(tmp_path, gptq(SHAPE, second=True, says=says)) for says in ("gptq", "gptq_v2"))
     assert any(not np.array_equal(one, other) for one, other in zip(first.source_arrays, second.source_arrays, strict=True))
 
@@ -248,7 +248,7 @@ def test_what_is_not_of_the_weights_is_left_out_with_a_notice(tmp_path: Path) ->
         ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "version": "GEMM"}, "AWQ, 4 bits"),
     ],
 )
-def test_files_beside_config_json_are_read_as_well(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
+def test_quantisation_config_files_are_read(tmp_path: Path, file: str, settings: dict[str, Any], name: str) -> None:
     (tmp_path / file).write_text(json.dumps(settings))
     container = find_container({}, tmp_path / "config.json", FAMILIES["llama"])
     assert container is not None

@@ -80,7 +80,7 @@ def test_qwens_name_their_layers_or_an_interval(tmp_path: Path, changes: dict[st
     assert list(read(tmp_path, {**QWEN, **changes}).attention_layers) == attends
 
 
-def test_a_qwen_beside_an_encoder_is_the_text_model(tmp_path: Path) -> None:
+def test_text_config_of_a_multimodal_qwen_is_read(tmp_path: Path) -> None:
     text = {
         **QWEN,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
@@ -114,7 +114,7 @@ def test_lfm2_adjusts_the_width_of_its_mlp(tmp_path: Path, changes: dict[str, An
     assert read(tmp_path, {**LFM2, **changes}).layers[0].mlp == DenseMLP(intermediate_size=width)
 
 
-def test_lfm2_has_experts_behind_its_first_layers(tmp_path: Path) -> None:
+def test_lfm2_moe_starts_after_its_dense_layers(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert [isinstance(layer.mlp, ExpertMLP) for layer in config.layers] == [False, False, True, True]
     routing = config.layers[2].mlp.routing  # type: ignore[union-attr]

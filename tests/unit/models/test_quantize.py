@@ -120,7 +120,7 @@ def test_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool
 
 
 @pytest.mark.parametrize(("bits", "group"), [(5, 32), (4, 48), (4, 128), (8, 0)])
-def test_what_a_matrix_cannot_have_is_said(bits: int, group: int) -> None:
+def test_impossible_quantisation_options_are_refused(bits: int, group: int) -> None:
     with pytest.raises(ConfigError, match=r"of width 96 .* use 4 or 8 bits"):
         quantize_matrix(normal(2, 96), bits=bits, group_size=group)
 
@@ -225,7 +225,7 @@ def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     assert np.array_equal(again.matrix.values(), expected.values())
 
 
-def test_memory_beside_the_result_does_not_grow_with_the_matrix() -> None:
+def test_quantisation_needs_bounded_extra_memory() -> None:
     tensor = f32(normal(4096, 1024))
     tracemalloc.start()
     made = quantize_tensor("m", tensor, Scheme(4, 128, symmetric=True))
@@ -245,14 +245,14 @@ def test_settings_are_named_or_spelt_out_and_checked() -> None:
 @pytest.mark.parametrize(
     ("target_bits", "bits"), [(None, None), (32.0, None), (16.0, 8), (16.1, 8), (8.5, 4), (6.56, 4), (5.5, 4), (4.5, 4), (2.6, 4)]
 )
-def test_a_draft_model_takes_half_the_bits_of_its_target_unless_told_otherwise(target_bits: float | None, bits: int | None) -> None:
+def test_draft_quantization_auto_halves_the_bits_of_the_target(target_bits: float | None, bits: int | None) -> None:
     followed = draft_quant_options("auto", target_bits)
     assert (None if followed is None else followed.bits) == bits
     assert draft_quant_options("none", target_bits) is None
     assert draft_quant_options("int8", target_bits) == QuantOptions()
 
 
-def test_on_a_gpu_a_draft_model_stays_as_it_is_stored_unless_told_otherwise() -> None:
+def test_draft_quantization_auto_on_a_gpu_keeps_the_stored_type() -> None:
     for bits in (16.0, 8.5, 4.5):
         assert draft_quant_options("auto", bits, device="cuda") is None
         assert draft_quant_options("int8", bits, device="cuda") == QuantOptions()

@@ -98,7 +98,7 @@ def test_a_cached_model_goes_by_its_id(tmp_path: Path) -> None:
     assert model_names(str(path), path)[0] == "llama-3.1-8b-instruct"
 
 
-def test_a_directory_goes_by_its_name_and_by_what_its_config_says(tmp_path: Path) -> None:
+def test_directory_is_identified_by_name_and_config(tmp_path: Path) -> None:
     path = tmp_path / "my-model"
     path.mkdir()
     (path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3-8B"}', encoding="utf-8")

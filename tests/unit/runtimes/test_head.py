@@ -129,7 +129,7 @@ def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> None:
+def test_sibling_networks_share_weights_and_cache(backend: str) -> None:
     head = open_network(backend)
     twin, other = head.network_with_same_weights(network), head.sibling(push)
     inputs = rows(20)
@@ -147,7 +147,7 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) -> None:
+def test_ranking_of_rows_equals_their_logits(backend: str, seed: int) -> None:
     """The best few, the sum of all, and the token that noise draws, with the logits and in their place."""
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")

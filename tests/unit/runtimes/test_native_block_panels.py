@@ -41,7 +41,7 @@ def run_orders(random: np.random.Generator) -> list[NDArray[np.int64] | None]:
 
 @BY_TYPE
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_they_are_those_of_the_groups_whatever_order_rows_and_columns_are_in(name: str, num_threads: int, seed: int) -> None:
+def test_panels_equal_groups_in_any_row_and_column_order(name: str, num_threads: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     plain = blocks_of(random, name)
     for order in (None, random.permutation(OUTPUTS), random.integers(0, OUTPUTS, 40)):
@@ -73,7 +73,7 @@ def test_an_odd_number_of_groups_of_32_columns(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("level", BUILT[1:])
-def test_every_instruction_set_lays_them_out_alike(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_are_equal_on_every_instruction_set(level: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(seed)
     all_blocks = [blocks_of(random, name) for name in GROUPED_TYPES]
     best = [pack_gguf_blocks(blocks, 1) for blocks in all_blocks]

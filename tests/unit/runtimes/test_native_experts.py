@@ -104,9 +104,7 @@ def rows_of(seed: int, count: int, num_experts: int = COUNT) -> tuple[FloatArray
 @BY_LEVEL
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_gets_what_its_experts_compute_and_the_same_bits_whoever_shares_them(
-    kind: str, num_threads: int, level: str, seed: int, large_counts: bool
-) -> None:
+def test_expert_row_is_independent_of_other_rows(kind: str, num_threads: int, level: str, seed: int, large_counts: bool) -> None:
     mlp = replace(PLAIN, expert=replace(PLAIN.expert, bias=True))
     tensors, bounds = make_weights(kind, mlp, seed), {"f32": 1e-4, "bf16": 0.1}
     run = network(kind, mlp, tensors, num_threads=num_threads, level=level)
@@ -172,7 +170,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(level: str, seed: int) -> 
 
 
 @BY_LEVEL
-def test_logits_that_are_no_numbers_do_no_harm_to_other_rows(level: str, seed: int) -> None:
+def test_nan_router_logits_affect_only_their_row(level: str, seed: int) -> None:
     tensors = make_weights("f32", PLAIN, seed)
     x, logits = rows_of(seed, 9)
     run = network("f32", PLAIN, tensors, num_threads=2, level=level)

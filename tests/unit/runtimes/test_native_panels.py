@@ -94,9 +94,7 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
 
 @BY_LEVEL
 @BY_CASE
-def test_a_product_is_what_its_definition_says_and_a_row_the_same_whatever_rows_it_comes_with(
-    form: str, columns: int, group: int, level: str, seed: int
-) -> None:
+def test_panel_product_is_right_and_independent_of_other_rows(form: str, columns: int, group: int, level: str, seed: int) -> None:
     """One to twenty rows; numbers of outputs that are no whole panels, with and without a bias."""
     random = np.random.default_rng(seed)
     rows = rows_of(random, MAX_ROWS, columns)
@@ -151,9 +149,7 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
 
 @BY_LEVEL
 @pytest.mark.parametrize(("form", "zero_point"), [("u4", 8), ("u4-table", 127)])
-def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each_in_its_way(
-    form: str, zero_point: int, level: str, seed: int
-) -> None:
+def test_four_and_eight_bit_codes_share_an_input(form: str, zero_point: int, level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     narrow = grouped(random, form, 40, 96, 32)
     codes = random.integers(0, 256, (40, 96), dtype=np.uint8)
@@ -165,7 +161,7 @@ def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each
 
 
 @BY_LEVEL
-def test_the_smallest_and_the_largest_values_of_a_table_times_the_largest_rows_lose_nothing(level: str) -> None:
+def test_extreme_table_values_do_not_overflow(level: str) -> None:
     codes = np.array([[0], [15], [0], [15]], np.uint8) * np.ones((4, 512), np.uint8)
     codes[2, ::2] = 15
     codes[3, 256:] = 0
@@ -241,7 +237,7 @@ def test_rows_of_panels_have_the_values_of_the_matrix(form: str, columns: int, g
     assert np.array_equal(pack_weights(matrix, 2).rows(numbers), matrix.values(numbers))
 
 
-def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
+def test_packed_weights_are_shared_and_free_their_source(seed: int) -> None:
     forgotten = []
 
     class Kept(Weights):

@@ -74,9 +74,7 @@ def rows_of(random: np.random.Generator, num_rows: int, columns: int = COLUMNS) 
 @BY_LEVEL
 @BY_BLOCK
 @BY_TYPE
-def test_products_have_the_bits_of_scales_stored_as_float32_whatever_rows_come_together(
-    name: str, block: int, level: str, seed: int
-) -> None:
+def test_super_block_products_equal_those_with_float32_scales(name: str, block: int, level: str, seed: int) -> None:
     """One to 43 rows (of blocks of four, eight at once, then two, and three rows), and numbers of outputs that are no whole panels."""
     random = np.random.default_rng(seed)
     matrix, rows = stored(name, raw_blocks(random, name), block), rows_of(random, MAX_ROWS)
@@ -159,7 +157,7 @@ def test_a_table_is_kept_in_panels_as_well(name: str, seed: int) -> None:
 
 @BY_TYPE
 @BY_BLOCK
-def test_rows_of_panels_are_bit_for_bit_what_the_formats_library_makes_of_the_blocks(name: str, block: int, seed: int) -> None:
+def test_panel_rows_equal_the_dequantised_blocks(name: str, block: int, seed: int) -> None:
     raw = raw_blocks(np.random.default_rng(seed), name)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     if block == 128:
@@ -172,7 +170,7 @@ def test_rows_of_panels_are_bit_for_bit_what_the_formats_library_makes_of_the_bl
 
 @BY_TYPE
 @BY_BLOCK
-def test_panels_take_what_is_told_and_hardly_more_than_the_file(name: str, block: int, seed: int) -> None:
+def test_panels_take_the_predicted_memory(name: str, block: int, seed: int) -> None:
     raw = raw_blocks(np.random.default_rng(seed), name, 64)
     matrix = stored(name, raw, block)
     assert pack_weights(matrix, 1).data.nbytes == matrix.nbytes

@@ -69,12 +69,12 @@ class FakeRuntime:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_a_row_depends_on_is_found(name: str) -> None:
+def test_row_dependence_is_found(name: str) -> None:
     fault, expected = FAULTS[name]
     assert measure_numerics(FakeRuntime(fault), ProfileCache(None)) is expected
 
 
-def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> None:
+def test_numerics_result_is_cached_per_library(tmp_path: Path) -> None:
     def find(version: str, fault: str) -> tuple[Numerics, bool]:
         """What was found, and whether by a test."""
         runtime = FakeRuntime(FAULTS[fault][0], version=version)
@@ -87,7 +87,7 @@ def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("answer", ["17", '"sometimes"', "null", "[]", "{}", "true"])
-def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, tmp_path: Path) -> None:
+def test_invalid_cached_numerics_is_measured_again(answer: str, tmp_path: Path) -> None:
     def find() -> bool:
         runtime = FakeRuntime(FAULTS["nothing"][0])
         assert measure_numerics(runtime, ProfileCache(tmp_path)) is Numerics.EXACT
@@ -127,7 +127,7 @@ def test_nan_in_padding_columns_is_no_difference() -> None:
         (Numerics.FAST, Numerics.EXACT, Numerics.FAST),
     ],
 )
-def test_what_holds_is_promised_and_what_does_not_is_said(
+def test_numerics_notice_matches_the_measured_result(
     wanted: Numerics, found: Numerics, expected: Numerics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)

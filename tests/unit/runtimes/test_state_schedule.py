@@ -76,6 +76,6 @@ def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: in
     assert counts.tolist() == [(num_pending + row) % CHECKPOINT_INTERVAL for row in range(num_rows)]
 
 
-def test_a_chain_keeps_one_state_beside_its_own() -> None:
+def test_chain_keeps_one_extra_state() -> None:
     assert plan_state_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
     assert plan_state_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0

@@ -66,7 +66,7 @@ def test_rates_by_prob_are_calibrated_apart_for_first_and_later_siblings() -> No
     assert rates.rate_by_prob(0.2) == pytest.approx(0.2), "other probabilities are counted by themselves"
 
 
-def test_rates_after_a_change_forget_what_was_before() -> None:
+def test_rates_follow_a_change() -> None:
     rates = AcceptanceRates()
     for accepted, count in ((True, 2000), (False, 2000)):
         for _ in range(count):

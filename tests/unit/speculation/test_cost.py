@@ -66,7 +66,7 @@ def test_linear_cost_without_recent_y_returns_to_the_prior_ratio(before: float) 
     assert cost.seconds_at(1.0, 4.0) == pytest.approx(2.8, rel=0.05)
 
 
-def test_linear_cost_after_the_machine_changed_follows_within_tens_of_samples() -> None:
+def test_linear_cost_follows_a_changed_machine_within_tens_of_samples() -> None:
     cost = LinearCost()
     for factor, count in ((1.0, 200), (2.0, 60), (1.0, 60)):
         for _ in range(count):
