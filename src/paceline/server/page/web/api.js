@@ -9,11 +9,10 @@ export class ApiError extends Error {
 
 export class ConnectionLost extends Error {}
 
-// The model that is served: its id, the drafters that a request may name, and the ids of its adapters, which are asked for as models.
-export async function servedModel(key) {
+// What a request may name as its model: {id, drafters, parent}, the models and their adapters; `parent` is the model of an adapter.
+export async function servedModels(key) {
   const answer = await ask("v1/models", key, {});
-  const [model, ...adapters] = (await answer.json()).data;
-  return { ...model, adapters: adapters.map(({ id }) => id) };
+  return (await answer.json()).data;
 }
 
 // The events of one answer, as they come. Leaving the loop, or aborting `signal`, ends the request.

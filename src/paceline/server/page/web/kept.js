@@ -1,4 +1,8 @@
-// What outlives a reload: the key as long as the tab, the theme as long as the browser wants. Nothing else is kept anywhere.
+// What outlives a reload besides the chats: the key and the chat that is open as long as the tab, preferences as long as the browser keeps
+// them.
+
+const PREFERENCES = "paceline-preferences";
+export const DEFAULT_PREFERENCES = { theme: "system", keepsChats: true, opensTokens: false, settings: {} };
 
 export function keptKey() {
   return read(() => sessionStorage, "paceline-key");
@@ -8,12 +12,24 @@ export function keepKey(key) {
   write(() => sessionStorage, "paceline-key", key);
 }
 
-export function keptTheme() {
-  return read(() => localStorage, "paceline-theme");
+export function keptChat() {
+  return read(() => sessionStorage, "paceline-chat");
 }
 
-export function keepTheme(theme) {
-  write(() => localStorage, "paceline-theme", theme);
+export function keepChat(id) {
+  write(() => sessionStorage, "paceline-chat", id);
+}
+
+export function keptPreferences() {
+  try {
+    return { ...DEFAULT_PREFERENCES, ...JSON.parse(read(() => localStorage, PREFERENCES) || "{}") };
+  } catch {
+    return DEFAULT_PREFERENCES; // written by something else
+  }
+}
+
+export function keepPreferences(preferences) {
+  write(() => localStorage, PREFERENCES, JSON.stringify(preferences));
 }
 
 function read(storage, name) {

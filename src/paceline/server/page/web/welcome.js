@@ -2,10 +2,12 @@
 import { html } from "./html.js";
 import { LongLegend } from "./tokens.js";
 
+// Short tasks for a model of any size: prose, code, and a text to copy, where drafts bring most.
 const EXAMPLES = [
-  "I need a taxi to the airport.",
+  "Explain in three sentences why the sky is blue.",
   "Write a Python function that adds two numbers.",
-  "I would like to book a table for two in Toronto tonight.",
+  "Plan a day in a city for a family with two children, as a table.",
+  "Repeat this text word by word: The taxi to the airport leaves at nine. The taxi to the station leaves at ten.",
 ];
 
 export function Welcome({ ask, isBusy }) {

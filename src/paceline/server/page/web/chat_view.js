@@ -1,0 +1,33 @@
+// The conversation that is open: what was said, or what an empty one may begin with, and where the next message is typed.
+import { AnswerView } from "./answer_view.js";
+import { Composer } from "./composer.js";
+import { branchOf, versionsOf } from "./conversation.js";
+import { Component, html } from "./html.js";
+import { MessageView } from "./message_view.js";
+import { Welcome } from "./welcome.js";
+
+const NEAR_END_PX = 120;
+
+export class Chat extends Component {
+  // Follow a growing answer where its end is in sight; who has scrolled up stays there.
+  getSnapshotBeforeUpdate() {
+    return window.innerHeight + window.scrollY >= document.documentElement.scrollHeight - NEAR_END_PX;
+  }
+
+  componentDidUpdate({ chat, isBusy }, _, wasAtEnd) {
+    const isOpened = chat.id !== this.props.chat.id;
+    if (isOpened || (wasAtEnd && isBusy && chat !== this.props.chat)) window.scrollTo(0, document.documentElement.scrollHeight);
+  }
+
+  render({ chat, model, isBusy, opensTokens, actions, messageField }) {
+    return html`
+      ${chat.nodes.length === 0 && html`<${Welcome} ask=${(text) => actions.send({ text })} isBusy=${isBusy} />`}
+      ${branchOf(chat).map((node) => {
+        const View = node.role === "user" ? MessageView : AnswerView;
+        const name = node.answer?.fields.model ?? model?.id ?? "Answer";
+        return html`<${View} key=${node.id} ids=${versionsOf(chat, node)} ...${{ node, isBusy, opensTokens, actions }} model=${name} />`;
+      })}
+      <${Composer} field=${messageField} isBusy=${isBusy} send=${actions.send} stop=${actions.stop} />
+    `;
+  }
+}
