@@ -47,7 +47,6 @@ def compare(page: Any) -> None:
     """Race against plain decoding to the end."""
     page.get_by_role("button", name="Compare without drafts").click()
     page.locator(".verdict.same").wait_for()
-    page.locator(".comparison").scroll_into_view_if_needed()
 
 
 def open_settings(page: Any) -> None:

@@ -1,6 +1,8 @@
 """What makes the page one to live with: the race, code, files, shortcuts, its installation, and life without a server."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,10 @@ KEPT_PATHS = """async () => {
 def test_a_race_shows_both_answers_at_their_pace_and_what_they_share(page: Any) -> None:
     drafted = scripted_stream([(["a", "b", "c"], ["a", "b"], 2)] * 10)
     plain = scripted_stream([([letter], [], 0) for letter in "abc" * 10])
-    script_slowly(page, drafted, pause_ms=50)
+    script_slowly(page, drafted, pause_ms=200)
     send(page)
     wait(page)
-    script_slowly(page, plain, pause_ms=50)
+    script_slowly(page, plain, pause_ms=200)
     page.get_by_role("button", name="Compare without drafts").click()
     verdict = page.locator(".verdict")
     until(page, lambda: "token ids, all the same so far" in verdict.inner_text())
@@ -47,7 +49,6 @@ def test_a_race_fits_on_one_screen(open_page: Any, server: Any, viewport: dict[s
     wait(page)
     page.get_by_role("button", name="Compare without drafts").click()
     page.locator(".verdict.same").wait_for()
-    page.locator(".comparison").evaluate("node => node.scrollIntoView({block: 'start'})")
     top = page.locator("header.top").evaluate("node => node.getBoundingClientRect().bottom")
     for part in (".verdict", ".lane:first-child", ".lane:last-child"):
         box = page.locator(part).bounding_box()
@@ -194,3 +195,29 @@ def test_what_another_program_serves_later_at_the_same_address_is_not_hidden(ope
     page.context.route(f"{server.url}/", lambda route: route.fulfill(body="<title>another</title>", content_type="text/html"))
     page.reload()
     assert page.title() == "another"
+
+
+def test_a_base_model_continues_texts(open_page: Any, serve: Any, mini_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(mini_dir, tmp_path / "base")
+    for path in (tmp_path / "base").glob("chat_template*"):
+        path.unlink()
+    config = tmp_path / "base" / "tokenizer_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({name: value for name, value in settings.items() if name != "chat_template"}), encoding="utf-8")
+    page = open_page(serve("--model", str(tmp_path / "base")).url)
+    asked = record(page)
+    page.get_by_text("This model has no chat template: it continues the text that it is given.").wait_for()
+    open_settings(page)
+    page.get_by_label("Max tokens").fill("20")
+    page.get_by_label("Examples").locator("button").first.click()
+    wait(page)
+    assert page.get_by_role("alert").count() == 0
+    assert asked[0]["prompt"] == "The sky is blue because"
+    page.get_by_role("button", name="Compare without drafts").click()
+    page.locator(".verdict.same").wait_for()
+    text = page.evaluate("document.querySelector('.answer .markdown').textContent")
+    send(page, "And")
+    wait(page)
+    assert asked[2]["prompt"].startswith("The sky is blue because\n\n")
+    assert asked[2]["prompt"].endswith("\n\nAnd")
+    assert text.strip() != ""

@@ -8,9 +8,10 @@ export const LOST = "lost"; // the connection broke
 export const FAILED = "failed"; // the server said why
 
 // `fields` are those of the request without its messages: these follow from the branch, and from the system prompt of that time.
-export function newAnswer(fields, system) {
+// Without `isChat` the model has no chat template: it continues the text of all messages.
+export function newAnswer(fields, system, isChat) {
   const numbers = { finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
-  return { fields, system, status: WAITING, text: "", thoughts: "", steps: [], error: null, ...numbers };
+  return { fields, system, isChat, status: WAITING, text: "", thoughts: "", steps: [], error: null, ...numbers };
 }
 
 export function isRunning(answer) {
@@ -21,8 +22,8 @@ export function isRunning(answer) {
 export function withEvent(answer, event, nowMs) {
   const next = { ...answer, status: STREAMING };
   const [choice] = event.choices;
-  next.text += choice?.delta.content ?? "";
-  next.thoughts += choice?.delta.reasoning_content ?? "";
+  next.text += choice?.delta?.content ?? choice?.text ?? "";
+  next.thoughts += choice?.delta?.reasoning_content ?? "";
   next.finishReason = choice?.finish_reason ?? answer.finishReason;
   if (event.usage) next.stats = event.speculation;
   else if (event.speculation) {

@@ -2,13 +2,13 @@
 import { servedModels } from "./api.js";
 import { DONE, FAILED, STOPPED, newAnswer, numbersOf, tokensOf } from "./answer.js";
 import { ChatList } from "./chat_list.js";
-import { deleteAllChats, deleteChat, listChats, loadChat, saveChat } from "./chats.js";
+import { deleteChats, listChats, loadChat, saveChat } from "./chats.js";
 import { Chat } from "./chat_view.js";
 import { EMPTY, branchOf, messagesOf, newId, nodeOf, withAnswer, withChange, withMessage, withShown } from "./conversation.js";
 import { generate } from "./generation.js";
 import { Header } from "./header.js";
 import { Component, createRef, html, render } from "./html.js";
-import { keepChat, keepKey, keepPreferences, keptChat, keptKey, keptPreferences } from "./kept.js";
+import { CHAT, KEY, keep, keepPreferences, kept, keptPreferences } from "./kept.js";
 import { keepForOffline } from "./offline.js";
 import { DEFAULTS, chatFields, withoutDrafts } from "./request.js";
 import { SettingsPanel } from "./settings_panel.js";
@@ -23,8 +23,8 @@ class App extends Component {
     const preferences = keptPreferences();
     this.state = {
       models: [],
-      asksForKey: keptKey() !== "",
-      key: keptKey(),
+      asksForKey: kept(KEY) !== "",
+      key: kept(KEY),
       preferences,
       settings: { ...DEFAULTS, ...preferences.settings },
       panels: { chats: BOTH.matches, settings: false },
@@ -46,7 +46,7 @@ class App extends Component {
     document.addEventListener("visibilitychange", () => document.hidden && this.keepTimer && this.keep());
     COVERS.addEventListener("change", () => this.forceUpdate());
     this.checkKey();
-    if (keptChat()) this.openChat(keptChat());
+    if (kept(CHAT)) this.openChat(kept(CHAT));
     this.listChats();
     keepForOffline();
   }
@@ -85,7 +85,7 @@ class App extends Component {
   };
 
   changeKey = (key) => {
-    keepKey(key);
+    keep(KEY, key);
     this.setState({ key });
   };
 
@@ -113,7 +113,7 @@ class App extends Component {
     this.keepTimer = null;
     const { chat, settings, preferences } = this.state;
     if (!preferences.keepsChats || chat.nodes.length === 0) return;
-    keepChat(chat.id);
+    keep(CHAT, chat.id);
     await this.withChats(() => saveChat({ ...chat, settings }));
     this.listChats();
   };
@@ -138,14 +138,14 @@ class App extends Component {
     const chat = await this.withChats(() => loadChat(id));
     if (!chat || this.state.running) return;
     const { settings, ...rest } = chat;
-    keepChat(id);
+    keep(CHAT, id);
     this.setState({ chat: rest, settings: { ...DEFAULTS, ...settings }, notice: "The chat is open." });
     this.closeCover();
   };
 
   startChat = () => {
     if (this.state.running) return;
-    keepChat("");
+    keep(CHAT, "");
     this.setState({ chat: newChat(), notice: "The conversation is empty." });
     this.closeCover();
     this.messageField.current.focus();
@@ -155,15 +155,10 @@ class App extends Component {
     if (COVERS.matches) this.setState({ panels: { chats: false, settings: false } });
   }
 
-  remove = async (id) => {
-    if (id === this.state.chat.id) this.startChat();
-    await this.withChats(() => deleteChat(id));
-    this.listChats();
-  };
-
-  removeAll = async () => {
-    this.startChat();
-    await this.withChats(deleteAllChats);
+  // Delete one chat, or without an id all of them.
+  remove = async (id = null) => {
+    if (id === null || id === this.state.chat.id) this.startChat();
+    await this.withChats(() => deleteChats(id));
     this.listChats();
   };
 
@@ -186,7 +181,8 @@ class App extends Component {
     const { models, settings } = this.state;
     let answer;
     try {
-      answer = newAnswer(chatFields(models[0]?.id, settings), settings.system);
+      const fields = chatFields(models[0]?.id, settings);
+      answer = newAnswer(fields, settings.system, hasTemplate(models, fields.model));
     } catch (error) {
       this.setState({ fault: `${error.message}.` });
       return false;
@@ -204,7 +200,8 @@ class App extends Component {
   // The same once more, without drafts; an answer that was cut is compared as far as it goes.
   compare = (id) => {
     const { answer, parent } = nodeOf(this.state.chat, id);
-    const plain = newAnswer(withoutDrafts(answer.fields, answer.status === DONE ? null : tokensOf(answer).length), answer.system);
+    const fields = withoutDrafts(answer.fields, answer.status === DONE ? null : tokensOf(answer).length);
+    const plain = newAnswer(fields, answer.system, answer.isChat);
     const messages = messagesOf(branchOf({ ...this.state.chat, leaf: parent }), answer.system);
     this.run(plain, messages, (comparison) => this.changeChat((chat) => withChange(chat, id, { comparison })));
   };
@@ -240,7 +237,6 @@ class App extends Component {
           keepsChats=${preferences.keepsChats}
           open=${this.openChat}
           remove=${this.remove}
-          removeAll=${this.removeAll}
           close=${() => this.showPanel("chats", false)}
         />`}
         <main inert=${isCovered}>
@@ -249,6 +245,7 @@ class App extends Component {
           <${Chat}
             chat=${chat}
             model=${model}
+            isChat=${hasTemplate(models, model?.id)}
             isBusy=${isBusy}
             opensTokens=${preferences.opensTokens}
             actions=${this.actions}
@@ -273,6 +270,11 @@ class App extends Component {
       <p class="visually-hidden" role="status">${notice}</p>
     </div>`;
   }
+}
+
+// Whether a model takes messages; a base model continues texts.
+function hasTemplate(models, id) {
+  return models.find((model) => model.id === id)?.hasTemplate ?? true;
 }
 
 function newChat() {

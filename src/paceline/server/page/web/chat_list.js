@@ -12,7 +12,7 @@ export class ChatList extends Component {
     this.state = { search: "", marked: null }; // `marked` is the chat whose deletion is to be confirmed, or ALL
   }
 
-  render({ list, chat, isBusy, keepsChats, open, remove, removeAll, close }, { search, marked }) {
+  render({ list, chat, isBusy, keepsChats, open, remove, close }, { search, marked }) {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
     const found = withOpen(list, chat).filter(({ title, text }) => words.every((word) => `${title}\n${text}`.toLowerCase().includes(word)));
     const mark = (id) => this.setState({ marked: id });
@@ -35,7 +35,7 @@ export class ChatList extends Component {
       <p class="note">${keepsChats ? "Kept in this browser only." : "New chats are not kept: see the settings."}</p>
       ${list.length > 0 &&
       (marked === ALL
-        ? html`<${Confirm} question="Delete all chats?" accept=${removeAll} end=${() => mark(null)} />`
+        ? html`<${Confirm} question="Delete all chats?" accept=${() => remove()} end=${() => mark(null)} />`
         : html`<button type="button" class="quiet" disabled=${isBusy} onClick=${() => mark(ALL)}>Delete all</button>`)}
     <//>`;
   }

@@ -1,4 +1,5 @@
 // The conversation that is open: what was said, or what an empty one may begin with, and where the next message is typed.
+import { isRunning } from "./answer.js";
 import { AnswerView } from "./answer_view.js";
 import { Composer } from "./composer.js";
 import { branchOf, versionsOf } from "./conversation.js";
@@ -16,18 +17,20 @@ export class Chat extends Component {
 
   componentDidUpdate({ chat, isBusy }, _, wasAtEnd) {
     const isOpened = chat.id !== this.props.chat.id;
-    if (isOpened || (wasAtEnd && isBusy && chat !== this.props.chat)) window.scrollTo(0, document.documentElement.scrollHeight);
+    const isRacing = [chat, this.props.chat].some(({ nodes }) => nodes.some(({ comparison }) => comparison && isRunning(comparison)));
+    if (isOpened || (wasAtEnd && isBusy && !isRacing && chat !== this.props.chat)) window.scrollTo(0, document.documentElement.scrollHeight);
   }
 
-  render({ chat, model, isBusy, opensTokens, actions, messageField }) {
+  render({ chat, model, isChat, isBusy, opensTokens, actions, messageField }) {
     return html`
-      ${chat.nodes.length === 0 && html`<${Welcome} ask=${(text) => actions.send({ text })} isBusy=${isBusy} />`}
+      ${chat.nodes.length === 0 && html`<${Welcome} send=${actions.send} ...${{ isBusy, isChat }} />`}
       ${branchOf(chat).map((node) => {
         const View = node.role === "user" ? MessageView : AnswerView;
         const name = node.answer?.fields.model ?? model?.id ?? "Answer";
-        return html`<${View} key=${node.id} ids=${versionsOf(chat, node)} ...${{ node, isBusy, opensTokens, actions }} model=${name} />`;
+        const ids = versionsOf(chat, node);
+        return html`<${View} key=${node.id} ...${{ node, ids, isBusy, opensTokens, actions }} model=${name} />`;
       })}
-      <${Composer} field=${messageField} isBusy=${isBusy} send=${actions.send} stop=${actions.stop} />
+      <${Composer} field=${messageField} ...${{ isBusy, isChat }} send=${actions.send} stop=${actions.stop} />
     `;
   }
 }

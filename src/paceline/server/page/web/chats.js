@@ -59,17 +59,10 @@ export function saveChat(chat) {
   });
 }
 
-export function deleteChat(id) {
-  return transact("readwrite", (list, contents) => {
-    list.delete(id);
-    contents.delete(id);
-  });
-}
-
-export function deleteAllChats() {
-  return transact("readwrite", (list, contents) => {
-    list.clear();
-    contents.clear();
+// Delete one chat, or without an id all of them.
+export function deleteChats(id = null) {
+  return transact("readwrite", (...stores) => {
+    for (const store of stores) id === null ? store.clear() : store.delete(id);
   });
 }
 

@@ -16,7 +16,7 @@ export class ComparisonView extends Component {
   }
 
   componentDidMount() {
-    this.section.current.scrollIntoView({ block: "nearest" });
+    this.section.current.scrollIntoView();
     if (isRunning(this.props.plain)) this.start(() => (this.props.plain.firstMs ? performance.now() - this.props.plain.firstMs : 0));
   }
 

@@ -53,7 +53,7 @@ export class Composer extends Component {
     event.currentTarget.value = ""; // the same file may be chosen again
   };
 
-  render({ field, isBusy, stop }, { text, files, fault }) {
+  render({ field, isBusy, isChat, stop }, { text, files, fault }) {
     return html`<div class="composer" onDragOver=${(event) => event.preventDefault()} onDrop=${this.drop}>
       ${fault && html`<p class="fault" role="alert">Not attached: ${fault}.</p>`}
       ${files.length > 0 &&
@@ -74,7 +74,7 @@ export class Composer extends Component {
         id="message"
         ref=${field}
         rows="1"
-        placeholder="Message"
+        placeholder=${isChat ? "Message" : "Text to continue"}
         value=${text}
         onInput=${(event) => this.setState({ text: event.currentTarget.value })}
         onKeyDown=${this.byKey}

@@ -1,5 +1,5 @@
 // One answer of the server, from the request to its end.
-import { ApiError, chatEvents } from "./api.js";
+import { ApiError, answerEvents } from "./api.js";
 import { DONE, FAILED, LOST, STOPPED, withEvent } from "./answer.js";
 
 const SHOW_EVERY_MS = 80; // often enough to look live; the model may want this processor too
@@ -15,7 +15,7 @@ export async function generate(answer, messages, key, signal, show) {
   };
   show(answer);
   try {
-    for await (const event of chatEvents({ ...answer.fields, messages }, key, signal)) {
+    for await (const event of answerEvents(answer, messages, key, signal)) {
       answer = withEvent(answer, event, performance.now());
       showSoon();
     }
