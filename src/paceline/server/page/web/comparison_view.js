@@ -21,7 +21,9 @@ export class ComparisonView extends Component {
   }
 
   componentDidUpdate({ plain }) {
-    if (isRunning(plain) && !isRunning(this.props.plain)) this.stop();
+    if (!isRunning(plain)) return;
+    this.section.current.scrollIntoView({ block: "nearest" }); // it grows
+    if (!isRunning(this.props.plain)) this.stop();
   }
 
   componentWillUnmount() {
