@@ -209,3 +209,37 @@ def test_the_page_follows_the_system_until_its_switch_says_else(open_page: Any, 
 def ground(page: Any) -> list[int]:
     """The colour behind everything."""
     return [int(value) for value in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))]
+
+
+# where the focus is: [its place among all elements, its outline, whether nothing lies over its middle, its markup]
+FOCUS = """() => {
+  const node = document.activeElement;
+  const box = node.getBoundingClientRect();
+  const [x, y] = [box.x + box.width / 2, Math.min(box.y + box.height / 2, innerHeight - 1)];
+  const top = document.elementFromPoint(x, y);
+  const style = getComputedStyle(node);
+  const isSeen = top !== null && (node.contains(top) || top.contains(node));
+  return [[...document.querySelectorAll("*")].indexOf(node), style.outlineStyle + style.outlineWidth, isSeen, node.outerHTML.slice(0, 99)];
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_tab_goes_through_the_page_in_its_order_and_is_always_seen(open_page: Any, server: Any, width: int) -> None:
+    page = open_page(server.url, viewport={"width": width, "height": 844})
+    script(page, scripted_stream([*LONG, (["\n\nline\n\n"] * 40, [], 0)]))
+    send(page, "A question")
+    wait(page)
+    show_tokens(page)
+    page.get_by_role("link", name="Skip to the message").focus()
+    places = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        place, outline, is_seen, markup = page.evaluate(FOCUS)
+        if places and place <= places[-1]:
+            break
+        places.append(place)
+        assert outline == "solid2px", markup
+        assert is_seen, markup
+    else:
+        raise AssertionError("Tab does not come to the end of the page")
+    assert len(places) >= 10

@@ -193,8 +193,7 @@ def test_an_answer_that_was_cut_by_a_reload_is_shown_as_stopped(page: Any) -> No
         scripted_stream(FIRST, finish_reason=None),
     )
     send(page, "One")
-    until(page, lambda: shown(page) == ["One", "Hello first"])
-    page.wait_for_timeout(600)
+    until(page, lambda: "Hello" in page.evaluate(STORED))
     page.reload()
     until(page, lambda: shown(page) == ["One", "Hello first"])
     assert page.get_by_text("Stopped.", exact=True).is_visible()
@@ -212,3 +211,14 @@ def test_the_key_is_in_nothing_that_is_kept(open_page: Any, serve: Any, tmp_path
     kept = page.evaluate(STORED) + page.evaluate("JSON.stringify(localStorage)")
     assert "One" in kept
     assert "the-key-of-this-test" not in kept
+
+
+def test_a_model_and_a_drafter_that_are_no_longer_served_are_not_requested(page: Any) -> None:
+    kept = json.dumps({"settings": {"model": "gone", "drafter": "gone", "temperature": "0.5"}})
+    page.evaluate("kept => localStorage.setItem('paceline-preferences', kept)", kept)
+    page.reload()
+    until(page, lambda: page.locator(".model").inner_text() == "mini")
+    asked = script(page, scripted_stream(FIRST))
+    send(page, "One")
+    wait(page)
+    assert (asked[0]["model"], asked[0]["speculation"], asked[0]["temperature"]) == ("mini", {"trees": True}, 0.5)

@@ -16,6 +16,7 @@ import { SettingsPanel } from "./settings_panel.js";
 const COVERS = matchMedia("(max-width: 59.99rem)"); // a panel covers the conversation
 const BOTH = matchMedia("(min-width: 75rem)"); // there is room for both panels
 const KEEP_AFTER_MS = 300;
+const KEEP_RUNNING_AFTER_MS = 2000; // all of a chat is written, while its answer grows
 
 class App extends Component {
   constructor() {
@@ -43,7 +44,7 @@ class App extends Component {
 
   componentDidMount() {
     window.addEventListener("keydown", this.byKey);
-    document.addEventListener("visibilitychange", () => document.hidden && this.keepTimer && this.keep());
+    document.addEventListener("visibilitychange", () => document.hidden && this.keepNow());
     COVERS.addEventListener("change", () => this.forceUpdate());
     this.checkKey();
     if (kept(CHAT)) this.openChat(kept(CHAT));
@@ -105,7 +106,11 @@ class App extends Component {
 
   changeChat(change) {
     this.setState(({ chat }) => ({ chat: { ...chat, ...change(chat) } }));
-    this.keepTimer ??= setTimeout(this.keep, KEEP_AFTER_MS);
+    this.keepTimer ??= setTimeout(this.keep, this.state.running ? KEEP_RUNNING_AFTER_MS : KEEP_AFTER_MS);
+  }
+
+  keepNow() {
+    if (this.keepTimer !== null) this.keep();
   }
 
   keep = async () => {
@@ -138,6 +143,7 @@ class App extends Component {
     const chat = await this.withChats(() => loadChat(id));
     if (!chat || this.state.running) return;
     const { settings, ...rest } = chat;
+    this.keepNow();
     keep(CHAT, id);
     this.setState({ chat: rest, settings: { ...DEFAULTS, ...settings }, notice: "The chat is open." });
     this.closeCover();
@@ -145,6 +151,7 @@ class App extends Component {
 
   startChat = () => {
     if (this.state.running) return;
+    this.keepNow();
     keep(CHAT, "");
     this.setState({ chat: newChat(), notice: "The conversation is empty." });
     this.closeCover();
@@ -181,8 +188,8 @@ class App extends Component {
     const { models, settings } = this.state;
     let answer;
     try {
-      const fields = chatFields(models[0]?.id, settings);
-      answer = newAnswer(fields, settings.system, hasTemplate(models, fields.model));
+      const model = chosenModel(models, settings);
+      answer = newAnswer(chatFields(model, settings), settings.system, model?.hasTemplate ?? true);
     } catch (error) {
       this.setState({ fault: `${error.message}.` });
       return false;
@@ -216,7 +223,7 @@ class App extends Component {
 
   render(_, { models, asksForKey, key, preferences, settings, panels, chat, list, running, notice, fault, keepFault }) {
     const isBusy = running !== null;
-    const model = models.find(({ id }) => id === settings.model) ?? models[0] ?? null;
+    const model = chosenModel(models, settings);
     const isCovered = COVERS.matches && (panels.chats || panels.settings);
     return html`<div class="app" data-theme=${preferences.theme}>
       <${Header}
@@ -245,7 +252,7 @@ class App extends Component {
           <${Chat}
             chat=${chat}
             model=${model}
-            isChat=${hasTemplate(models, model?.id)}
+            isChat=${model?.hasTemplate ?? true}
             isBusy=${isBusy}
             opensTokens=${preferences.opensTokens}
             actions=${this.actions}
@@ -272,9 +279,9 @@ class App extends Component {
   }
 }
 
-// Whether a model takes messages; a base model continues texts.
-function hasTemplate(models, id) {
-  return models.find((model) => model.id === id)?.hasTemplate ?? true;
+// The model that the settings name, where it is served.
+function chosenModel(models, settings) {
+  return models.find(({ id }) => id === settings.model) ?? models[0] ?? null;
 }
 
 function newChat() {

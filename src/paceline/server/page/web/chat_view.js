@@ -8,6 +8,7 @@ import { MessageView } from "./message_view.js";
 import { Welcome } from "./welcome.js";
 
 const NEAR_END_PX = 120;
+const isBeingCompared = ({ comparison }) => comparison && isRunning(comparison);
 
 export class Chat extends Component {
   // Follow a growing answer where its end is in sight; who has scrolled up stays there.
@@ -17,8 +18,9 @@ export class Chat extends Component {
 
   componentDidUpdate({ chat, isBusy }, _, wasAtEnd) {
     const isOpened = chat.id !== this.props.chat.id;
-    const isRacing = [chat, this.props.chat].some(({ nodes }) => nodes.some(({ comparison }) => comparison && isRunning(comparison)));
-    if (isOpened || (wasAtEnd && isBusy && !isRacing && chat !== this.props.chat)) window.scrollTo(0, document.documentElement.scrollHeight);
+    const isRacing = [chat, this.props.chat].some((one) => one.nodes.some(isBeingCompared));
+    const isGrowing = isBusy && !isRacing && chat !== this.props.chat;
+    if (isOpened || (wasAtEnd && isGrowing)) window.scrollTo(0, document.documentElement.scrollHeight);
   }
 
   render({ chat, model, isChat, isBusy, opensTokens, actions, messageField }) {

@@ -45,14 +45,14 @@ export function chatFields(model, settings) {
   const lists = LISTS.map(({ name }) => [name, linesOf(settings[name])]);
   const schema = jsonOf("schema", settings);
   return {
-    model: settings.model || model,
+    model: model?.id,
     stream: true,
     stream_options: { include_usage: true },
     ...Object.fromEntries([...numbers, ...lists]),
     seed: numberOf(settings.seed) ?? crypto.getRandomValues(new Uint32Array(1))[0],
     logit_bias: jsonOf("logit_bias", settings),
     response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema } },
-    speculation: speculationOf(settings),
+    speculation: speculationOf(model, settings),
   };
 }
 
@@ -82,9 +82,10 @@ function jsonOf(name, settings) {
   return settings[name].trim() ? JSON.parse(settings[name]) : undefined;
 }
 
-function speculationOf({ drafter, numSpeculativeTokens }) {
+function speculationOf(model, { drafter, numSpeculativeTokens }) {
   if (drafter === NO_DRAFTER) return { enabled: false, trees: true };
-  return { trees: true, drafter: drafter || undefined, num_speculative_tokens: numberOf(numSpeculativeTokens) };
+  const chosen = model?.drafters.includes(drafter) ? drafter : undefined; // kept settings may name one of another model
+  return { trees: true, drafter: chosen, num_speculative_tokens: numberOf(numSpeculativeTokens) };
 }
 
 function numberOf(text) {

@@ -5,9 +5,12 @@ import { Panel } from "./panel.js";
 import { AS_LOADED, DEFAULTS, JSON_FIELDS, LISTS, NO_DRAFTER, NUMBERS, PENALTIES, jsonFault } from "./request.js";
 
 const DRAFT_TOKENS = { name: "numSpeculativeTokens", label: "Draft tokens a step", hint: "as loaded", min: 0, max: 64, step: 1 };
+const SWITCHES = { keepsChats: "Keep chats", opensTokens: "Open the tokens of new answers" };
 
 export function SettingsPanel({ models, model, settings, change, preferences, changePreferences, close, ...access }) {
   const set = (name) => (event) => change({ [name]: event.currentTarget.value });
+  const drafters = draftersOf(model);
+  const drafter = drafters.some(([name]) => name === settings.drafter) ? settings.drafter : AS_LOADED;
   const number = (field) => html`<${NumberField} key=${field.name} field=${field} value=${settings[field.name]} set=${set(field.name)} />`;
   const text = (field, fault = "") =>
     html`<${TextField} key=${field.name} field=${field} value=${settings[field.name]} set=${set(field.name)} fault=${fault} />`;
@@ -16,7 +19,7 @@ export function SettingsPanel({ models, model, settings, change, preferences, ch
     ${text({ name: "system", label: "System prompt", hint: "none" })}
     ${models.length > 1 &&
     html`<${Choice} id="model" label="Model" value=${model.id} set=${set("model")} options=${models.map(({ id }) => [id, id])} />`}
-    <${Choice} id="drafter" label="Drafter" value=${settings.drafter} set=${set("drafter")} options=${draftersOf(model)} />
+    <${Choice} id="drafter" label="Drafter" value=${drafter} set=${set("drafter")} options=${drafters} />
     ${number(DRAFT_TOKENS)}
     <fieldset class="grid"><legend>Sampling</legend>${NUMBERS.map(number)}</fieldset>
     <p class="note">An empty field is left to the server and its model.</p>
@@ -26,10 +29,7 @@ export function SettingsPanel({ models, model, settings, change, preferences, ch
     </details>
     <details><summary>JSON schema</summary>${text(JSON_FIELDS[1], jsonFault(settings.schema))}</details>
     <fieldset><legend>This browser</legend>
-      ${[
-        ["keepsChats", "Keep chats"],
-        ["opensTokens", "Open the tokens of new answers"],
-      ].map(([name, label]) => {
+      ${Object.entries(SWITCHES).map(([name, label]) => {
         const toggle = (event) => changePreferences({ [name]: event.currentTarget.checked });
         return html`<label class="check" key=${name}>
           <input type="checkbox" checked=${preferences[name]} onChange=${toggle} />
