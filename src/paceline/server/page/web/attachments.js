@@ -15,7 +15,7 @@ export async function readTextFile(file) {
 }
 
 export function sizeOf(bytes) {
-  return bytes < 1000 ? `${bytes} bytes` : bytes < 1_000_000 ? `${(bytes / 1000).toFixed(1)} kB` : `${(bytes / 1_000_000).toFixed(1)} MB`;
+  return bytes < 1000 ? `${bytes} bytes` : bytes < 1e6 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1_000_000).toFixed(1)} MB`;
 }
 
 // A message as the model reads it: the files follow the text, each in a fence longer than any in it.

@@ -34,7 +34,7 @@ export class ComparisonView extends Component {
     clearInterval(this.timer);
     this.timer = setInterval(() => {
       const elapsedMs = clock();
-      const isOver = [this.props.answer, this.props.plain].every((answer) => lastMsOf(answer) <= elapsedMs);
+      const isOver = [this.props.answer, this.props.plain].every(({ steps }) => (steps.at(-1)?.atMs ?? 0) <= elapsedMs);
       if (isOver && !isRunning(this.props.plain)) this.stop();
       else this.setState({ elapsedMs });
     }, FRAME_MS);
@@ -77,11 +77,6 @@ export class ComparisonView extends Component {
       </details>`}
     </section>`;
   }
-}
-
-// When the last step of an answer came, counted from its first one.
-function lastMsOf(answer) {
-  return answer.steps.at(-1)?.atMs ?? 0;
 }
 
 // One answer as it was after `elapsedMs`; null = all of it.

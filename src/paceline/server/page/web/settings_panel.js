@@ -1,5 +1,6 @@
 // How answers are made: the system prompt, the model or an adapter of it, the drafter, the sampling and the form of the answer; what this
 // browser keeps; and the API key where the server asks for one.
+import { sizeOf } from "./attachments.js";
 import { html } from "./html.js";
 import { Panel } from "./panel.js";
 import { AS_LOADED, DEFAULTS, JSON_FIELDS, LISTS, NO_DRAFTER, NUMBERS, PENALTIES, jsonFault } from "./request.js";
@@ -17,8 +18,8 @@ export function SettingsPanel({ models, model, settings, change, preferences, ch
   return html`<${Panel} id="settings" title="Settings" close=${close}>
     ${access.asksForKey && html`<${KeyField} ...${access} />`}
     ${text({ name: "system", label: "System prompt", hint: "none" })}
-    ${models.length > 1 &&
-    html`<${Choice} id="model" label="Model" value=${model.id} set=${set("model")} options=${models.map(({ id }) => [id, id])} />`}
+    ${model &&
+    html`<${Choice} id="model" label="Model" value=${model.id} set=${set("model")} options=${models.map((one) => [one.id, factsOf(one)])} />`}
     <${Choice} id="drafter" label="Drafter" value=${drafter} set=${set("drafter")} options=${drafters} />
     ${number(DRAFT_TOKENS)}
     <fieldset class="grid"><legend>Sampling</legend>${NUMBERS.map(number)}</fieldset>
@@ -91,6 +92,11 @@ function KeyField({ apiKey, changeKey, checkKey }) {
     <button type="button" onClick=${checkKey}>Use key</button>
     <p id="key-note" class="note">Kept in this tab until it is closed.</p>
   </div>`;
+}
+
+// A model's name, and where the server says so its number of parameters, quantisation and size.
+function factsOf({ id, meta: { n_params, quantization, size } = {} }) {
+  return [id, n_params && `${Math.round(n_params / 1e6)} M parameters`, quantization, size && sizeOf(size)].filter(Boolean).join(" · ");
 }
 
 // The drafters that a request may select: all that are loaded together, one of them, none.
