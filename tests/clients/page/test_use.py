@@ -221,3 +221,35 @@ def test_a_base_model_continues_texts(open_page: Any, serve: Any, mini_dir: Path
     assert asked[2]["prompt"].startswith("The sky is blue because\n\n")
     assert asked[2]["prompt"].endswith("\n\nAnd")
     assert text.strip() != ""
+
+
+def test_models_are_listed_with_their_facts_and_the_chosen_one_is_requested(page: Any) -> None:
+    loaded = {"id": "small", "drafters": ["ngram"], "meta": {"n_params": 134_515_008, "size": 98_362_432, "quantization": "Q4_1"}}
+    adapter = {"id": "tuned", "drafters": ["ngram"], "parent": "small"}
+    unloaded = {"id": "other", "drafters": [], "status": {"value": "unloaded"}, "meta": {"quantization": "bf16"}}
+    answers = [[loaded, adapter, unloaded]] * 2 + [[loaded, adapter, {**unloaded, "drafters": ["suffix"], "status": {"value": "loaded"}}]]
+    listed: list[Any] = []
+
+    def models(route: Any) -> None:
+        listed.append(answers[min(len(listed), 2)])
+        route.fulfill(json={"object": "list", "data": listed[-1]})
+
+    page.route("**/v1/models", models)
+    page.reload()
+    until(page, lambda: page.locator(".model").inner_text() == "small")
+    open_settings(page)
+    options = page.get_by_label("Model").locator("option").all_text_contents()
+    assert options == ["small · 135 M parameters · Q4_1 · 98.4 MB", "tuned", "other · bf16"]
+    asked = script(page, scripted_stream([(["Hello"], [], 0)]))
+    drafters = page.get_by_label("Drafter").locator("option")
+    for name, known in {"tuned": ["ngram", "none (plain)"], "other": ["as loaded", "none (plain)"]}.items():
+        page.get_by_label("Model").select_option(name)
+        assert drafters.all_text_contents() == known
+        send(page)
+        wait(page)
+        assert asked[-1]["model"] == name
+        assert page.locator(".answer h2").last.inner_text() == name
+    until(page, lambda: len(listed) >= 2)
+    send(page)
+    wait(page)
+    until(page, lambda: drafters.all_text_contents() == ["suffix", "none (plain)"])

@@ -76,7 +76,8 @@ class App extends Component {
   checkKey = async () => {
     try {
       const models = await servedModels(this.state.key);
-      this.setState({ models, fault: "", notice: `${models[0].id} is ready.` });
+      const notice = this.state.models.length ? this.state.notice : `${models[0].id} is ready.`;
+      this.setState({ models, fault: "", notice });
     } catch (error) {
       const asksForKey = this.state.asksForKey || error.status === 401;
       const fault = error.status === 401 ? "This server asks for an API key: enter it in the settings." : `${error.message}.`;
@@ -218,7 +219,8 @@ class App extends Component {
     this.setState({ running, notice: "Answering." });
     const answer = await generate(begun, messages, this.state.key, running.signal, show);
     this.setState({ running: null, notice: announced(answer) }, this.keep);
-    if (answer.status === FAILED || this.state.models.length === 0) this.checkKey();
+    const isKnown = chosenModel(this.state.models, this.state.settings)?.drafters.length > 0; // else it may have been loaded now
+    if (answer.status === FAILED || !isKnown) this.checkKey();
   }
 
   render(_, { models, asksForKey, key, preferences, settings, panels, chat, list, running, notice, fault, keepFault }) {

@@ -5,9 +5,6 @@
 const policy = window.trustedTypes?.createPolicy("paceline-worker", { createScriptURL: () => "page/service_worker.js" });
 
 export async function keepForOffline() {
-  try {
-    await navigator.serviceWorker?.register(policy?.createScriptURL("") ?? "page/service_worker.js", { scope: "./" });
-  } catch {
-    // a browser may forbid it
-  }
+  const address = policy?.createScriptURL("") ?? "page/service_worker.js";
+  await navigator.serviceWorker?.register(address, { scope: "./" }).catch(() => {}); // a browser may forbid it
 }

@@ -19,7 +19,7 @@ export function SettingsPanel({ models, model, settings, change, preferences, ch
     ${access.asksForKey && html`<${KeyField} ...${access} />`}
     ${text({ name: "system", label: "System prompt", hint: "none" })}
     ${model &&
-    html`<${Choice} id="model" label="Model" value=${model.id} set=${set("model")} options=${models.map((one) => [one.id, factsOf(one)])} />`}
+    html`<${Choice} id="model" label="Model" value=${model.id} set=${set("model")} options=${models.map(factsOf)} />`}
     <${Choice} id="drafter" label="Drafter" value=${drafter} set=${set("drafter")} options=${drafters} />
     ${number(DRAFT_TOKENS)}
     <fieldset class="grid"><legend>Sampling</legend>${NUMBERS.map(number)}</fieldset>
@@ -94,14 +94,16 @@ function KeyField({ apiKey, changeKey, checkKey }) {
   </div>`;
 }
 
-// A model's name, and where the server says so its number of parameters, quantisation and size.
+// An option for a model: its name, and where the server says so its number of parameters, quantisation and size.
 function factsOf({ id, meta: { n_params, quantization, size } = {} }) {
-  return [id, n_params && `${Math.round(n_params / 1e6)} M parameters`, quantization, size && sizeOf(size)].filter(Boolean).join(" · ");
+  const facts = [n_params && `${Math.round(n_params / 1e6)} M parameters`, quantization, size && sizeOf(size)];
+  return [id, [id, ...facts].filter(Boolean).join(" · ")];
 }
 
 // The drafters that a request may select: all that are loaded together, one of them, none.
 function draftersOf(model) {
   const loaded = model?.drafters ?? [];
-  const together = model ? loaded.join("+") || "none is loaded" : "as loaded";
+  const isLoaded = model && model.status?.value !== "unloaded";
+  const together = isLoaded ? loaded.join("+") || "none is loaded" : "as loaded";
   return [[AS_LOADED, together], ...(loaded.length > 1 ? loaded.map((name) => [name, name]) : []), [NO_DRAFTER, "none (plain)"]];
 }
