@@ -262,7 +262,7 @@ def test_every_setting_is_one_that_the_server_takes(page: Any) -> None:
     assert page.locator(".markdown").inner_text() in ('"yes"', '"no"')
 
 
-def test_a_setting_that_is_no_json_is_said_and_no_message_is_lost(page: Any) -> None:
+def test_a_setting_that_is_no_json_is_reported_and_no_message_is_lost(page: Any) -> None:
     open_settings(page)
     field = page.get_by_label("JSON schema of")
     field.fill('{"type": ')

@@ -94,7 +94,7 @@ def test_a_chat_is_deleted_after_a_question(page: Any) -> None:
     page.get_by_text("No chats yet.").wait_for()
 
 
-def test_without_leave_nothing_is_kept(page: Any) -> None:
+def test_nothing_is_kept_where_keep_chats_is_off(page: Any) -> None:
     script(page, scripted_stream(FIRST))
     open_settings(page)
     page.get_by_label("Keep chats").uncheck()
@@ -107,7 +107,7 @@ def test_without_leave_nothing_is_kept(page: Any) -> None:
     assert page.locator(".turn").count() == 0
 
 
-def test_a_browser_that_forbids_to_keep_is_said_and_the_chat_goes_on(open_page: Any, server: Any) -> None:
+def test_a_browser_that_refuses_to_keep_is_reported_and_the_chat_goes_on(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
     page.evaluate("() => { IDBDatabase.prototype.transaction = () => { throw new Error('the disk is full') } }")
     script(page, scripted_stream(FIRST))
@@ -213,7 +213,7 @@ def test_the_key_is_in_nothing_that_is_kept(open_page: Any, serve: Any, tmp_path
     assert "the-key-of-this-test" not in kept
 
 
-def test_a_model_and_a_drafter_that_are_no_longer_served_are_not_requested(page: Any) -> None:
+def test_a_model_or_drafter_that_is_no_longer_served_is_not_requested(page: Any) -> None:
     kept = json.dumps({"settings": {"model": "gone", "drafter": "gone", "temperature": "0.5"}})
     page.evaluate("kept => localStorage.setItem('paceline-preferences', kept)", kept)
     page.reload()

@@ -92,7 +92,7 @@ def test_a_text_file_goes_into_the_message(page: Any) -> None:
     assert asked[1]["messages"][0]["content"].startswith("Sum it up shorter.\n\nnotes.md:\n````\nOne")
 
 
-def test_a_file_that_is_no_text_or_too_long_is_not_attached(page: Any) -> None:
+def test_a_binary_or_too_long_file_is_not_attached(page: Any) -> None:
     chooser = page.get_by_label("Text files", exact=True)
     binary = {"name": "image.png", "mimeType": "image/png", "buffer": b"\x89PNG\x00"}
     long = {"name": "long.txt", "mimeType": "text/plain", "buffer": b"x" * 1_000_001}
@@ -187,7 +187,7 @@ def test_the_page_can_be_installed_and_opens_without_its_server(open_page: Any, 
     until(page, lambda: page.locator(".model").inner_text() == "mini")
 
 
-def test_what_another_program_serves_later_at_the_same_address_is_not_hidden(open_page: Any, serve: Any) -> None:
+def test_the_service_worker_does_not_hide_another_program_at_its_address(open_page: Any, serve: Any) -> None:
     server = serve()
     page = open_page(server.url, service_workers="allow", expects_faults=True)
     page.evaluate("() => navigator.serviceWorker.ready.then(() => true)")
@@ -223,7 +223,7 @@ def test_a_base_model_continues_texts(open_page: Any, serve: Any, mini_dir: Path
     assert text.strip() != ""
 
 
-def test_models_are_listed_with_their_facts_and_the_chosen_one_is_requested(page: Any) -> None:
+def test_models_are_listed_with_their_facts_and_requested_by_name(page: Any) -> None:
     loaded = {"id": "small", "drafters": ["ngram"], "meta": {"n_params": 134_515_008, "size": 98_362_432, "quantization": "Q4_1"}}
     adapter = {"id": "tuned", "drafters": ["ngram"], "parent": "small"}
     unloaded = {"id": "other", "drafters": [], "status": {"value": "unloaded"}, "meta": {"quantization": "bf16"}}
