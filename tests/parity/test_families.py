@@ -185,9 +185,9 @@ def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Ca
         ("granite", {"scale": 0.25}),
         ("granite", {"residual_scale": 1.0}),
         ("granite", {"logit_scale": 1.0}),
-        ("smollm3", {"rotates": True}),
-        ("smollm3-listed", {"rotates": True}),
-        ("smollm3-listed", {"rotates": False}),
+        ("smollm3", {"has_rope_embedding": True}),
+        ("smollm3-listed", {"has_rope_embedding": True}),
+        ("smollm3-listed", {"has_rope_embedding": False}),
         *((name, {"window": window}) for name in WINDOWS for window in (None, 15, 17)),
     ],
 )

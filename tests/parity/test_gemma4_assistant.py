@@ -103,7 +103,7 @@ def logits_of(network: AssistantNetwork, output: Any, row: int) -> FloatArray:
     """[V], -inf for tokens that are not looked at."""
     if network.assistant.config.clusters is None:
         return output.logits[row].copy()
-    ids, scores = network.candidates(output, row, VOCAB_SIZE)
+    ids, scores = network.cluster_candidates(output, row, VOCAB_SIZE)
     assert len(ids) == len(np.unique(ids)) == 4 * VOCAB_SIZE // 12
     whole = np.full(VOCAB_SIZE, -np.inf, np.float32)
     whole[ids] = scores

@@ -131,7 +131,7 @@ def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sibling_networks_share_weights_and_cache(backend: str) -> None:
     head = open_network(backend)
-    twin, other = head.network_with_same_weights(network), head.sibling(push)
+    twin, other = head.network_with_same_weights(network), head.network_with_same_weights(push)
     inputs = rows(20)
     whole = run(head, inputs, batch_of(RowRange(0, 20, 0, table(1))))
     behind = run(twin, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(1))))
