@@ -23,7 +23,11 @@ DFLASH: Mapping[str, Any] = {
 }  # fmt: skip
 DSPARK: Mapping[str, Any] = {
     **SIZES, "architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": MASK, "target_layer_ids": [-1, 3, 5],
-    "markov_rank": 6, "sample_from_anchor": True,
+    "sample_from_anchor": True,
+}  # fmt: skip
+DFLASH2: Mapping[str, Any] = {
+    **DFLASH, "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {**DFLASH["dflash_config"], "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 5},
 }  # fmt: skip
 
 
@@ -36,7 +40,7 @@ def block_tensors(
     target_hidden: int = TARGET_HIDDEN,
     seed: int = 0,
 ) -> Tensors:
-    """Random tensors of a drafter.
+    """Random tensors of a drafter; with convolutions and a selector if the config has their sizes.
 
     Args:
         confidence: with a confidence head, which reads the previous token's Markov row or not; None = without.
@@ -63,7 +67,28 @@ def block_tensors(
         shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
     if confidence is not None:
         shapes |= {"confidence_head.proj.weight": (1, hidden + rank * confidence), "confidence_head.proj.bias": (1,)}
-    return random_tensors(shapes, seed)
+    return random_tensors(shapes | _dflash2_shapes(config), seed)
+
+
+def _dflash2_shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    sizes, hidden = config.get("dflash_config", {}), config["hidden_size"]
+    if "conv_kernel_size" not in sizes:
+        return {}
+    taps, groups, rank = sizes["conv_kernel_size"], hidden // sizes["conv_group_size"], sizes["selector_rank"]
+    shapes: dict[str, Sequence[int]] = {f"candidate_selector.{name}_codebook": (VOCAB_SIZE, rank) for name in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{layer}.{part}.base_kernel"] = (2, taps, hidden)
+            shapes[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    return shapes
+
+
+def write_random_block2(directory: Path, *, hidden_size: int = 64) -> Path:
+    """A DFlash2 drafter that knows nothing of its target of 3 layers."""
+    nested = {**DFLASH2["dflash_config"], "mask_token_id": 3, "target_layer_ids": [-1, 0, 2], "conv_kernel_size": 3}
+    config = {**DFLASH2, "hidden_size": hidden_size, "num_hidden_layers": 2, "dflash_config": nested}
+    return write_head(directory, config, block_tensors(config, target_hidden=hidden_size))
 
 
 def write_random_block(directory: Path, *, markov: str | None = None, hidden_size: int = 64, **more: Any) -> Path:
@@ -119,7 +144,8 @@ class PlainBlock:
         positions = np.arange(num_known + size)
         for layer, (window, is_causal) in enumerate(self.layers):
             prefix = f"layers.{layer}."
-            normed = _norm(x, self.w[prefix + "input_layernorm.weight"])
+            taken = _norm(x, self.w[prefix + "input_layernorm.weight"])
+            normed = self._convolved(taken, taken, prefix + "attention_conv", 0)
             q = self._heads(normed, prefix, "q", positions[num_known:])
             rows = np.concatenate([context, normed])
             k, v = self._heads(rows, prefix, "k", positions), self._heads(rows, prefix, "v", positions)
@@ -134,12 +160,26 @@ class PlainBlock:
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             attended = np.einsum("hqk,khd->qhd", shares, np.repeat(v, group, 1)).reshape(size, -1)
-            x = x + attended @ self.w[prefix + "self_attn.o_proj.weight"].T
-            normed = _norm(x, self.w[prefix + "post_attention_layernorm.weight"])
+            x = x + self._convolved(attended @ self.w[prefix + "self_attn.o_proj.weight"].T, taken, prefix + "attention_conv", 1)
+            taken = _norm(x, self.w[prefix + "post_attention_layernorm.weight"])
+            normed = self._convolved(taken, taken, prefix + "mlp_conv", 0)
             gate, up, down = (self.w[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
             gated = normed @ gate.T
-            x = x + (gated / (1 + np.exp(-gated)) * (normed @ up.T)) @ down.T
+            mixed = (gated / (1 + np.exp(-gated)) * (normed @ up.T)) @ down.T
+            x = x + self._convolved(mixed, taken, prefix + "mlp_conv", 1)
         return _norm(x, self.w["norm.weight"])
+
+    def _convolved(self, x: Array, taken: Array, name: str, side: int) -> Array:
+        """x [n, E] with the kernels of the rows `taken` at one side of a part; unchanged without a convolution."""
+        if name + ".base_kernel" not in self.w:
+            return x
+        base = self.w[name + ".base_kernel"][side]
+        added = (taken @ self.w[name + ".kernel_projection.weight"].T).reshape(len(x), 2, len(base), -1)[:, side]
+        out = np.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(min(len(base), row + 1)):
+                out[row] += (base[tap] + np.repeat(added[row, tap], x.shape[1] // added.shape[-1])) * x[row - tap]
+        return out
 
     def draft(self, anchor: int, size: int) -> tuple[list[int], list[float], Array]:
         """Tokens, confidences and rows of logits of a draft."""
@@ -149,6 +189,13 @@ class PlainBlock:
         logits = np.tanh(logits / cap) * cap if cap else logits
         tokens, confidences, previous, state = [], [], anchor, 0.0
         for row, h in zip(logits, hidden, strict=True):
+            if "candidate_selector.predecessor_codebook" in self.w:
+                before, after = (self.w[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
+                best = np.argsort(-row, kind="stable")[: self.config["selector_top_k"]]
+                given = before[previous] * (self.w["candidate_selector.hidden_projection.weight"] @ h)
+                previous = int(best[np.argmax(row[best] + after[best] @ given)])
+                tokens.append(previous)
+                continue
             if "markov_head.markov_w1.weight" in self.w:
                 e = self.w["markov_head.markov_w1.weight"][previous]
                 latent = e

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from harness.block_checkpoints import DFLASH, DSPARK, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
+from harness.block_checkpoints import DFLASH, DFLASH2, DSPARK, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
 from harness.eagle_checkpoints import Tensors, write_head
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.block.checkpoint import open_block, read_block_config
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import read_block_config
+from paceline.drafters.block.network import SELECTED, BlockHead, BlockRows, ContextRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
@@ -41,6 +42,11 @@ def dspark(kind: str, with_markov: bool | None = None, **more: Any) -> Variant:
     return Variant(config, lambda: block_tensors(DSPARK, markov=kind, confidence=with_markov))
 
 
+def dflash2(nested: Mapping[str, Any] | None = None, **more: Any) -> Variant:
+    config = {**DFLASH2, **more, "dflash_config": {**DFLASH2["dflash_config"], **(nested or {})}}
+    return Variant(config, lambda: block_tensors(config))
+
+
 SLIDES = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 12}
 VARIANTS: dict[str, Variant] = {
     "dflash, all rows see the block": Variant(DFLASH, block_tensors),
@@ -63,6 +69,12 @@ VARIANTS: dict[str, Variant] = {
         {**DSPARK, "architectures": ["Lfm2DSparkDraftModel"]}, lambda: block_tensors(DSPARK, markov="vanilla"), plain={"interleaved": True}
     ),
     "dspark, at its own position": dspark("vanilla", sample_from_anchor=False),
+    "dflash2": dflash2(),
+    "dflash2, kernels of 3 rows, groups of 8": dflash2({"conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 16}),
+    "dflash2, groups of 16": dflash2({"conv_group_size": 16}),
+    "dflash2, a single candidate": dflash2({"selector_top_k": 1}),
+    "dflash2, scales and cap": dflash2({"input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+    "dflash2, drafts after its own position": dflash2(sample_from_anchor=True),
 }
 
 
@@ -82,6 +94,8 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
     output = head.run_block([BlockRows(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
     shift = 0 if at_anchor else 1
     logits, hidden = np.array(output.logits)[shift:], np.array(output.hidden_states)[shift:]
+    if head.config.num_candidates:
+        return select(head, logits, np.array(output.results[SELECTED])[shift:], anchor), [], logits
     if not head.rank:
         return logits.argmax(-1).tolist(), [], logits
     tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.rank, np.float32)
@@ -95,6 +109,15 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
         tokens.append(previous)
         rows.append(row)
     return tokens, confidences, np.stack(rows)
+
+
+def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int]:
+    """Greedy tokens of a drafter with a selector."""
+    tokens = [anchor]
+    for row, vector in zip(logits, selected, strict=True):
+        best = np.argsort(-row, kind="stable")[: head.config.num_candidates].astype(np.int32)
+        tokens.append(int(best[head.rescore(tokens[-1:], vector, best, row[best])[0].argmax()]))
+    return tokens[1:]
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -120,6 +143,23 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
         assert tokens == wanted
         np.testing.assert_allclose(logits, expected, atol=1e-4)
         np.testing.assert_allclose(confidences, chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path) -> None:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels here")
+    random = np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    head = open_head(tmp_path, DFLASH2, block_tensors(DFLASH2), embedding, lm_head, backend)
+    features = random.normal(size=(6, 3 * TARGET_HIDDEN)).astype(np.float32)
+    parts = []
+    for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):
+        head.run_context([ContextRows(features, RowRange(0, 6, 0, blocks))])
+        parts.append(BlockRows(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_)), range(size)))
+    together = np.array(head.run_block(parts).logits)
+    alone = [np.array(head.run_block([part]).logits) for part in parts]
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [64, 9])

@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import BLOCK_KINDS, read_block_config
 from paceline.drafters.draft_model import read_mask_token
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle

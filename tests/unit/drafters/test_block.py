@@ -13,7 +13,8 @@ from harness.exact_targets import skip_without_kernels
 from harness.medusa_checkpoints import write_successor_target
 from harness.model_configs import make_config
 from paceline import LLM, SamplingParams
-from paceline.drafters.block.checkpoint import open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
@@ -43,9 +44,8 @@ def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "of the kind Gemma4DSparkModel, which is not supported"),
+        ({"architectures": ["LingDSparkModel"]}, "of the kind LingDSparkModel, which is not supported"),
         ({"lilicorr_top_k": 4}, "'lilicorr_top_k', which is not supported"),
-        ({"conv_kernel_size": 2}, "'conv_kernel_size', which is not supported"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; vanilla, gated, rnn are"),
         ({"mask_token_id": 97}, r"mask_token_id = \[97\], expected one id below the target's 97"),
         ({"target_layer_ids": [1, 3]}, r"reads 3 of the target's layer boundaries, and its config names \[2, 4\]"),

@@ -61,6 +61,15 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
 
 
+def rope_values(file: GgufFile, *, head_size: int, max_positions: int) -> dict[str, Any]:
+    """Return the config.json fields of the rotary embeddings of a drafting head's file.
+
+    Raises:
+        CheckpointError: A value is out of range or not supported.
+    """
+    return _ConfigReader(file, FAMILIES["llama"])._rope(head_size, max_positions)
+
+
 def gguf_format(family: Family) -> GgufFormat:
     """Return how GGUF files of a family are read.
 
