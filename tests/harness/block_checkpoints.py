@@ -25,6 +25,16 @@ DSPARK: Mapping[str, Any] = {
     **SIZES, "architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": MASK, "target_layer_ids": [-1, 3, 5],
     "sample_from_anchor": True,
 }  # fmt: skip
+GEMMA4: Mapping[str, Any] = {
+    **{name: value for name, value in DSPARK.items() if name not in ("model_type", "rope_theta", "head_dim")},
+    "architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "confidence_head_with_markov": True, "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 3.0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 4,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}  # fmt: skip
 DFLASH2: Mapping[str, Any] = {
     **DFLASH, "architectures": ["DFlash2DraftModel"],
     "dflash_config": {**DFLASH["dflash_config"], "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 8, "selector_top_k": 5},
@@ -45,8 +55,11 @@ def block_tensors(
     Args:
         confidence: with a confidence head, which reads the previous token's Markov row or not; None = without.
     """
-    hidden, inner, size, rank = config["hidden_size"], config["intermediate_size"], config["head_dim"], 6
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    is_gemma4 = "global_head_dim" in config
+    size = config["global_head_dim" if is_gemma4 else "head_dim"]
+    hidden, inner, rank = config["hidden_size"], config["intermediate_size"], 6
+    queries = config["num_attention_heads"] * size
+    keys = config["num_global_key_value_heads" if is_gemma4 else "num_key_value_heads"] * size
     shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * target_hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
@@ -57,6 +70,10 @@ def block_tensors(
             prefix + "mlp.down_proj.weight": (hidden, inner), prefix + "input_layernorm.weight": (hidden,),
             prefix + "post_attention_layernorm.weight": (hidden,),
         }  # fmt: skip
+        if is_gemma4:
+            del shapes[prefix + "self_attn.v_proj.weight"]
+            shapes |= {f"{prefix}{part}_feedforward_layernorm.weight": (hidden,) for part in ("pre", "post")}
+            shapes[prefix + "layer_scalar"] = (1,)
         if qk_norm:
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (size,) for part in ("q", "k")}
     if markov is not None:
@@ -130,6 +147,7 @@ class PlainBlock:
         self, config: Mapping[str, Any], tensors: Tensors, embedding: Array, head: Array, layers: Sequence[tuple[int | None, bool]]
     ) -> None:
         self.config, self.embedding, self.head, self.layers = config, embedding, head, layers
+        self.is_gemma4 = "global_head_dim" in config
         self.w = {name: values.double().numpy() for name, values in tensors.items()}
         self.states = np.zeros((0, self.w["fc.weight"].shape[1]))
 
@@ -140,7 +158,9 @@ class PlainBlock:
         """[size, E] after the final norm."""
         config, num_known = self.config, len(self.states)
         context = _norm(self.states @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
-        x = self.embedding[[anchor] + [config["mask_token_id"]] * (size - 1)] * config.get("input_embedding_scale", 1.0)
+        x = self.embedding[[anchor] + [config["mask_token_id"]] * (size - 1)] * config.get(
+            "input_embedding_scale", config["hidden_size"] ** 0.5 if self.is_gemma4 else 1.0
+        )
         positions = np.arange(num_known + size)
         for layer, (window, is_causal) in enumerate(self.layers):
             prefix = f"layers.{layer}."
@@ -155,12 +175,16 @@ class PlainBlock:
             if window is not None:
                 seen &= (away < window) & (away > -window)
             group = q.shape[1] // k.shape[1]
-            scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * config["head_dim"] ** -0.5
+            scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, group, 1)) * (1.0 if self.is_gemma4 else config["head_dim"] ** -0.5)
             scores = np.where(seen[None], scores, -np.inf)
             shares = np.exp(scores - scores.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             attended = np.einsum("hqk,khd->qhd", shares, np.repeat(v, group, 1)).reshape(size, -1)
-            x = x + self._convolved(attended @ self.w[prefix + "self_attn.o_proj.weight"].T, taken, prefix + "attention_conv", 1)
+            mixed = attended @ self.w[prefix + "self_attn.o_proj.weight"].T
+            if self.is_gemma4:
+                x = self._gemma4_mlp(x + _norm(mixed, self.w[prefix + "post_attention_layernorm.weight"]), prefix)
+                continue
+            x = x + self._convolved(mixed, taken, prefix + "attention_conv", 1)
             taken = _norm(x, self.w[prefix + "post_attention_layernorm.weight"])
             normed = self._convolved(taken, taken, prefix + "mlp_conv", 0)
             gate, up, down = (self.w[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -168,6 +192,15 @@ class PlainBlock:
             mixed = (gated / (1 + np.exp(-gated)) * (normed @ up.T)) @ down.T
             x = x + self._convolved(mixed, taken, prefix + "mlp_conv", 1)
         return _norm(x, self.w["norm.weight"])
+
+    def _gemma4_mlp(self, x: Array, prefix: str) -> Array:
+        """x [n, E] after the MLP of a layer in Gemma 4's form."""
+        normed = _norm(x, self.w[prefix + "pre_feedforward_layernorm.weight"])
+        gate, up, down = (self.w[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gated = normed @ gate.T
+        active = 0.5 * gated * (1 + np.tanh(np.sqrt(2 / np.pi) * (gated + 0.044715 * gated**3)))
+        mixed = _norm((active * (normed @ up.T)) @ down.T, self.w[prefix + "post_feedforward_layernorm.weight"])
+        return np.asarray((x + mixed) * self.w[prefix + "layer_scalar"])
 
     def _convolved(self, x: Array, taken: Array, name: str, side: int) -> Array:
         """x [n, E] with the kernels of the rows `taken` at one side of a part; unchanged without a convolution."""
@@ -218,17 +251,21 @@ class PlainBlock:
         return tokens, confidences, logits
 
     def _heads(self, x: Array, prefix: str, part: str, positions: Array) -> Array:
-        size = self.config["head_dim"]
-        y = (x @ self.w[f"{prefix}self_attn.{part}_proj.weight"].T).reshape(len(x), -1, size)
+        size = self.config["global_head_dim" if self.is_gemma4 else "head_dim"]
+        has_own = f"{prefix}self_attn.{part}_proj.weight" in self.w
+        y = (x @ self.w[f"{prefix}self_attn.{part if has_own else 'k'}_proj.weight"].T).reshape(len(x), -1, size)
         if part == "v":
-            return y
+            return y if has_own else _norm(y, np.ones(size))
         norm = self.w.get(f"{prefix}self_attn.{part}_norm.weight")
         y = y if norm is None else _norm(y, norm)
         if self.config.get("interleaved"):
             angle = positions[:, None] * self.config["rope_theta"] ** (-np.arange(size // 2) / (size // 2))
             cos, sin, even, odd = np.cos(angle)[:, None], np.sin(angle)[:, None], y[..., ::2], y[..., 1::2]
             return np.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(y.shape)
-        angle = positions[:, None] * self.config["rope_theta"] ** (-np.arange(size // 2) / (size // 2))
+        rope = self.config["rope_parameters"]["full_attention"] if self.is_gemma4 else {"rope_theta": self.config["rope_theta"]}
+        turned = int(rope.get("partial_rotary_factor", 1.0) * size // 2)
+        frequencies = rope["rope_theta"] ** (-np.arange(size // 2) / (size // 2)) * (np.arange(size // 2) < turned)
+        angle = positions[:, None] * frequencies
         cos, sin, first, second = np.cos(angle)[:, None], np.sin(angle)[:, None], y[..., : size // 2], y[..., size // 2 :]
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 

@@ -31,8 +31,10 @@ _SIZES = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "context_length": "max_position_embeddings",
 }  # fmt: skip
-_FLOATS = {"logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping", "embedding_scale": "input_embedding_scale",
-           "attention.value_scale": "attention_value_scale"}  # fmt: skip
+_FLOATS = {
+    "logit_scale": "output_multiplier", "final_logit_softcapping": "final_logit_softcapping", "embedding_scale": "input_embedding_scale",
+    "attention.value_scale": "attention_value_scale",
+}  # fmt: skip
 
 
 def write_gguf_block(

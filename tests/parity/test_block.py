@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.block_checkpoints import DFLASH, DFLASH2, DSPARK, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
+from harness.block_checkpoints import DFLASH, DFLASH2, DSPARK, GEMMA4, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
 from harness.block_gguf import write_gguf_block
 from harness.eagle_checkpoints import Tensors, write_head
 from harness.model_configs import make_config
@@ -71,6 +71,7 @@ VARIANTS: dict[str, Variant] = {
         {**DSPARK, "architectures": ["Lfm2DSparkDraftModel"]}, lambda: block_tensors(DSPARK, markov="vanilla"), plain={"interleaved": True}
     ),
     "dspark, at its own position": dspark("vanilla", sample_from_anchor=False),
+    "dspark, Gemma 4's layers": Variant(GEMMA4, lambda: block_tensors(GEMMA4, markov="vanilla", confidence=True)),
     "dflash2": dflash2(),
     "dflash2, kernels of 3 rows, groups of 8": dflash2({"conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 16}),
     "dflash2, groups of 16": dflash2({"conv_group_size": 16}),
@@ -182,6 +183,25 @@ def test_quantised_drafters_equal_their_values(kind: str, matrix_type: str, tmp_
     for values in tensors.values():
         values.mul_(0.3)  # so that rounding changes no token
     compare_with_gguf(tmp_path, config, tensors, write_gguf_block(tmp_path / "drafter.gguf", config, tensors, matrix_type))
+
+
+def test_keys_of_a_gguf_file_without_values_are_its_values(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    random = np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    tensors = {name: values for name, values in block_tensors().items() if ".v_proj." not in name}
+    write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors)
+    files = find_head(tmp_path / "drafter.gguf")
+    assert files is not None
+    head = open_files(files, embedding, lm_head)
+    plain = PlainBlock({**dflash(), **DFLASH["dflash_config"]}, tensors, embedding, lm_head, BOTH_WAYS)
+    features = random.normal(size=(9, 3 * TARGET_HIDDEN)).astype(np.float32)
+    plain.commit(features.astype(np.float64))
+    head.run_context([ContextRows(features, RowRange(0, 9, 0, BLOCKS))])
+    tokens, _, logits = draft(head, 9, 5, 8, at_anchor=False)
+    wanted, _, expected = plain.draft(5, 8)
+    assert tokens == wanted
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 def test_a_gguf_file_names_the_target_ids_of_its_draft_vocabulary(tmp_path: Path) -> None:
