@@ -122,6 +122,11 @@ def write_random_block(directory: Path, *, markov: str | None = None, hidden_siz
 
 def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> Path:
     """A DSpark drafter for the successor target of 2 layers, whose bias alone names the successor of the token before."""
+    return write_head(directory, *perfect_block(successor, sharpness=sharpness, hidden_size=hidden_size))
+
+
+def perfect_block(successor: NDArray[np.int64], *, sharpness: float, hidden_size: int = 128) -> tuple[dict[str, Any], Tensors]:
+    """Config and tensors of that drafter."""
     count = len(successor)
     config = {
         **DSPARK, "hidden_size": hidden_size, "num_hidden_layers": 2, "mask_token_id": 3, "target_layer_ids": [-1, 0, 1],
@@ -132,7 +137,7 @@ def write_perfect_block(directory: Path, successor: NDArray[np.int64], *, sharpn
     tensors["markov_head.markov_w1.weight"] = torch.eye(count)
     output = torch.zeros(count, count)
     output[torch.from_numpy(successor), torch.arange(count)] = sharpness * hidden_size**0.5  # as the target's own logits
-    return write_head(directory, config, tensors | {"markov_head.markov_w2.weight": output})
+    return config, tensors | {"markov_head.markov_w2.weight": output}
 
 
 class PlainBlock:

@@ -46,7 +46,10 @@ CONVOLUTIONS = ("attention_conv", "mlp_conv")
 SELECTOR = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_ALIASES = {
+    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
+    **{f"{SELECTOR}{name}_codebook.weight": f"{SELECTOR}{name}_codebook" for name in ("predecessor", "successor")},
+}  # fmt: skip
 _MUSE = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
@@ -195,13 +198,10 @@ def _mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
 
 def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
     """Compare sizes of the config with those of the tensors: where they differ, one of the two files belongs to another drafter."""
-    mlp = layers.layers[0].mlp
-    assert isinstance(mlp, DenseMLP)  # _layers makes no others
     markov, hidden = (files.shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
     selector, head = files.shape(SELECTOR + "hidden_projection.weight"), files.shape("lm_head.weight")
     stored = {
         "hidden_size": layers.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": layers.num_layers,
         "markov_rank": 0 if markov is None or hidden is None else markov[1],
         "selector_rank": 0 if selector is None else selector[0],
@@ -335,7 +335,7 @@ def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Attent
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(fields, family, head_size=head_size).for_context(None),
+        rope=read_rope(_with_fraction(fields, head_size), family, head_size=head_size).for_context(None),
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
         has_sinks=any(f"layers.0.{name}" in tensors for name in SINKS),
@@ -343,6 +343,15 @@ def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Attent
         keys_are_values=shares_keys,
         value_scale=fields.positive("attention_value_scale", 1.0),
     )
+
+
+def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
+    """Return the fields with `rope_dim`, LFM2's number of values of a head that rotate, as a fraction of the head."""
+    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
+        return fields
+    rotated = JsonFields(scaling, fields.path).size("rope_dim", most=head_size)
+    return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
 
 
 def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
@@ -439,7 +448,7 @@ def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelC
         found = [num_layers // 2 + 1]
     else:
         found = [round(1 + index * (num_layers - 4) / (count - 1)) + 1 for index in range(count)]
-    if named is None and not all(0 <= boundary <= num_layers for boundary in found):
+    if named is None and (found != sorted(set(found)) or found[0] < 0 or found[-1] > num_layers):
         raise IncompatibleDrafterError(
             f"{fields.path} has no target_layer_ids, and the usual ones for {count} layers do not exist in a target of {num_layers}: "
             "download the drafter's config again, or use another drafter"
