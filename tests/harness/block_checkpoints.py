@@ -48,6 +48,7 @@ def block_tensors(
     confidence: bool | None = None,
     qk_norm: bool = True,
     target_hidden: int = TARGET_HIDDEN,
+    vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
 ) -> Tensors:
     """Random tensors of a drafter; with convolutions and a selector if the config has their sizes.
@@ -77,22 +78,22 @@ def block_tensors(
         if qk_norm:
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (size,) for part in ("q", "k")}
     if markov is not None:
-        shapes |= {"markov_head.markov_w1.weight": (VOCAB_SIZE, rank), "markov_head.markov_w2.weight": (VOCAB_SIZE, rank)}
+        shapes |= {"markov_head.markov_w1.weight": (vocab_size, rank), "markov_head.markov_w2.weight": (vocab_size, rank)}
     if markov == "gated":
         shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
     if markov == "rnn":
         shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
     if confidence is not None:
         shapes |= {"confidence_head.proj.weight": (1, hidden + rank * confidence), "confidence_head.proj.bias": (1,)}
-    return random_tensors(shapes | _dflash2_shapes(config), seed)
+    return random_tensors(shapes | _dflash2_shapes(config, vocab_size), seed)
 
 
-def _dflash2_shapes(config: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+def _dflash2_shapes(config: Mapping[str, Any], vocab_size: int) -> dict[str, Sequence[int]]:
     sizes, hidden = config.get("dflash_config", {}), config["hidden_size"]
     if "conv_kernel_size" not in sizes:
         return {}
     taps, groups, rank = sizes["conv_kernel_size"], hidden // sizes["conv_group_size"], sizes["selector_rank"]
-    shapes: dict[str, Sequence[int]] = {f"candidate_selector.{name}_codebook": (VOCAB_SIZE, rank) for name in ("predecessor", "successor")}
+    shapes: dict[str, Sequence[int]] = {f"candidate_selector.{name}_codebook": (vocab_size, rank) for name in ("predecessor", "successor")}
     shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention_conv", "mlp_conv"):
