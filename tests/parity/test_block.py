@@ -1,5 +1,6 @@
 """Block drafters compute what their publishers compute: held to a plain computation, and to transformers' Muse Glimmer assistant."""
 
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
 
+REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "block_drafters_reference.py"
 BLOCKS = np.array([3, 1, 2, 5, 4], np.int32)
 FULL, SLIDING = "full_attention", "sliding_attention"
 BOTH_WAYS = ((None, False),) * 3
@@ -149,6 +151,25 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
         assert tokens == wanted
         np.testing.assert_allclose(logits, expected, atol=1e-4)
         np.testing.assert_allclose(confidences, chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("dflash2")])
+def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) -> None:
+    if not REFERENCE.exists():
+        pytest.skip(f"{REFERENCE} is not there")
+    reference, variant, random = runpy.run_path(str(REFERENCE)), VARIANTS[name], np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    tensors = variant.tensors()
+    config = {**variant.config, **variant.config["dflash_config"]}
+    wanted = reference["BlockDrafter"](config, {name: one.double().numpy() for name, one in tensors.items()}, embedding, lm_head)
+    head, num_known = open_head(tmp_path, variant.config, tensors, embedding, lm_head, "auto"), 0
+    for count, rows in [(9, 8), (1, 8), (5, 8), (8, 4), (20, 8)]:
+        features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
+        wanted.commit(features.astype(np.float64))
+        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        num_known += count
+        tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.drafts_at_anchor))
+        assert tokens == wanted.guesses(anchor, rows)[0]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

@@ -296,7 +296,8 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
                     last = query_scales(rope, np.array([config.max_positions]))
-                    is_usable = all(bool(np.isfinite(part).all()) for part in (frequencies, np.float32(factor), last))
+                    angles = frequencies * np.float32(2**31)  # at any position
+                    is_usable = all(bool(np.isfinite(part).all()) for part in (angles, np.float32(factor), last))
             except (ArithmeticError, ValueError):
                 is_usable = False
             if not is_usable:

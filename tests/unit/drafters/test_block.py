@@ -153,6 +153,7 @@ def test_the_mask_embedding_of_a_file_replaces_the_targets_row(tmp_path: Path) -
         ({"weight": torch.zeros(32)}, "holds .*weight.*, expected a tensor 'embedding'"),
         ([1, 2], "holds list, expected a tensor 'embedding'"),
         ({"embedding": torch.zeros(32), "mask_token_id": 5}, "is for mask_token_id 5, config.json has 96"),
+        ({"embedding": torch.zeros(32), "mask_token_id": torch.zeros(2)}, "is for mask_token_id tensor"),
         ({"embedding": torch.zeros(31)}, "holds a row of 31 values, expected 32 numbers"),
         ({"embedding": "x"}, "expected a tensor 'embedding'"),
     ],

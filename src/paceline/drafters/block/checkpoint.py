@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,18 +131,22 @@ def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32]
         return None
     if not path.is_file():
         raise CheckpointError(f"{path} is no regular file, expected the embedding of the mask token; download it again")
-    content, size = read_torch_file(path, "mask embedding"), config.layers.hidden_size
-    row, token_id = (content.get(name) for name in ("embedding", "mask_token_id")) if isinstance(content, dict) else (None, None)
-    if not isinstance(content, dict) or not content.keys() <= {"embedding", "mask_token_id"} or not hasattr(row, "numel"):
+    content: Any = read_torch_file(path, "mask embedding")
+    row: Any = content.get("embedding") if isinstance(content, dict) else None
+    if not hasattr(row, "numel") or not content.keys() <= {"embedding", "mask_token_id"}:
         held = shortened(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} holds {held}, expected a tensor 'embedding' and a 'mask_token_id'; download it again")
-    if token_id is not None and token_id != config.mask_token_id:
+    token_id = content.get("mask_token_id", config.mask_token_id)
+    token_id = token_id.item() if hasattr(token_id, "numel") and token_id.numel() == 1 else token_id
+    if not isinstance(token_id, int) or token_id != config.mask_token_id:
         raise CheckpointError(
             f"{path} is for mask_token_id {shortened(token_id)}, config.json has {config.mask_token_id}: one of the two belongs to "
             "another drafter"
         )
-    if row.numel() != size or not row.is_floating_point():
-        raise CheckpointError(f"{path} holds a row of {row.numel()} values, expected {size} numbers; download it again")
+    if row.numel() != config.layers.hidden_size or not row.is_floating_point():
+        raise CheckpointError(
+            f"{path} holds a row of {row.numel()} values, expected {config.layers.hidden_size} numbers; download it again"
+        )
     return np.asarray(row.detach().float().reshape(-1).numpy(), np.float32)
 
 

@@ -316,7 +316,7 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: 
         vocab_size=1,
         hidden_size=hidden_size,
         layers=tuple(replace(layer, mixer=replace(attention, window=window, is_causal=causal)) for window, causal in kinds),
-        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("norm_eps" if fields.values.get("rms_norm_eps") is None else "rms_norm_eps", 1e-6),
         max_positions=fields.size("max_position_embeddings"),
         weight_type=WeightType.F32,
     )

@@ -201,7 +201,7 @@ class BlockHead:
             token_ids, scores: [k] of the candidates.
         """
         before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selected
-        return scores + before @ as_float32(self._tables["successor"], token_ids).T
+        return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
     def latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] of a row's bias, and the next recurrent state [r].

@@ -348,6 +348,7 @@ _GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     models="Gemma 4 (text)",
     bundled_drafters=("gemma4_assistant",),
+    published_heads=("dflash", "dspark"),
     layers=_gemma4,
     defaults={
         **_DEFAULTS,
