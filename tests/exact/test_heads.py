@@ -199,6 +199,7 @@ SAMPLED = ("eagle", "eagle3", "peagle", "medusa", "mtp-mtp", "draft_model")
 DRAWN = [
     *(("random", kind, "chain", Proposal.SAMPLED) for kind in (*SAMPLED, "dflash", "dflash2", "dspark", "pard")),
     *(("random", kind, "tree", Proposal.WITHOUT_REPLACEMENT) for kind in ("draft_model", "pard")),
+    ("random", "dflash2", "tree", Proposal.DETERMINISTIC),
     ("random", "medusa", "tree", Proposal.SAMPLED),  # its heads' draws make a chain, whatever room there is
     ("known", "suffix", "tree", Proposal.DETERMINISTIC),
     ("known", "eagle", "chain", Proposal.SAMPLED),

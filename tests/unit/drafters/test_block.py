@@ -34,6 +34,7 @@ from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.models.checkpoint import read_model_config
 from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.sampling.draw import Distribution, draw
 from paceline.speculation.request import Request
@@ -291,6 +292,13 @@ def test_auto_takes_the_gguf_drafter_next_to_its_target(is_file: bool, folder: s
         assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         assert llm.generate([[5, 6]], sampling)[0].token_ids == plain.token_ids
+
+
+def test_a_gguf_drafter_given_as_a_model_is_named_as_a_drafter(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors())
+    with pytest.raises(CheckpointError, match=r"holds a drafter \(dflash\): pass it as the drafter of the model it is for"):
+        read_model_config(tmp_path / "drafter.gguf")
 
 
 def test_doctor_checks_a_gguf_drafter(tmp_path: Path) -> None:
