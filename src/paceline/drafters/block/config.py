@@ -356,9 +356,11 @@ def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
 
 def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
     """Return the attention of Gemma4DSparkModel, the same in all layers: that of Gemma 4's full layers."""
-    shares_keys = fields.flag("attention_k_eq_v", default=False)
-    num_heads, head_size = fields.size("num_attention_heads"), fields.size("global_head_dim", 512)
-    num_kv_heads = fields.size("num_global_key_value_heads" if shares_keys else "num_key_value_heads")
+    key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
+    if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
+        raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
+    head_size = norm.shape[0]  # configs give it as global_head_dim, or by layer
+    num_heads, num_kv_heads = fields.size("num_attention_heads"), key.shape[0] // head_size
     _check_heads(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(
         num_heads=num_heads,
@@ -368,7 +370,7 @@ def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
         scale=1.0,
         qk_norm=QKNorm.HEAD,
         norms_values=True,
-        keys_are_values=shares_keys,
+        keys_are_values=fields.flag("attention_k_eq_v", default=False),
     )
 
 
