@@ -60,6 +60,7 @@ _OURS = {
     "markov_head.markov_w2": "markov_output",
     SELECTOR + "hidden_projection": "selector",
 }
+_CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 _TABLES = {
     "markov_head.markov_w1.weight": "markov_w1",
     SELECTOR + "predecessor_codebook": "predecessor",
@@ -75,6 +76,7 @@ class BlockCheckpoint:
     Attributes:
         weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
         tables: matrices with a row for each token id, of which single rows are read: `markov_w1` [V, r]; `predecessor`, `successor` [V, r].
+            `successor` may have a row for each draft id instead.
         small: float32 matrices that NumPy multiplies: `gate`, `joint`, `confidence`, with biases.
         mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
@@ -188,12 +190,10 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequ
         width = hidden + (rank if config.confidence_reads_token else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
-        rank, books = (
-            _rows(files, SELECTOR + "hidden_projection.weight"),
-            [SELECTOR + f"{name}_codebook" for name in ("predecessor", "successor")],
-        )
+        rank, before, after = (_rows(files, SELECTOR + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
         required[SELECTOR + "hidden_projection.weight"] = (rank, hidden)
-        required |= {name: (_rows(files, books[0]), rank) for name in books}
+        required[SELECTOR + _CODEBOOKS[0]] = (before, rank)
+        required[SELECTOR + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
     dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return required, optional, dropped
