@@ -21,6 +21,7 @@ from paceline.drafters.block.config import (
 )  # fmt: skip
 from paceline.drafters.head_files import HeadFiles, target_ids_of
 from paceline.errors import CheckpointError, shortened
+from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import DenseMLP, LayerConfig, NormOrder, QKNorm
 from paceline.models.storage.tensor_file import read_torch_file
@@ -90,8 +91,11 @@ class BlockCheckpoint:
     target_ids: NDArray[np.int64] | None
 
 
-def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> BlockCheckpoint:
+def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
     """Open the weights and the draft vocabulary.
+
+    Args:
+        num_threads: for the conversion of a GGUF file's matrices.
 
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
@@ -102,7 +106,7 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *dropped])
     small = {name for name in used if name.rpartition(".")[0] in _SMALL}
-    tensors = {_our_name(name, config): files.matrix(name) for name in used if name not in small and name not in _TABLES}
+    tensors = {_our_name(name, config): files.matrix(name, num_threads) for name in used if name not in small and name not in _TABLES}
     for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, taps, E] becomes a vector
         tensors[name] = _flattened(tensors[name])
     if not is_neox(config_fields(files)):
@@ -110,9 +114,9 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     return BlockCheckpoint(
         config,
         Weights(tensors),
-        {table: files.matrix(name) for name, table in _TABLES.items() if name in used},
+        {table: files.matrix(name, num_threads) for name, table in _TABLES.items() if name in used},
         {_small_name(name): as_float32(files.matrix(name)) for name in small},
-        _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
+        None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
         target_ids_of(files, config.layers.vocab_size, target),
     )
 
