@@ -68,7 +68,7 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard src/paceline/runtimes/native/
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/paceline run --chat "I would like to book a table for two in Toronto tonight." --show-drafts --max-tokens 96
+	$(BIN)/paceline run mini "I would like to book a table for two in Toronto tonight." --chat --temperature 0 --show-drafts --max-tokens 96
 
 # Compiled modules are kept, whatever the shell says: else each process of tests compiles all of them, and each command it starts ours.
 unexport PYTHONDONTWRITEBYTECODE
@@ -146,7 +146,7 @@ $(SCHEMA_SUITE): | $(STAMP)
 	touch $@
 
 # Other projects' parsers of what models write, out of their packages: llama.cpp's tests and chat templates, SGLang's detectors and
-# mlx-lm's parsers, with what these import. Ollama's tests are in no package: they run if its sources are in $(CLIENTS)/parsers/ollama.
+# mlx-lm's parsers, with what these import.
 $(PARSERS):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet pydantic==2.14.4 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 regex==2026.11.19 \

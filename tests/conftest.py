@@ -75,8 +75,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(REPOSITORY / "tests" / "gpu"):
-            item.add_marker("gpu")
         if item.path.is_relative_to(REPOSITORY / "tests" / "clients"):
             item.add_marker("clients")
     if config.getoption("--clients") is None:

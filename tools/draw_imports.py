@@ -1,19 +1,15 @@
-"""Reads which part of paceline imports which, and draws it in ARCHITECTURE.md.
-
-`python tools/draw_imports.py` prints the graph, `--write` puts it between the markers; a test compares the two.
-"""
+"""Draw in ARCHITECTURE.md which part of paceline imports which: `python tools/draw_imports.py [--write]`."""
 
 import ast
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from page_blocks import REPOSITORY, run
+
+PAGE = REPOSITORY / "ARCHITECTURE.md"
 PACKAGE = REPOSITORY / "src" / "paceline"
-BEGIN = "<!-- imports:begin -->"
-END = "<!-- imports:end -->"
 EVERYWHERE = "errors"  # imported by all: its arrows would hide the others
 
 
@@ -77,22 +73,7 @@ def graph(package: Path = PACKAGE) -> str:
     return "\n".join(["```mermaid", "graph TD", *lines, "```"])
 
 
-def drawn(document: str) -> str:
-    """What stands between the markers of a document.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    if BEGIN not in document or END not in document:
-        raise ValueError(f"the document has no {BEGIN} … {END}: put both lines where the graph belongs")
-    return document.split(BEGIN, 1)[1].split(END, 1)[0].strip()
-
-
-def redrawn(document: str, block: str) -> str:
-    """The document with `block` between its markers."""
-    drawn(document)
-    before, rest = document.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END, 1)[1]}"
+BLOCKS = {"imports": graph}
 
 
 def _import_statements(tree: ast.AST, *, at_import: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -127,18 +108,5 @@ def _file_of(parts: list[str], files: dict[str, Path]) -> str:
     return "__init__"
 
 
-def main(arguments: list[str]) -> int:
-    block = graph()
-    if arguments == ["--write"]:
-        path = REPOSITORY / "ARCHITECTURE.md"
-        path.write_text(redrawn(path.read_text(encoding="utf-8"), block), encoding="utf-8")
-    elif not arguments:
-        print(block)
-    else:
-        print("usage: draw_imports.py [--write]", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(PAGE, BLOCKS, __doc__ or "")

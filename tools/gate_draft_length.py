@@ -1,12 +1,11 @@
-"""Compare the draft-length policy in use with every fixed draft length and with plain decoding, on the simulated clock.
+"""Compare the draft-length policy with every fixed draft length and with plain decoding, on the simulated clock.
 
     python tools/gate_draft_length.py --json after.json --compare before.json
 
-The policy is `harness.replay.controller(costs)`. Each cell of the grid is one replay of several texts; a ratio above 1 means slower.
-"over best fixed" divides by the seconds of the fixed draft length, 0 included, that is best for the cell. "over plain" divides by the
-seconds of plain decoding. "mean of texts over plain" compares the geometric means of what each text takes: in a batch of texts that differ,
-a policy may make most of them faster and the last one slower. The seeds differ from those of the tests, so that no constant of the policy
-is fitted to these texts.
+Each cell of the grid is one replay of several texts; a ratio above 1 means slower. "over best fixed" divides by the seconds of the fixed
+draft length, 0 included, that is best for the cell. "over plain" divides by the seconds of plain decoding. "mean of texts over plain"
+compares the geometric means of what each text takes. The seeds differ from those of the tests, so that no constant of the policy is
+fitted to these texts.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,7 @@ from statistics import fmean
 
 import numpy as np
 
-from reporting import REPOSITORY, describe_machine, markdown_table
+from reporting import REPOSITORY, describe_machine, dict_table
 
 sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
 
@@ -45,20 +44,19 @@ MACHINES = {
     "tiny_target": Costs(lambda rows: 0.0010 * (1 + 0.06 * (rows - 1)), (1e-5, 1e-4), (1e-4, 2e-5)),
 }
 MILLISECOND_PASS = Costs(lambda rows: 0.0010 * (1 + 0.12 * (rows - 1)), (3e-4, 3e-4), (8e-5, 2e-5), 1e-4)
-PASS_TABLES: dict[str, tuple[float, dict[int, float]]] = {
-    "5_ms": (0.005, {1: 1.0, 8: 1.87, 16: 3.6, 32: 7.1}),  # int4, AVX-512
-    "20_ms": (0.020, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
-    "60_ms": (0.060, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
+PASS_TABLES: dict[str, tuple[float, float, dict[int, float]]] = {
+    "5_ms": (0.005, 0.002, {1: 1.0, 8: 1.87, 16: 3.6, 32: 7.1}),  # int4, AVX-512
+    "20_ms": (0.020, 0.003, {1: 1.0, 8: 2.79, 16: 5.2, 32: 10.4}),  # Q4_K_M, AVX2
+    "60_ms": (0.060, 0.004, {1: 1.0, 8: 1.14, 16: 1.76, 32: 3.5}),  # bf16, AVX-512
 }
-"""Seconds of a pass of one row, and how many times as long more rows take: measured with 1.04 B parameters, see docs/dev/findings.md.
-From 16 rows on a row takes the same time again."""
-DRAFT_TOKEN_S = {"5_ms": 0.002, "20_ms": 0.003, "60_ms": 0.004}
-"""Seconds of one draft token of a draft model."""
+"""Seconds of a pass of one row, seconds of one token of a draft model, and how many times as long more rows take: measured with 1.04 B
+parameters, see docs/dev/findings.md. From 16 rows on a row takes the same time again."""
 PASSAGES = ((0.95, 0.05), (0.7, 0.2))
 PASSAGE_TOKENS = 64
 RECORDED_TOKENS = 1_000, 500
 """Recorded texts are repeated until a cell has so many tokens, and so many for each text of a batch: in fewer, what is drafted before
 anything is known decides."""
+RATIOS = {"over_best": "worst over best fixed", "over_plain": "worst over plain", "mean_over_plain": "worst mean of texts over plain"}
 STALL_SHARE, STALL_FACTORS = 0.1, (5.0, 50.0)
 
 
@@ -80,33 +78,7 @@ class Cell:
     forgets: bool = False
 
 
-@dataclass(frozen=True)
-class Result:
-    """Seconds of one cell; `mean_s` is the geometric mean of the seconds of each text."""
-
-    group: str
-    name: str
-    seconds: float
-    best_length: int
-    best_s: float
-    plain_s: float
-    mean_s: float
-    plain_mean_s: float
-    steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    @property
-    def over_best(self) -> float:
-        return self.seconds / self.best_s
-
-    @property
-    def over_plain(self) -> float:
-        return self.seconds / self.plain_s
-
-    @property
-    def mean_over_plain(self) -> float:
-        return self.mean_s / self.plain_mean_s
+Result = dict[str, float | str]
 
 
 class Stalls:
@@ -133,45 +105,36 @@ def made_up_texts(chances: tuple[float, ...], confidence: str, seed: int, count:
 def grid_cells(group: str, *, batch_size: int, count: int, length: int, is_stalled: bool = False) -> Iterator[Cell]:
     """Every chance, machine and confidence."""
     for chance, machine, confidence, seed in product(CHANCES, MACHINES, CONFIDENCE, SEEDS):
-        yield made_up_cell(group, (chance,), confidence, seed, count, length, machine, batch_size, is_stalled=is_stalled)
+        cell = made_up_cell(group, (chance,), confidence, seed, (count, length), machine, batch_size)
+        yield replace(cell, stall_seed=seed if is_stalled else None)
 
 
 def made_up_cell(
-    group: str,
-    chances: tuple[float, ...],
-    confidence: str,
-    seed: int,
-    count: int,
-    length: int,
-    machine: str,
-    batch_size: int,
-    *,
-    is_stalled: bool = False,
+    group: str, chances: tuple[float, ...], confidence: str, seed: int, texts: tuple[int, int], machine: str, batch_size: int
 ) -> Cell:
-    texts = f"chance {'/'.join(map(str, chances))}, confidence {confidence}, seed {seed}, {count} texts of {length}"
-    name, costs = f"{machine}, batch {batch_size}, {texts}", MACHINES.get(machine, MILLISECOND_PASS)
-
-    def traces() -> list[Trace]:
-        return made_up_texts(chances, confidence, seed, count, length)
-
-    return Cell(group, name, traces, costs, batch_size, seed if is_stalled else None)
+    """A cell of texts made up, by their number and length."""
+    count, length = texts
+    own = f"chance {'/'.join(map(str, chances))}, confidence {confidence}, seed {seed}, {count} texts of {length}"
+    traces = partial(made_up_texts, chances, confidence, seed, count, length)
+    return Cell(group, f"{machine}, batch {batch_size}, {own}", traces, MACHINES.get(machine, MILLISECOND_PASS), batch_size)
 
 
 def passage_cells(group: str) -> Iterator[Cell]:
     for chances, machine, confidence, seed in product(PASSAGES, MACHINES, CONFIDENCE, SEEDS):
-        yield made_up_cell(group, chances, confidence, seed, 8, 256, machine, 1)
-        yield made_up_cell(group, chances, confidence, seed, 16, 256, machine, 4)
+        for count, batch_size in ((8, 1), (16, 4)):
+            yield made_up_cell(group, chances, confidence, seed, (count, 256), machine, batch_size)
 
 
 def useless_cells(group: str) -> Iterator[Cell]:
     """A draft model of 0.6 ms for one token on passes of 1 ms, right at most once in twenty tokens."""
     for chance, confidence, seed, batch_size in product((0.0, 0.02, 0.05), CONFIDENCE, SEEDS, (1, 4, 16)):
-        yield made_up_cell(group, (chance,), confidence, seed, 8 if batch_size == 1 else 32, 192, "millisecond_pass", batch_size)
+        texts = 8 if batch_size == 1 else 32, 192
+        yield made_up_cell(group, (chance,), confidence, seed, texts, "millisecond_pass", batch_size)
 
 
 def recorded_costs(table: str, drafter: str) -> Costs:
     """Costs of a target whose pass times were measured."""
-    one_row_s, ratios = PASS_TABLES[table]
+    one_row_s, draft_token_s, ratios = PASS_TABLES[table]
     slope = (ratios[32] - ratios[16]) / 16
     rows = list(ratios)
 
@@ -179,7 +142,7 @@ def recorded_costs(table: str, drafter: str) -> Costs:
         ratio = float(np.interp(num_rows, rows, list(ratios.values()))) + slope * max(0, num_rows - 32)
         return one_row_s * ratio
 
-    draft_s = (5e-4, DRAFT_TOKEN_S[table]) if drafter == "draft_model" else (2e-5, 0.0)
+    draft_s = (5e-4, draft_token_s) if drafter == "draft_model" else (2e-5, 0.0)
     return Costs(cache(pass_s), draft_s, (1e-4, 2e-5), 3e-5)
 
 
@@ -219,9 +182,10 @@ def run_cell(cell: Cell) -> Result:
     parts = [[trace] for trace in traces] if cell.forgets else [traces]
     outcomes = [replay(controller(cell.costs), part, cell.costs, batch_size=cell.batch_size, **noise) for part in parts]
     mean_s = math.exp(fmean(math.log(seconds) for outcome in outcomes for seconds in outcome.lasted_s))
-    names = ("steps", "num_draft_tokens", "num_accepted_tokens")
-    seconds, counts = sum(one.seconds for one in outcomes), [sum(getattr(one, name) for one in outcomes) for name in names]
-    return Result(cell.group, cell.name, seconds, best, best_s, plain.seconds, mean_s, plain.mean_s, *counts)
+    seconds = sum(one.seconds for one in outcomes)
+    ratios = {"over_best": seconds / best_s, "over_plain": seconds / plain.seconds, "mean_over_plain": mean_s / plain.mean_s}
+    counts = {name: sum(getattr(one, name) for one in outcomes) for name in ("steps", "num_draft_tokens", "num_accepted_tokens")}
+    return {"group": cell.group, "name": cell.name, "seconds": seconds, "best_length": best, **ratios, **counts}
 
 
 def best_and_plain(cell: Cell, known: dict[str, tuple[int, float, FixedLength]] = {}) -> tuple[int, float, FixedLength]:  # noqa: B006
@@ -248,21 +212,18 @@ def run_cells(cells: Sequence[Cell], num_processes: int) -> list[Result]:
         return pool.map(_run_number, range(len(cells)), chunksize=8)
 
 
+def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
+    names = dict.fromkeys(str(result["group"]) for result in results)
+    return {name: [result for result in results if result["group"] == name] for name in names}
+
+
 def summary(results: Sequence[Result]) -> list[dict[str, object]]:
     """One row for each group of cells, and one for all of them."""
     rows = []
-    for group in (*dict.fromkeys(result.group for result in results), "all"):
-        own = [result for result in results if group in (result.group, "all")]
-        rows.append(
-            {
-                "group": group,
-                "cells": len(own),
-                "mean over best fixed": round(fmean(result.over_best for result in own), 4),
-                "worst over best fixed": round(max(result.over_best for result in own), 4),
-                "worst over plain": round(max(result.over_plain for result in own), 4),
-                "worst mean of texts over plain": round(max(result.mean_over_plain for result in own), 4),
-            }
-        )
+    for group, own in [*groups(results).items(), ("all", results)]:
+        worst = {name: round(max(float(one[name]) for one in own), 4) for name in RATIOS}
+        mean = round(fmean(float(one["over_best"]) for one in own), 4)
+        rows.append({"group": group, "cells": len(own), "mean over best fixed": mean, **{RATIOS[name]: worst[name] for name in RATIOS}})
     return rows
 
 
@@ -275,37 +236,27 @@ def with_changes(rows: Sequence[dict[str, object]], before: Sequence[dict[str, o
     return changed
 
 
-def print_worst(results: Sequence[Result], count: int) -> None:
-    for label, ratio in (("over best fixed", "over_best"), ("over plain", "over_plain")):
-        print(f"\nworst {label}:")
-        for group in dict.fromkeys(result.group for result in results):
-            own = sorted((one for one in results if one.group == group), key=lambda one: getattr(one, ratio), reverse=True)
-            for one in own[:count]:
-                print(f"  {getattr(one, ratio):.4f}  {one.group}: {one.name} (best length {one.best_length})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", help="run these groups only")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--worst", type=int, default=2, help="worst cells of each group that are printed")
     parser.add_argument("--json", type=Path, help="file for the table and all cells")
     parser.add_argument("--compare", type=Path, help="file of an earlier run; its numbers are printed in brackets")
     options = parser.parse_args()
     cells = [cell for cell in all_cells() if options.groups is None or cell.group in options.groups]
     if not cells:
         parser.error(f"--groups: no cells, the groups are {', '.join(dict.fromkeys(cell.group for cell in all_cells()))}")
-    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    start_s = time.monotonic()
     results = run_cells(cells, options.processes)
     rows = summary(results)
     shown = rows if options.compare is None else with_changes(rows, json.loads(options.compare.read_text(encoding="utf-8"))["summary"])
-    print(markdown_table(list(shown[0]), [list(row.values()) for row in shown]))
-    print_worst(results, options.worst)
-    print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s, {time.process_time() - start_cpu_s:.0f} s of this process")
+    print(dict_table(shown))
+    for ratio, (group, own) in product(("over_best", "over_plain"), groups(results).items()):
+        worst = max(own, key=lambda one: float(one[ratio]))
+        print(f"{RATIOS[ratio]} in {group}: {worst[ratio]:.4f}, {worst['name']} (best length {worst['best_length']})")
+    print(f"\n{len(cells)} cells in {time.monotonic() - start_s:.0f} s")
     if options.json is not None:
-        ratios = ("over_best", "over_plain", "mean_over_plain")
-        cells_json = [asdict(one) | {name: getattr(one, name) for name in ratios} for one in results]
-        found = {"machine": describe_machine(), "summary": rows, "cells": cells_json}
+        found = {"machine": describe_machine(), "summary": rows, "cells": results}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

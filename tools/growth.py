@@ -40,13 +40,10 @@ class Sizes:
     vocab: int
 
     @property
-    def layer_parameters(self) -> int:
-        return self.hidden * (2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.inner + 2)
-
-    @property
     def parameters(self) -> int:
         """All weights, with a vocabulary matrix of its own."""
-        return self.layers * self.layer_parameters + self.hidden * (2 * self.vocab + 1)
+        layer = self.hidden * (2 * self.heads * self.head + 2 * self.kv_heads * self.head + 3 * self.inner + 2)
+        return self.layers * layer + self.hidden * (2 * self.vocab + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +71,7 @@ def check_sizes(old: Sizes, new: Sizes) -> None:
     needed = max(1, old.heads // old.kv_heads)
     fewest = new.kv_heads // old.kv_heads * (new.heads // new.kv_heads)
     if fewest < needed or (new.layers > old.layers and (fewest < 2 or new.inner < 2)):
-        raise ValueError(
-            f"{new.heads} heads on {new.kv_heads} key heads hold {fewest} copies for each of the source's {old.kv_heads} key heads: it has"
-            f" {needed} query heads on each, and a deeper model needs two copies; ask for more heads"
-        )
+        raise ValueError(f"{new.heads} heads on {new.kv_heads} key heads: {fewest} copies, at least {needed} or 2 are needed; ask for more")
 
 
 def plan_layers(old: int, new: int) -> list[LayerPlan]:

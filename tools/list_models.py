@@ -1,11 +1,6 @@
-"""Lists in docs/models.md what the code runs: `python tools/list_models.py` prints the tables, `--write` puts them between their markers.
+"""List in docs/models.md what the code runs: `python tools/list_models.py [--write]`."""
 
-A test compares the page with the code.
-"""
-
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from textwrap import fill
 
 from paceline.drafters import HEADS
@@ -15,8 +10,9 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.multimodal import MULTIMODAL_MODELS
+from page_blocks import REPOSITORY, run
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+PAGE = REPOSITORY / "docs" / "models.md"
 NONE = "–"
 WIDTH = 120
 
@@ -46,7 +42,7 @@ def forms() -> str:
             "| f32, f16, bf16 | safetensors, GGUF (F32, F16, BF16) | stored bytes, unpacked in registers |",
             f"| {', '.join(GROUPED_TYPES)} | GGUF | the file's own values, in groups of integer codes |",
             f"| MXFP4 experts | safetensors of {_named(one.name for one in FAMILIES.values() if one.has_mxfp4_experts)} | the same |",
-            *(f"| {method.title} | safetensors | {method.held} |" for method in METHODS.values()),
+            *(f"| {method.title} | safetensors | {method.in_memory} |" for method in METHODS.values()),
             "| int8, int4 (`--quantization`) | made while loading, of any of these | groups of 128 columns |",
         ]
     )
@@ -69,21 +65,6 @@ BLOCKS = {"families": families, "wrappers": wrappers, "forms": forms, "refused":
 """What makes each table, by its marker."""
 
 
-def written(page: str) -> str:
-    """The page with every table between its markers.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    for name, make in BLOCKS.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if begin not in page or end not in page:
-            raise ValueError(f"the page has no {begin} … {end}: put both lines where the table belongs")
-        before, rest = page.split(begin, 1)
-        page = f"{before}{begin}\n{make()}\n{end}{rest.split(end, 1)[1]}"
-    return page
-
-
 def _usable(drafters: Iterable[str]) -> str:
     """Those that can be used."""
     known = {kind.value for kind in HEADS}
@@ -94,16 +75,5 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def main(arguments: list[str]) -> int:
-    if arguments == ["--write"]:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    elif not arguments:
-        print("\n\n".join(make() for make in BLOCKS.values()))
-    else:
-        print("usage: list_models.py [--write]", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(PAGE, BLOCKS, __doc__ or "")

@@ -1,7 +1,4 @@
-"""Writes the tables of docs/server.md from the code: `python tools/list_server_tables.py` prints them, `--write` puts them into the page.
-
-Each table is between the comments `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
-"""
+"""Make the tables of docs/server.md from the code: `python tools/list_server_tables.py [--write]`."""
 
 import asyncio
 import importlib
@@ -9,10 +6,8 @@ import inspect
 import json
 import pkgutil
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from pathlib import Path
 from types import ModuleType
 
 from paceline import AsyncEngine
@@ -25,8 +20,9 @@ from paceline.server.app import create_app
 from paceline.server.field_table import LEFTOVERS, NOTHING, OTHER_SAMPLERS, REQUEST, TABLE, TEXT_REQUEST, FieldRules, Refusal
 from paceline.server.fields import Fields, SamplingFields
 from paceline.server.settings import ServerSettings
+from page_blocks import REPOSITORY, run
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "server.md"
+PAGE = REPOSITORY / "docs" / "server.md"
 TITLES: Mapping[str, str] = {
     "chat": "chats",
     "completions": "completions",
@@ -36,7 +32,6 @@ TITLES: Mapping[str, str] = {
     "tokenize": "tokenize",
     "adapters": "adapters",
 }
-"""The dialects of the field table, with their names in the page."""
 MODULES: tuple[ModuleType, ...] = (
     *(openai_chat, openai_completions, responses, anthropic, ollama, model_routes, adapter_routes),
     *(answer_form, shared_fields),
@@ -184,41 +179,8 @@ def _code(text: str) -> str:
     return f"`{parts[1]}`{parts[2] or ''}" if parts else f"`{text}`"
 
 
-TABLES: Mapping[str, Callable[[], Iterable[str]]] = {
-    "paths": paths,
-    "fields": request_fields,
-    "calls": calls,
-    "reasoning": reasoning,
-    "limits": limits,
-}
-
-
-def written(page: str, name: str) -> str:
-    """The page with one table between its markers.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if begin not in page or end not in page:
-        raise ValueError(f"the page has no {begin} … {end}: put both lines where the table belongs")
-    before, rest = page.split(begin, 1)
-    rows = "\n".join(TABLES[name]())
-    return f"{before}{begin}\n{rows}\n{end}{rest.split(end, 1)[1]}"
-
-
-def main(arguments: list[str]) -> int:
-    """Print the tables, or write them with --write."""
-    if arguments != ["--write"]:
-        for table in TABLES.values():
-            print(*table(), "", sep="\n")
-        return 0
-    page = PAGE.read_text(encoding="utf-8")
-    for name in TABLES:
-        page = written(page, name)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
-
+TABLES = {"paths": paths, "fields": request_fields, "calls": calls, "reasoning": reasoning, "limits": limits}
+BLOCKS = {name: lambda rows=rows: "\n".join(rows()) for name, rows in TABLES.items()}
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(PAGE, BLOCKS, __doc__ or "")

@@ -1,12 +1,10 @@
 """Paths, machine facts and Markdown tables that the tools print."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.benchmarking.provenance import load_average, machine_facts
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from page_blocks import REPOSITORY as REPOSITORY
 
 
 def describe_machine() -> dict[str, Any]:

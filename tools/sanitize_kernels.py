@@ -1,10 +1,9 @@
-"""Runs the kernels' tests with sanitizers: once for addresses and undefined behaviour, once for data races between threads.
+"""Run the kernels' tests with sanitizers: once for addresses and undefined behaviour, once for data races between threads.
 
     python tools/sanitize_kernels.py [--compiler clang] [--only thread] [-- PYTEST_ARGUMENTS]
 
-The compiler that builds the package brings no sanitizers, so this takes a clang of the system (16 or later; Debian: clang-19
-libclang-rt-19-dev) and is skipped where there is none. Python itself is not instrumented: the sanitizer is preloaded, and a
-copy of the package holds the instrumented kernels.
+Needs a clang of the system (16 or later; Debian: clang-19 libclang-rt-19-dev), and is skipped without one. The sanitizer is preloaded into
+an ordinary Python; a copy of the package holds the instrumented kernels.
 """
 
 import argparse
@@ -25,16 +24,8 @@ from hatch_build import FLAGS, LEVELS, NATIVE, POSIX_FLAGS  # noqa: E402
 from paceline.runtimes.native.library import levels  # noqa: E402
 
 COMPILERS = ("clang", *(f"clang-{version}" for version in range(30, 15, -1)))
-TESTS = ("test_native.py", "test_native_attention.py", "test_native_panels.py", "test_native_products.py", "test_native_program.py")
-TESTS += ("test_native_rows.py", "test_native_experts.py", "test_native_recurrent.py", "test_native_super_blocks.py")
-TESTS += (
-    "test_native_path_sampler.py",
-    "test_native_attention_splits.py",
-    "test_native_block_panels.py",
-    "test_native_adapters.py",
-    "test_native_expert_adapters.py",
-    "test_ranking.py",
-)
+LEFT_OUT = {"test_native_aligned.py", "test_native_block_max.py", "test_native_threads.py"}  # no kernels of their own
+TESTS = [*sorted({path.name for path in (ROOT / "tests/unit/runtimes").glob("test_native*.py")} - LEFT_OUT), "test_ranking.py"]
 NOT_HERE = ("fork", "callers_of_one_runtime")  # in tests' names: what a sanitizer cannot follow, and what races by intention
 FLAGS_OF = {"address,undefined": (), "thread": ("-fno-builtin-memcpy",)}  # as vectors, loads and stores are not looked at for races
 RUNTIMES = {"address,undefined": "asan", "thread": "tsan"}

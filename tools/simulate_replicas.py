@@ -1,15 +1,13 @@
-"""What many replicas bring, from numbers of one: a simulation of `paceline serve --replicas` by discrete events.
+"""Simulate many replicas of `paceline serve --replicas` by discrete events, from times measured on one.
 
     python tools/simulate_replicas.py
-    python tools/simulate_replicas.py --times tools/replica_times.json --replicas 1 10 100 --load 0.8 --max-lead 4 --seed 3
+    python tools/simulate_replicas.py --replicas 1 10 100 --load 0.8 --max-lead 4 --seed 3
 
-Requests come at random (Poisson) and pass a front, which serves one at a time and chooses one of its replicas by `choose_replica`, the
-function that the server uses. Where one front is not enough there are several, each with replicas of its own. A replica runs some samples
-at a time, the others wait in their order. Running samples share it: with k of them each makes the measured number of tokens a second. What
-a request asks for is drawn from measured requests; its beginning from a few popular ones (Zipf). A replica keeps the rows of the beginnings
-it has met last, and needs no pass for those. It fails at random; what it had is lost, and it comes back after a while, empty.
+Requests come at random (Poisson) and pass a front, which chooses a replica by `choose_replica`, as the server does. A replica runs some
+samples at a time; with k of them each makes the measured number of tokens a second. Sizes are drawn from measured requests, beginnings
+from a few popular ones (Zipf). A replica keeps the rows of the last beginnings; a failure loses them and its requests.
 
-docs/scaling.md has how the times were measured. The same seed gives the same table.
+docs/scaling.md explains the times. The same seed gives the same table.
 """
 
 import argparse
@@ -284,21 +282,23 @@ class Simulation:
 
 
 def row_of(world: World, outcome: Outcome) -> list[str]:
-    """What the table says of a world."""
-    answered = len(outcome.latencies_s)
-    lost = outcome.num_lost + outcome.num_refused
-    return [
-        f"{world.num_replicas}",
-        f"{outcome.fronts}",
-        f"{outcome.rate:,.1f}",
-        f"{outcome.output_tokens / outcome.ended_s:,.0f}",
-        *(f"{outcome.latency_s(share):.3f}" for share in (0.5, 0.95, 0.99)),
-        f"{statistics.mean(outcome.waits_s):.3f}",
-        f"{outcome.num_hits / answered:.0%}",
-        f"{1e6 * lost / (answered + lost):,.0f}",
-    ]
+    """The row of the table."""
+    answered, lost = len(outcome.latencies_s), outcome.num_lost + outcome.num_refused
+    p50, p95, p99 = (f"{outcome.latency_s(share):.3f}" for share in (0.5, 0.95, 0.99))
+    rates = f"{outcome.rate:,.1f}", f"{outcome.output_tokens / outcome.ended_s:,.0f}"
+    ends = f"{statistics.mean(outcome.waits_s):.3f}", f"{outcome.num_hits / answered:.0%}", f"{1e6 * lost / (answered + lost):,.0f}"
+    return [str(world.num_replicas), str(outcome.fronts), *rates, p50, p95, p99, *ends]
 
 
+OPTIONS = (
+    ("num_running", 8, "samples that a replica runs at a time"),
+    ("load", 0.7, "requests, as a share of what all replicas could answer"),
+    ("max_lead", DEFAULT_MAX_LEAD, "bound on the affinity of prefixes"),
+    ("num_beginnings", 50, "popular beginnings for each replica; 0 = none"),
+    ("mtbf_s", 7 * 86_400.0, "mean seconds between two failures of a replica"),
+    ("restart_s", 60.0, "seconds until a failed replica is back"),
+    ("fronts", 0, "0 = as many as are needed"),
+)
 HEADERS = ["replicas", "fronts", "requests/s", "tokens/s", "p50 s", "p95 s", "p99 s", "wait s", "prefix hits", "lost of a million"]
 
 
@@ -306,31 +306,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=Path, default=TIMES, help="JSON file of the times of one replica and its front")
     parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS)
-    parser.add_argument("--num-running", type=int, default=8, help="samples that a replica runs at a time")
-    parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--slower", type=float, default=1.0, help="a model that takes this many times as long, with the same front")
-    parser.add_argument("--max-lead", type=int, default=DEFAULT_MAX_LEAD)
-    parser.add_argument("--num-beginnings", type=int, default=50, help="popular beginnings for each replica; 0 = none")
-    parser.add_argument("--mtbf-s", type=float, default=7 * 86_400.0, help="mean seconds between two failures of a replica")
-    parser.add_argument("--restart-s", type=float, default=60.0)
-    parser.add_argument("--fronts", type=int, default=0, help="0 = as many as are needed")
+    for name, value, text in OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=text)
     parser.add_argument("--requests", type=int, default=REQUESTS_A_REPLICA, help="for each replica")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     times = Times.read(options.times).slower(options.slower)
     rows = []
     for num_replicas in options.replicas:
-        world = World(
-            num_replicas=num_replicas,
-            num_running=options.num_running,
-            num_requests=max(MIN_REQUESTS, options.requests * num_replicas),
-            load=options.load,
-            max_lead=options.max_lead,
-            num_beginnings=options.num_beginnings,
-            mtbf_s=options.mtbf_s,
-            restart_s=options.restart_s,
-            fronts=options.fronts,
-        )
+        num_requests = max(MIN_REQUESTS, options.requests * num_replicas)
+        settings = {name: getattr(options, name) for name, *_ in OPTIONS}
+        world = World(num_replicas=num_replicas, num_requests=num_requests, **settings)
         rows.append(row_of(world, Simulation(times, world, options.seed).run()))
     print(markdown_table(HEADERS, rows))
 

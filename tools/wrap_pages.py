@@ -1,7 +1,4 @@
-"""Wraps the text of README.md, CHANGELOG.md and the other pages at 120 columns: python tools/wrap_pages.py [--write]
-
-Paragraphs and list items are refilled; code blocks, tables, headings and what looks like none of these stay as they are.
-"""
+"""Wrap paragraphs and list items of the pages at 120 columns: `python tools/wrap_pages.py [--write]`."""
 
 import argparse
 import re

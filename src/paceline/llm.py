@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack, cast, overload
+from typing import Any, NoReturn, Unpack, cast, overload
 
 from paceline.config import Quant
 from paceline.engine.engine import Engine, EngineStats, raise_error
@@ -16,14 +16,22 @@ from paceline.engine.request import EngineRequest
 from paceline.errors import ConfigError, RequestError
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network
+from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.explain import explain_policy, explain_steps
 from paceline.speculation.drafter import Drafter, DrafterNeeds
-from paceline.spelling import suggest_arguments
+from paceline.spelling import suggest_arguments, unknown_method
 from paceline.tokenizer.tokenizer import Tokenizer
 
 
-class LLM:
+class _NamesHints(type):
+    """The type of `LLM`, whose attributes of other libraries raise with a hint."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(unknown_method(name), name=name, obj=cls)
+
+
+class LLM(metaclass=_NamesHints):
     """A loaded target, its drafters and their caches. Several threads may call it: their requests run together.
 
     Example:
@@ -55,6 +63,8 @@ class LLM:
             docs/methods.
         acceptance: rule that accepts draft tokens: "match" (a seed gives one text, with any drafter) or "rejection" (sampled texts have
             the same distribution, but depend on the drafts).
+        speculative_config: vLLM's dictionary {"method", "model", "num_speculative_tokens"}, instead of `drafter` and
+            `num_speculative_tokens`.
         max_num_seqs: maximum running requests; others wait.
         max_num_batched_tokens: rows of one pass, drafts of all requests included.
         prefill_chunk_size: prompt rows of a pass, of all requests together; fewer reduce the inter-token latency of other requests.
@@ -94,6 +104,7 @@ class LLM:
         draft_adapter: str | Path | None = None,
         drafter_options: Mapping[str, object] | None = None,
         acceptance: str = "match",
+        speculative_config: Mapping[str, object] | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         prefill_chunk_size: int = 256,
@@ -109,6 +120,14 @@ class LLM:
         config, self._speculation, self._given_drafters = parse_settings(model, options)
         self._loaded_or_none: LoadedEngine | None = load_engine(config, self._speculation, self._given_drafters)
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; for methods of other libraries it names ours."""
+        raise AttributeError(unknown_method(name), name=name, obj=self)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raise RequestError: name the methods that answer."""
+        raise RequestError("an LLM is no function: use llm.generate(prompt, SamplingParams(...)) or llm.chat(messages, ...)")
+
     def __enter__(self) -> "LLM":
         _ = self._loaded  # raises if it is closed
         return self
@@ -119,7 +138,7 @@ class LLM:
     def close(self) -> None:
         """Free weights and caches. Later calls raise, and so does the next step of an open stream. May be called again."""
         self._loaded_or_none = None
-        gc.collect()  # an engine and its scheduler refer to each other
+        gc.collect()  # free the old engine now: it is part of a reference cycle
 
     @property
     def engine(self) -> Engine:
@@ -170,6 +189,11 @@ class LLM:
         return self._loaded.numerics
 
     @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The model's own sampling parameters, which the command line and the server use for conversations."""
+        return self._loaded.sampling_defaults
+
+    @property
     def drafter_name(self) -> str:
         return self._loaded.drafter_name
 
@@ -203,7 +227,7 @@ class LLM:
             options: see `RequestOptions`.
 
         Returns:
-            one output per prompt, in order; with `sampling_params.n` > 1, n per prompt.
+            one output per prompt, in order, and none for an empty list; with `sampling_params.n` > 1, n per prompt.
 
         Raises:
             RequestError: a prompt or parameter cannot be served, or a request failed while running; the others are aborted.
@@ -254,6 +278,15 @@ class LLM:
         parsers = [parser for (_, parser, _), params in zip(chats, each, strict=True) for _ in range(params.n)]
         outputs = [parser.parsed(output) for parser, output in zip(parsers, outputs, strict=True)]
         return outputs[0] if is_one else outputs
+
+    def chat_token_ids(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Return the token ids of a conversation's prompt.
+
+        Raises:
+            RequestError: as for `chat`, also if it is longer than the context.
+        """
+        prompt, _ = split_chat_options(options)
+        return self._input_processor.chat_ids(messages, **prompt)
 
     @suggest_arguments("stream", of_sampling=SAMPLING_NAMES)
     def stream(self, prompt: Prompt, sampling_params: Params = None, **options: Unpack[RequestOptions]) -> Iterator[StreamChunk]:
@@ -308,10 +341,10 @@ class LLM:
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
         needs = DrafterNeeds.union(drafters)
-        if needs.hidden_states or needs.layers:  # their caches belong to the old target
+        if needs.hidden_states or needs.layers:  # drafters that read the target's hidden states keep caches of the old target
             drafters = list(self._given_drafters)
         without = replace(self._loaded.config, quantization=quantization, adapters={})
-        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_mixtures)
+        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_xlora)
         for adapter in self.engine.adapters.all:
             loaded.engine.add_adapter(adapter)
         with self.engine.between_steps():
@@ -337,7 +370,7 @@ class LLM:
     def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         with self._in_use() as loaded:
             requests = loaded.requests(prompts, params, options, is_streamed=False)
-            with closing(loaded.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+            with closing(loaded.engine.run(requests)) as steps:  # close the run at once if an interrupt comes between two steps
                 for _ in steps:
                     pass
             return [loaded.output(request) for request in requests]
@@ -348,13 +381,13 @@ class LLM:
             with closing(loaded.engine.run(list(num_seen))) as steps:
                 while num_seen:
                     _ = self._loaded  # raises if it is closed
-                    if not _has_updates(num_seen):  # another thread's steps may have added tokens
+                    if not _has_updates(num_seen):  # steps of another thread may have added tokens
                         next(steps, None)
                     with loaded.engine.between_steps():
-                        raise_error(list(num_seen))  # it may come from another thread's step
+                        raise_error(list(num_seen))  # the error may come from a step of another thread
                         chunks = [loaded.chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                    yield from chunks  # the caller may run steps of its own in between
+                    yield from chunks  # the caller may run steps of its own between chunks
 
 
 def _has_updates(num_seen: Mapping[EngineRequest, int]) -> bool:

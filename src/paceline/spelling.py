@@ -18,7 +18,6 @@ OTHER_NAMES = {
     "logits_processors": "processors",
     "structured_outputs": "grammar",
     "guided_decoding": "grammar",
-    "speculative_config": "drafter",
     "speculative_model": "drafter",
     "gpu_memory_utilization": "kv_cache_gb",
     # transformers
@@ -38,9 +37,41 @@ OTHER_NAMES = {
     "n_ctx": "max_model_len",
     "n_threads": "threads",
     "n_batch": "max_num_batched_tokens",
+    "predict": "max_tokens",
+    "draft_max": "num_speculative_tokens",
+    "model_draft": "drafter",
+    "spec_draft_model": "drafter",
+    "hf_repo": "model",
+    "n_gpu_layers": "device",
+    "ngl": "device",
+    "hf": "model",
+    "np": "max_num_seqs",
+    "cache_type_k": "kv_cache_dtype",
     "draft_model": "drafter",
 }
 """Names that users of other libraries would type, if they are not close to ours."""
+
+
+_OTHER_METHODS = {
+    "get_tokenizer": "use .tokenizer",
+    "get_default_sampling_params": "use .sampling_defaults",
+    "beam_search": "there is no beam search; use .generate with n samples",
+    "from_pretrained": 'use LLM("owner/name"), LLM("directory") or LLM("file.gguf")',
+    "create_completion": "use .generate(prompt, SamplingParams(...))",
+    "create_chat_completion": "use .chat(messages, SamplingParams(...))",
+    "create_embedding": "there are no embeddings, only generated text",
+    "embed": "there are no embeddings, only generated text",
+    "encode": "use .tokenizer.encode(text)",
+    "tokenize": "use .tokenizer.encode(text)",
+    "detokenize": "use .tokenizer.decode(ids)",
+}
+"""Methods of vLLM's, transformers' and llama-cpp-python's models, with ours."""
+
+
+def unknown_method(name: str) -> str:
+    """Return the text of an error: an LLM has no attribute `name`, and what to use."""
+    hint = _OTHER_METHODS.get(name)
+    return f"an LLM has no {name}" + (f": {hint}" if hint else "")
 
 
 def unknown_argument(name: str, of: str, known: Collection[str], *, of_sampling: Collection[str] = ()) -> str:

@@ -1,7 +1,7 @@
-"""Reads the parser tests of other projects out of their sources: what a model wrote, and what that project makes of it.
+"""Reads llama.cpp's parser tests out of its sources: what a model wrote, and what llama.cpp makes of it.
 
-llama.cpp's tests are chains of C++ calls (`tst.test("…").tools({…}).expect(…)`), Ollama's are tables of Go literals. One small reader of
-C-like expressions reads both. A test whose expressions need more than literals is left out and counted.
+The tests are chains of C++ calls (`tst.test("…").tools({…}).expect(…)`). One whose expressions need more than literals is left out and
+counted.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|/\*.*?\*/)
     |R"(?P<mark>[^(\s"]{0,16})\((?P<raw>.*?)\)(?P=mark)"
-    |`(?P<goraw>[^`]*)`
     |(?P<string>"(?:[^"\\]|\\.)*")
     |(?P<char>'(?:[^'\\]|\\.)+')
     |(?P<number>-?\d[\w.]*)
@@ -24,9 +23,8 @@ _TOKEN = re.compile(
 )
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 _CONVERSIONS: dict[str, Any] = {
-    **dict.fromkeys(("std::string", "json", "string"), ""),
-    **dict.fromkeys(("int64", "float64", "int"), 0),
-    **{name: {} for name in ("args", "testArgs", "testPropsMap", "api.NewToolCallFunctionArguments")},
+    "std::string": "",
+    "json": "",
 }
 """Functions that return their argument, with the value that they return without one."""
 
@@ -46,7 +44,7 @@ class SuiteCase:
     """One test of another project.
 
     Attributes:
-        template: file of the chat template it is about (llama.cpp), or the parser's name (Ollama).
+        template: file of the chat template it is about.
         tools: by name, the schema of the arguments.
         content, reasoning: None = not compared.
         calls: name and arguments; None = not compared.
@@ -73,13 +71,11 @@ class Suite:
 
 
 def tokens_of(source: str) -> list[Token]:
-    """Split C++ or Go source into tokens, without comments and blanks."""
+    """Split C++ source into tokens, without comments and blanks."""
     found = []
     for match in _TOKEN.finditer(source):
         if match["raw"] is not None:
             found.append(Token("string", match["raw"]))
-        elif match["goraw"] is not None:
-            found.append(Token("string", match["goraw"]))
         elif match["string"] is not None:
             found.append(Token("string", _unescaped(match["string"])))
         elif match["space"] is None:
@@ -113,7 +109,7 @@ def balanced(tokens: list[Token], start: int) -> int:
 
 
 class Expression:
-    """Evaluates literals, sums of texts, lists, Go's composite literals and calls of known functions."""
+    """Evaluates literals, sums of texts, lists and calls of known functions."""
 
     def __init__(self, tokens: list[Token], names: Mapping[str, Any]) -> None:
         self._tokens, self._names, self.at = tokens, names, 0
@@ -186,9 +182,6 @@ class Expression:
             return found
         if token.text in ("&", "*"):
             return self._one()
-        if token.text == "[":  # Go: []type{…}
-            self.at = self._tokens.index(Token("other", "]"), self.at) + 1
-            return self._typed()
         if token.kind == "name":
             return self._named(token.text)
         raise UnreadableError(token.text)
@@ -198,29 +191,12 @@ class Expression:
         found = self.values("}")
         return found[0] if len(found) == 1 and isinstance(found[0], dict) and found[0] else found
 
-    def _typed(self) -> Any:
-        """After the brackets of a Go type: its name, then its values."""
-        while self._next() != "{":
-            if self._next() == "[":
-                self.at = balanced(self._tokens, self.at)
-            elif [token.text for token in self._tokens[self.at : self.at + 3]] == ["interface", "{", "}"]:
-                self.at += 3
-            else:
-                self.at += 1
-            if self.at >= len(self._tokens):
-                raise UnreadableError("type")
-        self.at += 1
-        return self.values("}")
-
     def _named(self, name: str) -> Any:
         if name in ("true", "false", "nil", "nullptr"):
             return {"true": True, "false": False}.get(name)
         while self._next() == "." and self._tokens[self.at + 1].kind == "name":
             name += "." + self._tokens[self.at + 1].text
             self.at += 2
-        if name in ("map", "[]"):
-            found = self._typed()
-            return found[0] if found else {}
         if self._next() == "(":
             self.at += 1
             arguments = self.values(")")
@@ -231,8 +207,7 @@ class Expression:
             raise UnreadableError(name)
         if self._next() == "{" and name not in self._names:
             self.at += 1
-            found = self._struct_or_list()
-            return {**found, "event": name} if "Event" in name and isinstance(found, dict) else found
+            return self._struct_or_list()
         if name in self._names:
             return self._names[name]
         raise UnreadableError(name)
@@ -357,148 +332,3 @@ def _llama_case(calls: Mapping[str, list[Token]], template: str, names: Mapping[
         evaluated(calls["enable_thinking"], names) if "enable_thinking" in calls else None,
         "parallel_tool_calls" in calls,
     )
-
-
-# Ollama
-
-OLLAMA_PARSERS = {
-    "cogito": ("deepseek_v3", "qwen3"),
-    "deepseek3": ("deepseek_v3", "qwen3"),
-    "functiongemma": ("functiongemma", "none"),
-    "gemma4": ("gemma4", "gemma4"),
-    "glm46": ("glm45", "qwen3"),
-    "lfm2": ("lfm2", "qwen3"),
-    "nemotron3nano": ("qwen3_coder", "qwen3"),
-    "olmo3": ("olmo3", "none"),
-    "olmo3_think": ("none", "qwen3"),
-    "qwen3coder": ("qwen3_coder", "none"),
-    "qwen3vl_nonthinking": ("hermes", "none"),
-    "qwen3vl_thinking": ("hermes", "qwen3"),
-}
-"""Our parsers for each of Ollama's."""
-_MARKS = {
-    "glm46": ("<tool_call>", "</tool_call>"),
-    "qwen3coder": ("<tool_call>", "</tool_call>"),
-    "qwen3vl_nonthinking": ("<tool_call>", "</tool_call>"),
-    "qwen3vl_thinking": ("<tool_call>", "</tool_call>"),
-    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
-    "olmo3": ("<function_calls>", "</function_calls>"),
-    "deepseek3": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
-    "cogito": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
-}
-"""The marks around calls, for tests that give only what is between them."""
-_BEGINS_IN_REASONING = ("nemotron3nano", "olmo3_think", "qwen3vl_thinking")
-_SETTINGS = ("thinkingEnabled", "hasThinking", "hasThinkingSupport")
-_GO_NAMES = {"tool": lambda name, properties: {"Function": {"Name": name, "Parameters": {"Properties": properties}}}}
-_CALL_KEYS = ("expectedCalls", "expectedToolCalls")
-
-
-def ollama_suite(folder: Path) -> Suite:
-    """The tables of `model/parsers/*_test.go` of Ollama's sources."""
-    suite = Suite()
-    for name in OLLAMA_PARSERS:
-        tokens = tokens_of((folder / f"model/parsers/{name}_test.go").read_text())
-        for at in range(len(tokens) - 6):
-            is_table = [token.text for token in tokens[at : at + 3]] == [":=", "[", "]"] and tokens[at + 4].text == "{"
-            if is_table:
-                start = balanced(tokens, at + 4) if tokens[at + 3].text == "struct" else at + 4
-                if start < len(tokens) and tokens[start].text == "{":
-                    _read_table(tokens[start : balanced(tokens, start)], name, suite)
-    return suite
-
-
-def _read_table(tokens: list[Token], parser: str, suite: Suite) -> None:
-    at = 1
-    while at < len(tokens) - 1:
-        if tokens[at].text != "{":
-            at += 1
-            continue
-        end = balanced(tokens, at)
-        try:
-            found = Expression(tokens[at:end], _GO_NAMES).value()
-            case = _ollama_case(found, parser) if isinstance(found, dict) else None
-            if case is not None:
-                suite.cases.append(case)
-            suite.num_left_out += case is None
-        except (UnreadableError, IndexError, TypeError, ValueError, KeyError):
-            suite.num_left_out += 1
-        at = end
-
-
-def _ollama_case(row: Mapping[str, Any], parser: str) -> SuiteCase | None:
-    """Return the test of a row; None if it is not about an answer, or about an error."""
-    if row.get("expectError") or row.get("wantErr"):
-        return None
-    title = str(row.get("name") or row.get("desc"))
-    if "paramType" in row and parser == "qwen3coder":
-        return _value_case(row, title)
-    if "steps" in row:
-        return _steps_case(row, parser, title)
-    opening, closing = _MARKS.get(parser, ("", ""))
-    inner = row.get("rawToolCall", row.get("content") if "expected" in row else row.get("input") if "expected" in row else None)
-    wanted = row.get("wantToolCall", row.get("expected"))
-    if inner is not None and wanted is not None and opening:
-        calls = _calls(wanted if isinstance(wanted, list) else [wanted])
-        return SuiteCase("ollama", title, parser, f"{opening}{inner}{closing}", _tools(row, calls), None, None, calls)
-    given = row.get("input", "".join(row["chunks"]) if row.get("chunks") else None)
-    if not isinstance(given, str) or not {"expectedContent", "expectedText", "expectedThinking", *_CALL_KEYS} & row.keys():
-        return None
-    calls = _calls(next((row[key] for key in _CALL_KEYS if row.get(key)), []))
-    content = row.get("expectedContent", row.get("expectedText", ""))
-    thinks, reasoning = _begins_in_reasoning(row, parser), row.get("expectedThinking", "")
-    if parser == "gemma4" and "call:get_weather" in given and not set(_CALL_KEYS) & row.keys():  # a table of texts around calls
-        return SuiteCase("ollama", title, parser, given, {"get_weather": {}}, content, reasoning, None, thinks, True)
-    return SuiteCase("ollama", title, parser, given, _tools(row, calls), content, reasoning, calls, thinks, True)
-
-
-def _begins_in_reasoning(row: Mapping[str, Any], parser: str) -> bool:
-    """Return whether the text of a row begins within reasoning."""
-    if parser in ("lfm2", "gemma4"):
-        return False
-    if (
-        str(row.get("desc")).startswith("thinking prefill") or row.get("prefillMsg") or (row.get("lastMessage") or {}).get("Content")
-    ):  # a part of the answer is in the prompt
-        return False
-    if "thinkValue" in row:
-        return bool((row["thinkValue"] or {}).get("Value"))
-    setting = next((bool(row[key]) for key in _SETTINGS if key in row), None)
-    if parser == "cogito" and setting is None:  # as its test derives the setting
-        return bool(row.get("expectedThinking")) and not row.get("tools")
-    return parser in _BEGINS_IN_REASONING if setting is None else setting
-
-
-def _steps_case(row: Mapping[str, Any], parser: str, title: str) -> SuiteCase | None:
-    """Return the test of pieces of text with the events that each gives; None if there are calls, whose bodies these tests do not parse."""
-    if title.startswith("thinking prefill"):  # the prompt is not in the row
-        return None
-    events = [event for step in row["steps"] for event in step.get("wantEvents") or []]
-    if any("content" not in event for event in events):
-        return None
-    reasoning = "".join(event["content"] for event in events if "Thinking" in event["event"])
-    content = "".join(event["content"] for event in events if "Thinking" not in event["event"])
-    given = "".join(step["input"] for step in row["steps"])
-    return SuiteCase("ollama", title, parser, given, {"f": {}}, content, reasoning, [], _begins_in_reasoning(row, parser))
-
-
-def _value_case(row: Mapping[str, Any], title: str) -> SuiteCase:
-    """Return the test of the conversion of one value."""
-    output = f"<tool_call>\n<function=f>\n<parameter=x>{row['raw']}</parameter>\n</function>\n</tool_call>"
-    properties = {"x": {"type": row["paramType"]}} if row["paramType"] else {}
-    tools = {"f": {"type": "object", "properties": properties}}
-    return SuiteCase("ollama", title, "qwen3coder", output, tools, None, None, [("f", {"x": row.get("want")})])
-
-
-def _calls(rows: list[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    calls = [(row["Function"]["Name"], row["Function"].get("Arguments") or {}) for row in rows]
-    return [(name, json.loads(given) if isinstance(given, str) else given) for name, given in calls]
-
-
-def _tools(row: Mapping[str, Any], calls: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the tools of a row, and those that are called without being offered."""
-    tools = {tool["Function"]["Name"]: _ollama_schema(tool) for tool in row.get("tools") or []}
-    return {**{name: {} for name, _ in calls}, **tools}
-
-
-def _ollama_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    properties = (tool["Function"].get("Parameters") or {}).get("Properties") or {}
-    return {"type": "object", "properties": {name: {"type": one.get("Type") or []} for name, one in properties.items()}}

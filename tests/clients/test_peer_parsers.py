@@ -1,7 +1,6 @@
-"""Outputs of models as llama.cpp's, Ollama's and SGLang's own parsers read them, compared with ours.
+"""Outputs of models as llama.cpp's own parser tests read them, compared with ours.
 
-llama.cpp's tests come with the sources of llama-cpp-python, SGLang's detectors with its wheel. Ollama's tests are in no package: they run
-if its sources are in the folder `ollama` of the environment. Known differences have a reason in `DIFFERENCES`; any other one fails.
+Known differences have a reason in `DIFFERENCES`; any other one fails.
 """
 
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.peer_suites import OLLAMA_PARSERS, Suite, SuiteCase, llama_cpp_suite, ollama_suite
+from clients.peer_suites import Suite, SuiteCase, llama_cpp_suite
 from paceline.errors import RequestError
 from paceline.parsing.events import Event
 from paceline.parsing.parse_output import ParsedOutput
@@ -94,8 +93,6 @@ TEMPLATES = {
 }
 """The formats of tool calls and of reasoning that each of llama.cpp's chat templates shows."""
 _END = "ends at a token that ends generation; ours never sees it"
-_NOTHING_LOST = "keeps the beginning of markup that was not finished; a text is never lost"
-_RESULT_MARKS = "keeps marks of results of tools where the model has no tools"
 DIFFERENCES = {
     "llama.cpp": {
         r"Apriel-1\.6.*": "begins reasoning after the words of the prompt, which are not the model's",
@@ -107,21 +104,6 @@ DIFFERENCES = {
         r"(meta-llama-Llama-3\.1|mistralai-Ministral-3).* .*(json|JSON).*": "has no code fences around JSON: the grammar allows none",
         r"openai-gpt-oss.* <.channel.>analysis.*I'm.*": "has no markup in the text if reasoning is not parsed",
         r"openai-gpt-oss.* .*I will execute.*": "keeps messages to the model's own tools, as reasoning",
-    },
-    "ollama": {
-        r"(cogito|deepseek3) (.*tool_output.*|mixed_content_with_special_chars)": _RESULT_MARKS,
-        r"cogito empty_thinking_content|nemotron3nano thinking disabled but.*": "drops a closing mark of reasoning before all text",
-        r"deepseek3 streaming_with_split_tags": "drops white space next to a call",
-        r"deepseek3 (empty_tool_name|malformed_tool_call.*|consecutive_tool_calls)": "keeps what is no call as text",
-        r".* (partial_think_tag_at_end_with_thinking|partial thinking incomplete)": _NOTHING_LOST,
-        r".* (content before tool call|unicode with partial tool tag)": _NOTHING_LOST,
-        r"gemma4 thinking_disabled_channel_tags_as_content": "keeps reasoning that was not asked for",
-        r"lfm2 (escaped_quote_in_value|newline_in_string_arg)": "reads escapes as Python does",
-        r"qwen3coder names with quotes": "drops quotes around names",
-        r"qwen3coder integer with leading zeros": "keeps 007 as a text",
-        r"qwen3coder null value.*": "keeps null as a text where the schema wants one",
-        r"qwen3coder invalid boolean falls back to false": "keeps a text where the schema wants a boolean",
-        r"qwen3vl_thinking (simple trip thinking|interleaved thinking)": "drops an opening mark of reasoning that repeats the prompt's",
     },
 }
 """By project: patterns of a parser or template and a test's title, and what ours does there."""
@@ -191,11 +173,6 @@ def _llama_cpp_difference(case: SuiteCase, formats: OutputFormat, in_reasoning: 
     return found if in_text and without else None
 
 
-def ollama_differences(suite: Suite) -> Iterator[tuple[SuiteCase, str | None]]:
-    for case in suite.cases:
-        yield case, difference(case, parsed(OutputFormat(*OLLAMA_PARSERS[case.template]), case, in_reasoning=bool(case.thinks)))
-
-
 def unexplained(suite: str, found: list[tuple[SuiteCase, str | None]]) -> list[str]:
     """Return the differences that have no reason in `DIFFERENCES`."""
     return [
@@ -219,17 +196,6 @@ def test_texts_of_llama_cpps_tests_are_read_as_it_reads_them(parsers: Path, tall
     assert len(found) >= 350
     assert unexplained("llama.cpp", found) == []
     count("llama.cpp", found, suite.num_left_out, tally)
-
-
-def test_texts_of_ollamas_tests_are_read_as_it_reads_them(parsers: Path, tally: "Counter[str]") -> None:
-    folder = parsers / "ollama"
-    if not folder.exists():
-        pytest.skip(f"Ollama's tests are in no package: put its sources into {folder}")
-    suite = ollama_suite(folder)
-    found = list(ollama_differences(suite))
-    assert len(found) >= 400
-    assert unexplained("ollama", found) == []
-    count("ollama", found, suite.num_left_out, tally)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -1,6 +1,5 @@
 """Every peer, in its own environment, writes the mini's greedy text in each of its modes (make test-clients)."""
 
-import importlib
 import json
 import subprocess
 from collections import Counter
@@ -10,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from harness.parity import greedy_margin
 from paceline import LLM, SamplingParams
 from paceline.benchmarking.peers import PEERS, environment_python, make_environment
-
-our_margin = importlib.import_module("compare_llama_cpp").our_margin
 
 NUM_TOKENS = 60
 NEAR_TIE = 0.05  # of a logit: what other kernels, or a cache in half precision, can turn around
@@ -38,7 +36,7 @@ def ask(command: list[str], orders: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_peer_says_what_we_say_up_to_near_ties(
+def test_peer_text_equals_ours_up_to_near_ties(
     name: str, mode: str, ours: LLM, mini_dir: Path, clients: Path, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, twice each prompt, so that what is kept of a request would show."""
@@ -59,7 +57,7 @@ def test_a_peer_says_what_we_say_up_to_near_ties(
         wanted = list(ours.generate([ids], params)[0].token_ids)
         same = next((index for index, pair in enumerate(zip(answer["token_ids"], wanted, strict=True)) if pair[0] != pair[1]), NUM_TOKENS)
         tally[f"tokens of {name} ({mode}) that are ours, of {NUM_TOKENS * len(prompts)}"] += same
-        assert same == NUM_TOKENS or our_margin(ours, ids + wanted[:same])[0] < NEAR_TIE, (same, answer["token_ids"])
+        assert same == NUM_TOKENS or greedy_margin(ours, ids + wanted[:same]) < NEAR_TIE, (same, answer["token_ids"])
         assert (
             mode == "plain" or answer["num_draft_tokens"] is None or answer["num_draft_tokens"] >= (answer["num_accepted_tokens"] or 0) > 0
         ), answer

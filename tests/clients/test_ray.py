@@ -122,9 +122,7 @@ def streamed(text: str) -> str:
     return "".join(choice["delta"].get("content", "") for event in events_in(text) for choice in event["choices"])
 
 
-def test_while_a_replica_is_killed_all_other_requests_are_answered_as_by_one_engine(
-    clients: Path, solo: HttpClient, tally: "Counter[str]"
-) -> None:
+def test_killed_replica_fails_only_its_own_requests(clients: Path, solo: HttpClient, tally: "Counter[str]") -> None:
     with closing(Command(clients, "serve", "--port", "0", *OPTIONS)) as server:
         url = server.url()
         before = server.processes(SERVING)

@@ -98,7 +98,7 @@ def test_openais_client_raises_its_own_class_for_every_error(by_openai: dict[str
     }
 
 
-def test_openais_client_backs_off_from_a_full_server_and_is_answered_in_the_end(clients: Path, llm: LLM) -> None:
+def test_openai_client_retries_on_a_full_server(clients: Path, llm: LLM) -> None:
     with closing(Server("--quiet", "--max-num-seqs", "1", "--max-queue", "0", PACELINE_API_KEYS=KEY)) as server:
         found = asked(clients, "openai_calls.py", server.url, "busy")
     assert (found["class"], found["status"], found["code"]) == ("RateLimitError", 429, "queue_full")

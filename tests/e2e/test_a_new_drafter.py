@@ -66,7 +66,7 @@ def open_llm(directory: Path, drafter: str | list[str]) -> LLM:
     return LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=drafter)
 
 
-def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy: ModuleType) -> None:
+def test_new_drafter_is_selected_by_name_and_changes_no_token(directory: Path, toy: ModuleType) -> None:
     prompts = [[5, 6, 7], [8] * 40]
     plain = open_llm(directory, "none").generate(prompts, PARAMS)
     llm = open_llm(directory, "echo")
@@ -81,7 +81,7 @@ def test_it_is_chosen_by_name_guesses_and_changes_no_token(directory: Path, toy:
     assert llm.drafter.rows == sum(len(prompt) + len(output.token_ids) - 1 for prompt, output in zip(prompts, outputs, strict=True))
 
 
-def test_it_works_together_with_others(directory: Path, toy: ModuleType) -> None:
+def test_new_drafter_works_combined_with_others(directory: Path, toy: ModuleType) -> None:
     plain = open_llm(directory, "none").generate([[5, 6, 7]], PARAMS)
     llm = open_llm(directory, ["suffix", "echo", "ngram"])
     (output,) = llm.generate([[5, 6, 7]], PARAMS)

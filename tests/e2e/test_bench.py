@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from paceline.cli import app
 
-SHORT = ("--drafter", "ngram", "--workload", "chat", "--rounds", "1", "--tokens", "24", "--num-prompts", "1", "--threads", "1")
+SHORT = ("--drafter", "ngram", "--workload", "chat", "--rounds", "1", "--max-tokens", "24", "--num-prompts", "1", "--threads", "1")
 
 
 def bench(*arguments: str) -> Result:
@@ -27,7 +27,7 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "1")  # set by the command if nobody has: so that it is taken back
     files = [tmp_path / name for name in ("result.json", "result.html")]
-    done = bench(*SHORT, "--json", str(files[0]), "--html", str(files[1]))
+    done = bench(*SHORT, "--json-file", str(files[0]), "--html", str(files[1]))
     assert done.exit_code == 0, done.output
     assert "chat, temperature 0" in done.stdout
     assert "mini, bf16" in done.stdout
@@ -39,6 +39,21 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
     assert found["ended"] == "complete"
     assert [len(one["outputs"][0]["token_ids"]) for one in found["samples"]] == [24] * 4
     assert files[1].read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("option", "begin"), [(("-o", "md"), "| model | threads | workload | mode | tokens/s |"), (("--json",), "{")])
+def test_a_result_is_printed_as_markdown_or_json(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], begin: str) -> None:
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+    done = bench("mini", *SHORT, *option)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(begin)
+    if begin == "{":
+        assert [cell["mode"] for cell in json.loads(done.stdout)["cells"]] == ["plain", "ngram"]
+        return
+    assert [line.split(" | ")[3] for line in lines[2:4]] == ["plain", "ngram"]
+    assert len({line.count("|") for line in lines[:4]}) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,8 +68,9 @@ def test_two_modes_and_one_workload_are_measured_in_seconds(tmp_path: Path, monk
         (["--peer", "nobody"], "peer is 'nobody': use one of"),
         (["--install-peers", "nobody"], "peer is 'nobody': use one of"),
         (["--rounds", "0"], "rounds is 0"),
-        (["--json", "no-such-folder/x.json"], "there is no folder"),
-        (["--json", "same.out", "--html", "same.out"], "two reports would go to"),
+        (["--output", "csv"], "output is 'csv': use one of text, md, json"),
+        (["--json-file", "no-such-folder/x.json"], "there is no folder"),
+        (["--json-file", "same.out", "--html", "same.out"], "two reports would go to"),
         (["--html", "."], "is a folder: give the name of a file"),
     ],
 )
@@ -75,8 +91,21 @@ def test_mistakes_are_told_before_anything_is_measured(arguments: list[str], sai
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ctrl_c_reports_what_there_is_and_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    command = [sys.executable, "-m", "paceline", "bench", "--drafter", "ngram", "--workload", "chat", "--rounds", "1000", "--tokens", "16"]
-    command += ["--num-prompts", "1", "--minutes", "1", "--threads", "1", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "bench",
+        "--drafter",
+        "ngram",
+        "--workload",
+        "chat",
+        "--rounds",
+        "1000",
+        "--max-tokens",
+        "16",
+    ]
+    command += ["--num-prompts", "1", "--minutes", "1", "--threads", "1", "--json-file", str(file)]
     marks = {**os.environ, "PACELINE_MARK": str(tmp_path)}
     heeds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

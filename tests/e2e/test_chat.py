@@ -20,11 +20,14 @@ from typer.testing import CliRunner, Result
 from harness.checkpoints import write_byte_level_tokenizer, write_checkpoint
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.chat import Chat, Conversation
+from paceline.cli.chat import Chat, Conversation, Shown
 from paceline.cli.message_input import Entry
+from paceline.cli.rendering import Writer
 from paceline.cli.reporting import print_notice
 from paceline.errors import CapacityError, RequestError
+from paceline.outputs import StreamChunk
 from paceline.sampling.params import SamplingParams
+from paceline.speculation.request import TokenOrigin
 
 TESTS = Path(__file__).resolve().parents[1]
 EDITOR_IS_READY = "\x1b[?12l\x1b[?25h"
@@ -65,7 +68,83 @@ def test_reset_forgets_all_but_the_system_message(fake_llm: type[FakeLLM]) -> No
 def test_exit_ends_and_help_lists(fake_llm: type[FakeLLM]) -> None:
     done = chat(stdin="/help\n/exit\nnever asked\n")
     assert (done.exit_code, fake_llm.made[0].asked) == (0, [])
-    assert all(f"\n{command} " in f"\n{done.stderr}" for command in ("/help", "/set", "/system", "/retry", "/save", "/reset", "/exit"))
+    assert all(
+        f"\n{command} " in f"\n{done.stderr}" for command in ("/help", "/set", "/system", "/retry", "/save", "/drafts", "/clear", "/exit")
+    )
+
+
+@pytest.mark.parametrize("command", ["/exit", "/quit", "/bye"])
+def test_other_names_of_commands_work(fake_llm: type[FakeLLM], command: str) -> None:
+    assert chat(stdin=f"Hi\n/reset\nHi\n/clear\nHi\n{command}\nnever asked\n").exit_code == 0
+    assert [len(messages) for messages in fake_llm.made[0].asked] == [1, 1, 1]
+
+
+def test_drafts_shows_who_drafted_the_last_answer(fake_llm: type[FakeLLM]) -> None:
+    done = chat(stdin="/drafts\nHi\n/drafts\n")
+    assert done.stdout == f"{TEXT}\n{{The}}[ quick brown] fox[ caf]é\n"
+    assert "/drafts: there is no answer yet" in done.stderr
+    assert "[accepted draft], bonus token, {plain token}\nngram 4 accepted of 5 drafted\n" in done.stderr
+
+
+# --- a full context ---
+
+
+@pytest.mark.parametrize(("option", "first"), [([], "Be brief."), (["--no-keep-system"], "And?")])
+def test_a_full_context_drops_the_oldest_turns_and_says_so_once(fake_llm: type[FakeLLM], option: list[str], first: str) -> None:
+    fake_llm.max_model_len = 80  # a token a character: a quarter is kept for the answer
+    done = chat("--system", "Be brief.", *option, stdin="Hi\nAnd?\nAnd?\nAnd?\n/save /dev/null\n")
+    sent = [[message["content"] for message in messages] for messages in fake_llm.made[0].asked]
+    assert sent[0] == ["Be brief.", "Hi"]
+    assert sent[1] == ["Be brief.", "Hi", TEXT, "And?"]
+    assert sent[2][0] == first
+    assert sent[2][-3:] == ["And?", TEXT, "And?"]
+    assert all(sum(map(len, one)) <= 60 for one in sent)
+    assert done.stderr.count("the context of 80 tokens is full: from now on the oldest turns are not sent to the model") == 1
+
+
+def test_a_message_that_does_not_fit_alone_is_sent_and_refused(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.max_model_len = 10
+    chat(stdin="Hi\nA message that is too long\n")
+    assert [len(messages) for messages in fake_llm.made[0].asked] == [1, 1]
+
+
+def test_a_saved_conversation_has_the_dropped_turns_too(fake_llm: type[FakeLLM], tmp_path: Path) -> None:
+    fake_llm.max_model_len = 40
+    chat(stdin=f"Hi\nAnd?\nAnd?\n/save {tmp_path / 'said.json'}\n")
+    assert len(json.loads((tmp_path / "said.json").read_text())) == 6
+
+
+# --- lines of a terminal ---
+
+
+def wrapped(text: str, monkeypatch: pytest.MonkeyPatch, *, pieces: int = 1, columns: int = 20) -> list[str]:
+    """Lines that a terminal of some columns gets of a text that comes in pieces of some characters."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    writer = Writer(wraps=True)
+    for start in range(0, len(text), pieces):
+        writer.write(StreamChunk(text[start : start + pieces], [0], [TokenOrigin.PLAIN]))
+    writer.close()
+    return screen.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 50])
+def test_words_are_not_cut_at_the_edge_of_a_terminal(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    text = "The quick brown fox jumps over the lazy dog.\n\n    indented, and a-word-longer-than-the-line is cut"
+    lines = wrapped(text, monkeypatch, pieces=pieces)
+    assert lines[:3] == ["The quick brown fox ", "jumps over the lazy ", "dog."]
+    assert lines[3:5] == ["", "    indented, and a-"[:18].rstrip() + " "]
+    assert [word for line in lines for word in line.split()] == text.split()
+
+
+def test_wide_characters_are_counted_as_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrapped("日本語の文章には空白がありません", monkeypatch, columns=10) == ["日本語の文", "章には空白", "がありませ", "ん"]
+
+
+def test_a_pipe_gets_the_text_as_it_is(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    assert chat(stdin="Hi\n").stdout == f"{TEXT}\n"
 
 
 def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
@@ -78,6 +157,7 @@ def test_a_message_may_start_with_a_path(fake_llm: type[FakeLLM]) -> None:
     [
         ("/nonsense", "/nonsense is not a command; /help lists them"),
         ("/sett temperature 1", "/sett is not a command; did you mean /set?"),
+        ("/byee", "/byee is not a command; did you mean /bye?"),
         ("/retry now", "/retry takes no argument"),
         ("/retry", "/retry: nothing was said yet"),
         ("/set tempature 1", "/set: there is no tempature; did you mean temperature?"),
@@ -96,7 +176,7 @@ def test_a_command_that_cannot_be_obeyed_is_said_and_told_by_the_exit_code(fake_
 
 def test_sampling_parameters_are_shown_and_set(fake_llm: type[FakeLLM]) -> None:
     commands = "/set temperature 0.5\n/set max-tokens 7\n/set stop END\n/set seed 3\n/set ignore_eos true\n"
-    done = chat("--top-k", "4", stdin=f"{commands}Hi\n/set seed none\n/set stop none\n/set\n")
+    done = chat("--top-k", "4", "--temp", "0", stdin=f"{commands}Hi\n/set seed none\n/set stop none\n/set\n")
     assert done.exit_code == 0
     expected = SamplingParams(temperature=0.5, max_tokens=7, stop="END", seed=3, ignore_eos=True, top_k=4)
     assert fake_llm.made[0].params == expected
@@ -114,7 +194,7 @@ def test_the_system_message_is_shown_set_and_removed(fake_llm: type[FakeLLM]) ->
 
 
 def test_retry_asks_the_last_message_again(fake_llm: type[FakeLLM]) -> None:
-    done = chat(stdin="Hi\nAnd?\n/retry\n/set temperature 1\n/retry\n")
+    done = chat("--temp", "0", stdin="Hi\nAnd?\n/retry\n/set temperature 1\n/retry\n")
     assert done.exit_code == 0
     assert fake_llm.made[0].asked[1] == fake_llm.made[0].asked[2] == fake_llm.made[0].asked[3]
     assert done.stderr.count("the same answer will come again; /set temperature 0.7 makes it another one") == 1
@@ -160,7 +240,8 @@ def test_a_model_without_a_chat_template_is_refused_before_anybody_types(tmp_pat
     assert (done.exit_code, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: {directory} has no chat template, so it takes no messages: use a model trained for conversations")
-    assert last.endswith("or complete texts with paceline run")
+    assert last.endswith(f'or complete texts: paceline run {directory} "TEXT"')
+    assert done.stderr.count("\n") == 1, "nothing is loaded"
 
 
 def test_a_template_that_cannot_be_compiled_is_refused_before_anybody_types(tmp_path: Path) -> None:
@@ -216,9 +297,10 @@ def test_an_interrupt_behind_an_answer_ends_no_conversation(monkeypatch: pytest.
         if len(told) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules[Chat.__module__], "print_notice", say_and_be_interrupted)
+    for module in (sys.modules[Chat.__module__], sys.modules[Writer.__module__]):
+        monkeypatch.setattr(module, "print_notice", say_and_be_interrupted)
     conversation = Conversation(SamplingParams())
-    Chat(llm, conversation, Sitter("Hi", "And?"), show_drafts=False, quiet=False).run()  # type: ignore[arg-type]
+    Chat(llm, conversation, Sitter("Hi", "And?"), Shown()).run()  # type: ignore[arg-type]
     assert [turn["content"] for turn in conversation.turns] == ["Hi", TEXT, "And?", TEXT]
     assert told[1] == "Ctrl-D or /exit ends"
 
@@ -307,7 +389,7 @@ def test_typed_and_pasted_blocks_are_one_message(sit: Sit) -> None:
     ):
         terminal.send(keys + "\r")
         terminal.expect_exact(said(message))
-        terminal.expect("numerics exact")
+        terminal.expect("tokens a step")
     leave(terminal)
 
 
@@ -335,7 +417,7 @@ def test_ctrl_c_stops_an_answer_keeps_what_was_typed_and_the_conversation(sit: S
     terminal.send("go\r")
     terminal.expect_exact(said("go")[:9])
     terminal.send("kept" + INTERRUPT)
-    terminal.expect("finish reason interrupted")
+    terminal.expect("interrupted")
     gate.unlink()
     terminal.expect_exact("kept")
     terminal.send("\r")

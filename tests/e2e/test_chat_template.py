@@ -69,7 +69,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else []) for name in HOSTILE])
-def test_a_hostile_template_is_one_error_in_seconds_and_bounded_memory(name: str) -> None:
+def test_hostile_template_fails_in_bounded_time_and_memory(name: str) -> None:
     template = ChatTemplate(HOSTILE[name], {"bos_token": "<s>"})
     start = time.perf_counter()
     with pytest.raises(RequestError, match="chat template") as caught:
@@ -80,14 +80,14 @@ def test_a_hostile_template_is_one_error_in_seconds_and_bounded_memory(name: str
     assert NAMED_LIMITS.get(name, "") in str(caught.value)
 
 
-def test_what_does_not_compile_is_a_checkpoint_error_where_it_is_checked() -> None:
+def test_invalid_template_is_a_checkpoint_error() -> None:
     ChatTemplate(PLAIN, {}).check()
     for name in ("no template", "depth"):
         with pytest.raises(CheckpointError, match="chat template cannot be compiled"):
             ChatTemplate(HOSTILE[name], {}).check()
 
 
-def test_a_text_may_grow_with_the_messages_and_with_the_context() -> None:
+def test_template_output_limit_grows_with_messages_and_context() -> None:
     doubled = ChatTemplate("{{ messages[0].content }}{{ messages[0].content }}", {})
     long = [{"role": "user", "content": "x" * 1_000_000}]
     assert len(doubled.render(long, add_generation_prompt=False, max_model_len=64)) == 2_000_000
@@ -111,7 +111,7 @@ def test_after_a_failure_the_next_conversation_is_rendered() -> None:
                 template.render([{"role": "user", "content": bad}], add_generation_prompt=True)
 
 
-def test_a_killed_process_is_started_again() -> None:
+def test_killed_template_process_is_restarted() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": "<s>"})
     template.check()
     os.kill(pid_of(template), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_killed_process_is_started_again() -> None:
     assert template.render(HELLO, add_generation_prompt=False) == "<s>user: hello\n"
 
 
-def test_a_process_that_is_killed_while_it_renders_fails_one_conversation() -> None:
+def test_killed_template_process_fails_one_conversation() -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + HOSTILE["endless loops"] + "{% endif %}", {})
     template.check()
     killer = threading.Timer(0.2, os.kill, (pid_of(template), signal.SIGKILL))
@@ -142,7 +142,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_the_process_ends_with_its_template() -> None:
+def test_template_process_ends_with_its_template() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     pid = pid_of(template)
@@ -152,7 +152,7 @@ def test_the_process_ends_with_its_template() -> None:
     assert not is_alive(pid)
 
 
-def test_the_process_ends_with_the_program() -> None:
+def test_template_process_ends_with_the_program() -> None:
     program = f"""
 import os, sys
 from paceline.tokenizer.chat_template import ChatTemplate
@@ -192,7 +192,7 @@ def test_threads_get_their_own_texts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_renders_with_one_of_its_own() -> None:
+def test_forked_process_starts_its_own_template_process() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     pid = pid_of(template)
@@ -217,13 +217,13 @@ def test_a_forked_process_renders_with_one_of_its_own() -> None:
     wait_until(lambda: not is_alive(own))
 
 
-def test_an_interrupt_from_the_keyboard_does_not_reach_it() -> None:
+def test_template_process_ignores_keyboard_interrupts() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     assert os.getsid(pid_of(template)) != os.getsid(0)
 
 
-def test_it_cannot_write_a_file_and_has_so_much_memory() -> None:
+def test_template_process_cannot_write_and_has_a_memory_limit() -> None:
     template = ChatTemplate(PLAIN, {"bos_token": ""})
     template.check()
     limits = Path(f"/proc/{pid_of(template)}/limits").read_text()
@@ -243,7 +243,7 @@ def test_rendering_takes_less_than_a_millisecond_and_starting_little() -> None:
     assert sorted(times)[20] < 1e-3
 
 
-def test_without_a_python_to_start_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_process_without_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("/no/such/python", "", "/bin/true"):
         monkeypatch.setattr(isolated.sys, "executable", program)
         with pytest.raises(BackendUnavailableError, match="cannot be started"):
@@ -263,7 +263,7 @@ def test_values_of_other_types_reach_the_template_as_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("messages", [["hello"], [{"a": {(1, 2): 3}}], [None]], ids=str)
-def test_what_are_no_messages_is_a_request_error(messages: list[object]) -> None:
+def test_invalid_messages_are_a_request_error(messages: list[object]) -> None:
     with pytest.raises(RequestError, match="messages must be JSON values"):
         ChatTemplate(PLAIN, {}).render(messages, add_generation_prompt=False)  # type: ignore[arg-type]
     circular: dict[str, object] = {"role": "user"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.tool_model import write_tool_model
-from paceline import LLM, AsyncEngine, ConfigError, Grammar, SamplingParams
+from paceline import LLM, AsyncEngine, Grammar, SamplingParams
 
 CHAT = [{"role": "user", "content": "I need a taxi."}]
 BOOK = {"name": "book", "parameters": {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}}
@@ -33,14 +33,6 @@ def test_a_chat_with_tools_returns_calls_content_and_reasoning(llm: LLM) -> None
     assert [(call.name, call.arguments) for call in one.tool_calls] == [("book", {"kind": "taxi"})]
 
 
-def test_a_chat_without_tools_has_no_calls(llm: LLM) -> None:
-    one = llm.chat(CHAT, FORM)
-    assert one.reasoning == "A ride."
-    assert one.tool_calls == ()
-    assert one.content is not None
-    assert "<tool_call>" in one.content
-
-
 def test_parsers_that_are_switched_off_leave_the_text(llm: LLM) -> None:
     one = llm.chat(CHAT, FORM, tools=[BOOK], tool_call_parser="none", reasoning_parser="none")
     assert (one.content, one.reasoning, one.tool_calls) == (WRITTEN, None, ())
@@ -51,25 +43,7 @@ def test_a_generated_text_is_not_parsed(llm: LLM) -> None:
     assert (one.content, one.reasoning, one.tool_calls) == (None, None, ())
 
 
-def test_an_unknown_parser_is_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match="tool_call_parser is 'hermez'"):
-        llm.chat(CHAT, FORM, tools=[BOOK], tool_call_parser="hermez")
-
-
-def test_calls_and_results_of_earlier_turns_are_shown(llm: LLM) -> None:
-    (call,) = llm.chat(CHAT, FORM, tools=[BOOK]).tool_calls
-    called = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-    turns = [
-        *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": call.id, "content": "ok"},
-    ]
-    shown = llm.tokenizer.decode(llm.chat(turns, FORM, tools=[BOOK]).prompt_token_ids)
-    assert '"arguments": {"kind": "taxi"}' in shown
-    assert "book: ok" in shown
-
-
-def test_an_async_engine_returns_the_same(directory: Path) -> None:
+def test_async_chat_with_tools_equals_the_sync_one(directory: Path) -> None:
     async def chat() -> tuple[str, ...]:
         engine = AsyncEngine.open(str(directory), drafter="none", threads=1)
         try:

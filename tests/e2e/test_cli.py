@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import paceline
 from harness.fake_llm import TEXT, FakeLLM
 from paceline.cli import app
-from paceline.cli.options import FLAGS, METAVARS, PANELS, Settings
+from paceline.cli.options import METAVARS, NO_MODEL, PANELS, Settings, flags_of
 from paceline.config import EngineConfig, SpeculationConfig
 from paceline.errors import (
     BackendUnavailableError,
@@ -58,16 +58,20 @@ def test_stdout_holds_the_text_and_nothing_else(fake_llm: type[FakeLLM]) -> None
     assert "a banner" in done.stderr
 
 
-def test_the_closing_line_tells_what_speculation_did(fake_llm: type[FakeLLM]) -> None:
-    last = _invoke("run", "Once").stderr.splitlines()[-1]
-    assert last == (
-        "7 tokens | 12.0 tokens/s | drafter ngram | mean acceptance length 2.33 | acceptance rate 50% (4 of 8 drafted) | "
-        "plain steps 1 of 3 (the prompt's last pass: 1) | finish reason length | numerics exact"
+CLOSING_LINE = "7 tokens, 12.0 tokens/s, 2.3 tokens a step, cut at the token limit"
+
+
+def test_an_answer_is_followed_by_one_short_line(fake_llm: type[FakeLLM]) -> None:
+    assert _invoke("run", "Once").stderr.splitlines()[-1] == CLOSING_LINE
+
+
+def test_explain_adds_details_after_the_short_line(fake_llm: type[FakeLLM]) -> None:
+    details = (
+        "drafter ngram | acceptance rate 50% (4 of 8 drafted) | plain steps 1 of 3 (the prompt's last pass: 1) | finish reason length | "
+        "numerics exact"
     )
-
-
-def test_the_seed_is_told_when_it_was_used(fake_llm: type[FakeLLM]) -> None:
-    assert _invoke("run", "Once", "--temperature", "0.7").stderr.splitlines()[-1].endswith("| seed 77")
+    assert _invoke("run", "Once", "--explain").stderr.splitlines()[-3:] == [CLOSING_LINE, details, "an explanation"]
+    assert _invoke("run", "Once", "--explain", "--temp", "0.7").stderr.splitlines()[-2] == f"{details} | seed 77"
 
 
 def test_json_is_one_object_and_nothing_else(fake_llm: type[FakeLLM]) -> None:
@@ -205,8 +209,7 @@ def test_an_interrupted_run_keeps_what_it_has(fake_llm: type[FakeLLM]) -> None:
     fake_llm.fails_at = 2
     done = _invoke("run", "Once")
     assert (done.exit_code, done.stdout) == (130, "The quick brown fox\n")
-    assert done.stderr.splitlines()[-1].startswith("4 tokens | ")
-    assert done.stderr.splitlines()[-1].endswith("mean acceptance length 2.00 | finish reason interrupted")
+    assert re.fullmatch(r"4 tokens, [\d,.]+ tokens/s, 2.0 tokens a step, interrupted", done.stderr.splitlines()[-1])
     assert fake_llm.made[0].closed_streams == 1
 
 
@@ -303,11 +306,124 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 
 def flag_of(name: str) -> str:
-    return FLAGS.get(name, f"--{name.replace('_', '-')}")
+    return flags_of(name)[-1]
+
+
+def test_help_lists_common_options_and_help_all_the_others_too() -> None:
+    short, long = (_invoke("run", flag).stdout for flag in ("--help", "--help-all"))
+    assert re.findall(r"─ (\w+) ─", short) == ["Arguments", "Options"]
+    assert len(re.findall(r"^│ --", short, re.MULTILINE)) == 13
+    assert "--top-k" not in short
+    assert "run --help-all lists all options" in short
+    assert "--top-k" in long
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "asked"),
+    [
+        (["Once"], "mini", "Once"),
+        (["m", "Once"], "m", "Once"),
+        (["-m", "m", "Once"], "m", "Once"),
+        (["-m", "m", "mini"], "m", "mini"),
+        (["-m", "m", "-p", "Once"], "m", "Once"),
+        (["m", "-p", "Once"], "m", "Once"),
+        (["m.gguf"], "m.gguf", "from stdin"),
+        (["owner/name"], "owner/name", "from stdin"),
+        (["mini"], "mini", "from stdin"),
+        (["tests"], "tests", "from stdin"),
+        (["m", "-"], "m", "from stdin"),
+        (["yes or/no"], "mini", "yes or/no"),
+    ],
+    ids=" ".join,
+)
+def test_run_takes_a_model_and_a_text(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, arguments, model, asked) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(REPOSITORY)
+    done = _invoke("run", *arguments, stdin="from stdin")
+    assert done.exit_code == 0, done.output
+    assert (fake_llm.made[0].arguments.get("model", "mini"), fake_llm.made[0].asked) == (model, [asked])
+    assert (NO_MODEL in done.stderr) is (model == "mini" and "mini" not in arguments)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "doctor", "prove", "bench"])
+def test_two_models_are_refused(command: str) -> None:
+    done = _invoke(command, "one", *(["text"] if command == "run" else []), "--model", "two")
+    assert (done.exit_code, done.stderr) == (2, "error: two models are given, 'one' and --model 'two': give one of them\n")
+
+
+def test_a_text_given_twice_is_refused(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("run", "m", "Once", "--prompt", "Twice")
+    assert (done.exit_code, fake_llm.made) == (2, [])
+    assert "the text is given twice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--tempature", "--temperature"),
+        ("--n-predict", "--max-tokens"),
+        ("--max-new-tokens", "--max-tokens"),
+        ("--max-token", "--max-tokens"),
+        ("--gpu-memory-utilization", "--kv-cache-gb"),
+        ("--speculative-model", "--drafter"),
+        ("--n-gpu-layers", "--device"),
+        ("-ngl", "--device"),
+        ("-hf", "--model"),
+    ],
+)
+def test_an_unknown_option_is_one_line_with_the_nearest_name(fake_llm: type[FakeLLM], option: str, meant: str) -> None:
+    done = _invoke("run", "x", option, "1")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == f"error: there is no option {option}: did you mean {meant}?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chta"], "No such command 'chta'. Did you mean 'chat'?"),
+        (["my.gguf"], "No such command 'my.gguf'. Did you mean paceline chat my.gguf?"),
+        (["run", "mini", "two", "words"], "(words): put a text with spaces in quotes; "),
+        (["run", "mini", "-n"], "'-n' requires an argument; "),
+        (["run", "--top-k", "many"], "Invalid value for '--top-k'"),
+    ],
+)
+def test_wrong_usage_is_one_line(fake_llm: type[FakeLLM], arguments: list[str], says: str) -> None:
+    done = _invoke(*arguments)
+    assert (done.exit_code, done.stdout, fake_llm.made) == (2, "", [])
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
+def test_short_forms_are_those_of_llama_cpp(fake_llm: type[FakeLLM]) -> None:
+    done = _invoke("run", *["-m", "m", "-p", "Once", "-n", "9", "-t", "3", "-c", "100", "-md", "d", "--temp", "0.5"])
+    assert done.exit_code == 0, done.output
+    (llm,) = fake_llm.made
+    assert [llm.arguments[name] for name in ("model", "threads", "max_model_len", "drafter")] == ["m", 3, 100, "d"]
+    assert llm.params == SamplingParams(max_tokens=9, temperature=0.5)
+
+
+# --- sampling of conversations ---
+
+
+def test_a_conversation_uses_the_sampling_that_the_model_recommends(fake_llm: type[FakeLLM]) -> None:
+    fake_llm.recommended = {"temperature": 0.6, "top_p": 0.9}
+    done = _invoke("run", "Hi", "--chat")
+    assert fake_llm.made[0].params == SamplingParams(temperature=0.6, top_p=0.9)
+    assert "sampling: temperature 0.6, top_p 0.9 (the model's own)\n" in done.stderr
+    done = _invoke("run", "Hi", "--chat", "--temp", "0")
+    assert fake_llm.made[1].params == SamplingParams(temperature=0, top_p=0.9)
+    assert "sampling: greedy, top_p 0.9\n" in done.stderr
+
+
+def test_a_conversation_without_recommendations_is_sampled_and_a_text_is_greedy(fake_llm: type[FakeLLM]) -> None:
+    assert "sampling: temperature 0.7\n" in _invoke("run", "Hi", "--chat").stderr
+    fake_llm.recommended = {"temperature": 0.6}
+    assert "sampling" not in _invoke("run", "Hi").stderr
+    assert [llm.params for llm in fake_llm.made] == [SamplingParams(temperature=0.7), SamplingParams()]
 
 
 def test_every_field_a_panel_names_is_in_help() -> None:
-    text = _invoke("run", "--help").stdout
+    text = _invoke("run", "--help-all").stdout
     assert all(flag_of(name) in text for panel in PANELS for name in panel.options)
     assert [title for title in ("Prompt", "Model", "Memory", "Sampling", "Speculation", "Output") if f"─ {title} ─" not in text] == []
 
@@ -315,15 +431,15 @@ def test_every_field_a_panel_names_is_in_help() -> None:
 @pytest.mark.parametrize("command", ["run", "chat", "doctor"])
 def test_help_cuts_no_name_off_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = _invoke(command, "--help").stdout
+    text = _invoke(command, "--help-all").stdout
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     words = set(re.split(r"[\s│]+", text))
     names = {name for panel in PANELS for name in panel.options if flag_of(name) in words}
     assert len(names) == (13 if command == "doctor" else sum(len(panel.options) for panel in PANELS))
     assert {METAVARS[name] for name in names if name in METAVARS} <= words
-    begins = [line.index(word) for line in text.splitlines() for word in ("The target:", "Longest prompt", "The drafter:") if word in line]
-    assert len(begins) == 3
+    begins = [line.index(word) for line in text.splitlines() for word in ("Longest prompt", "The drafter:") if word in line]
+    assert len(begins) == 2
     assert max(begins) <= 56, "room for what an option does"
 
 
@@ -333,6 +449,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from paceline.outputs import StreamChunk
 class LLM:
     notices, banner = [], "a banner"
+    max_model_len = 100
     def __init__(self, **arguments): pass
     def stream(self, prompt, params):
         for number in itertools.count():
@@ -354,7 +471,7 @@ def test_a_reader_that_stops_reading_ends_the_run_quietly() -> None:
         assert running.stdout.readline() == "text\n"
         running.stdout.close()
         assert running.wait(timeout=60) == 1
-        assert running.stderr.read() == "a banner\n"
+        assert running.stderr.read() == f"{NO_MODEL}\na banner\n"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of a terminal")
@@ -367,7 +484,7 @@ def test_an_interrupt_from_the_terminal_exits_with_130() -> None:
         text, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert text.replace("text\n", "") == ""
-    assert said.endswith("finish reason interrupted\n")
+    assert said.endswith(" tokens a step, interrupted\n")
 
 
 SLOW_IMPORT = """
@@ -433,14 +550,14 @@ def test_the_embedded_model_streams_what_json_holds(answers: dict[str, dict[str,
     streamed = _paceline("run", "-", *LIMITS, stdin=PROMPT, PYTHONUTF8="1")
     assert streamed.returncode == 0, streamed.stderr
     assert streamed.stdout.removesuffix("\n") == answers["none"]["text"].removesuffix("\n")
-    assert streamed.stderr.splitlines()[-1].startswith("32 tokens | ")
+    assert streamed.stderr.splitlines()[-1].startswith("32 tokens, ")
 
 
 def test_the_embedded_model_converses(monkeypatch: pytest.MonkeyPatch) -> None:
     _keep_library_settings(monkeypatch)
     done = _invoke("chat", "--max-tokens", "8", "--offline", stdin="Hello\nA table for two\n/exit\n")
     assert done.exit_code == 0, done.output
-    assert done.stderr.count("finish reason") == 2
+    assert len(re.findall(r"^\d+ tokens?, ", done.stderr, re.MULTILINE)) == 2
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_adapter_that_would_be_merged_is_named_or_a_problem(target: Path, of_
     assert "adapts nothing in 1 module: model.layers.1.self_attn.q_proj" in facts["problems"][0]
 
 
-def test_blocks_of_a_file_that_a_merged_adapter_changes_are_weighed_as_float16(tmp_path: Path) -> None:
+def test_doctor_counts_merged_gguf_matrices_as_float16(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     directory = write_checkpoint(tmp_path / "hf", "llama", vocab_size=263, num_hidden_layers=2)
     write_byte_level_tokenizer(directory)
@@ -88,7 +88,7 @@ def test_an_adapter_of_the_draft_model_is_named_or_a_problem(target: Path, draft
     assert "and the drafter is ngram: leave it out, or name the draft model" in facts["problems"][0]
 
 
-def test_a_probe_loads_both(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
+def test_doctor_probe_loads_both_adapters(target: Path, draft: Path, of_target: Path, of_draft: Path) -> None:
     arguments = ("--model", target, "--drafter", draft, "--merge-adapter", of_target, "--draft-adapter", of_draft, "--max-model-len", "64")
     code, facts = ask(*arguments, "--probe")
     assert (code, facts["problems"]) == (0, [])

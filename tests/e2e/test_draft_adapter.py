@@ -40,7 +40,7 @@ def answer(llm: LLM, temperature: float = 0.0) -> RequestOutput:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model_with_the_targets_own_adapter_guesses_what_the_target_says(
+def test_draft_model_with_the_adapter_of_the_target_is_accepted(
     temperature: float, open_llm: Open, adapter: Path, always_drafts: None
 ) -> None:
     expected = answer(open_llm(merge_adapter=adapter, drafter="none"), temperature).token_ids
@@ -64,7 +64,7 @@ def test_a_draft_model_is_quantised_with_its_adapter(open_llm: Open, adapter: Pa
     assert plain.speculation.num_accepted_tokens > adapted.speculation.num_accepted_tokens
 
 
-def test_an_adapter_without_the_one_draft_model_that_it_is_for_is_refused(open_llm: Open, directory: Path, tmp_path: Path) -> None:
+def test_draft_adapter_without_a_draft_model_is_refused(open_llm: Open, directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"draft_adapter is 'some', and the drafter is ngram: leave it out, or name the draft model"):
         open_llm(drafter="ngram", draft_adapter="some")
     with pytest.raises(ConfigError, match="and the drafter is none"):
@@ -79,9 +79,7 @@ def test_an_adapter_without_the_one_draft_model_that_it_is_for_is_refused(open_l
             open_llm(draft_adapter=value)
 
 
-def test_an_adapter_of_another_model_and_one_without_memory_are_refused(
-    open_llm: Open, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_adapter_of_another_model_is_refused(open_llm: Open, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = write_checkpoint(tmp_path / "other", "llama", num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"is no adapter of this model: a llama model with this config\.json does not have"):
         open_llm(drafter=str(other), draft_adapter=adapter)

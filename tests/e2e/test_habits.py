@@ -18,6 +18,7 @@ import paceline
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, AsyncEngine, ConfigError, RequestError, SamplingParams
 from paceline.config import EngineConfig, SpeculationConfig
+from paceline.engine.loader import parse_settings
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True)
@@ -246,7 +247,7 @@ def test_sampling_parameters_in_the_wrong_place_are_told_theirs(ask: Ask, given:
 def test_every_setting_of_an_engine_is_an_argument_with_its_default() -> None:
     settings = {field.name: field.default for kind in (EngineConfig, SpeculationConfig) for field in dataclasses.fields(kind)}
     arguments = {name: one.default for name, one in inspect.signature(LLM).parameters.items()}
-    assert arguments == settings | {"drafter_options": None, "adapters": None}
+    assert arguments == settings | {"drafter_options": None, "adapters": None, "speculative_config": None}
     assert "prefill_chunk_size" in arguments
 
 
@@ -256,6 +257,74 @@ def test_other_names_that_are_suggested_are_ours() -> None:
     ours = {name for one in (LLM, SamplingParams, LLM.generate, LLM.chat) for name in inspect.signature(one).parameters}
     assert set(OTHER_NAMES.values()) <= ours
     assert not set(OTHER_NAMES) & ours
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("get_tokenizer", ".tokenizer"),
+        ("create_chat_completion", ".chat(messages"),
+        ("create_completion", ".generate(prompt"),
+        ("nonsense", ""),
+    ],
+)
+def test_a_method_by_another_name_is_told_ours(llm: LLM, name: str, ours: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^an LLM has no {name}") as raised:
+        getattr(llm, name)
+    assert ours in str(raised.value)
+    assert hasattr(llm, name) is False
+
+
+def test_from_pretrained_and_a_call_are_told_ours(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r'an LLM has no from_pretrained: use LLM\("owner/name"\)'):
+        LLM.from_pretrained("mini")
+    with pytest.raises(RequestError, match=r"use llm\.generate\(prompt"):
+        llm("the cat")
+
+
+def test_no_prompts_have_no_outputs(ask: Ask) -> None:
+    assert ask("generate", [], GREEDY) == []
+    assert ask("generate", [], []) == []
+
+
+@pytest.mark.parametrize(("given", "ours"), [("float16", "f16"), ("bfloat16", "bf16"), ("torch.float32", "f32"), ("half", "f16")])
+def test_a_type_by_pytorchs_name_is_told_ours(given: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"dtype is {given!r}: did you mean {ours!r}\? use one of auto"):
+        LLM("mini", dtype=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "drafter", "count"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}, "ngram", 4),
+        ({"model": "[ngram]"}, "ngram", "auto"),
+        ({"method": "suffix"}, "suffix", "auto"),
+        ({"model": "path/to/draft", "num_speculative_tokens": 5}, "path/to/draft", 5),
+        ({"method": "eagle3", "model": "owner/head", "num_speculative_tokens": 3}, "owner/head", 3),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, "mtp", 1),
+        ({"method": "medusa", "model": "owner/heads"}, "owner/heads", "auto"),
+    ],
+)
+def test_a_speculative_config_of_vllm_is_served(given: dict[str, object], drafter: str, count: object) -> None:
+    _, speculation, _ = parse_settings("mini", {"speculative_config": given, "drafter": "auto", "num_speculative_tokens": "auto"})
+    assert (speculation.drafter, speculation.num_speculative_tokens) == (drafter, count)
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "says"),
+    [
+        ("ngram", {}, "give a dictionary such as"),
+        ({"draft_tensor_parallel_size": 2}, {}, "'draft_tensor_parallel_size', which is not served: use method, model"),
+        ({"method": "frog"}, {}, "method is 'frog', which there is not: use one of ngram"),
+        ({"num_speculative_tokens": 3}, {}, "needs a model"),
+        ({"method": "eagle"}, {}, "needs a model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, {}, "num_speculative_tokens is 0"),
+        ({"method": "ngram"}, {"drafter": "suffix"}, "speculative_config and drafter are both given"),
+    ],
+)
+def test_a_speculative_config_that_cannot_be_served_says_why(given: object, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM("mini", speculative_config=given, **more)  # type: ignore[arg-type]
 
 
 def test_an_output_asked_for_what_others_have_is_told_ours(llm: LLM) -> None:

@@ -34,7 +34,7 @@ def shown(*arguments: str) -> str:
 
 @pytest.mark.parametrize("case", ["a directory", "a missing directory", "a tensor", "a value", "an adapter", "a tokenizer", "a GGUF file"])
 @pytest.mark.parametrize("command", ["doctor", "run"])
-def test_a_name_with_escape_sequences_is_shown_and_does_nothing(case: str, command: str, tmp_path: Path) -> None:
+def test_escape_sequences_in_names_are_escaped(case: str, command: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     if case == "a directory":
         directory = model(tmp_path / f"model{CLEAR}")

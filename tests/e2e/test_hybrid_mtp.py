@@ -62,9 +62,7 @@ def loaded(directory: Path) -> MtpModule:
         ("qwen3_next", "torch", 1, "none"),
     ],
 )
-def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decoding(
-    tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str
-) -> None:
+def test_hybrid_with_mtp_equals_plain_decoding(tmp_path: Path, case: str, backend: str, tree_width: int, quantization: str) -> None:
     """In batches, alone, and on a prefix that is cached; sampled and not. What torch rounds otherwise may decide near-ties."""
     target = write_whole(tmp_path, case)
     plain = open_llm(target, "none", backend=backend)
@@ -80,7 +78,7 @@ def test_a_hybrid_guesses_with_its_own_module_and_says_the_tokens_of_plain_decod
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int) -> None:
+def test_mtp_module_is_found_without_its_config_field(tmp_path: Path, count: int) -> None:
     """Fine-tuned checkpoints say 0 and hold one, or say 1 and hold none."""
     target = write_whole(tmp_path) if count == 0 else write_host(tmp_path / "model", "qwen3_5")
     change_config(target, mtp_num_hidden_layers=count)
@@ -94,7 +92,7 @@ def test_a_module_is_found_whatever_the_config_counts(tmp_path: Path, count: int
 
 
 @pytest.mark.parametrize("prefix", ["mtp.", "model.mtp."])
-def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model(tmp_path: Path, prefix: str) -> None:
+def test_mtp_module_of_a_multimodal_model_drafts_its_text(tmp_path: Path, prefix: str) -> None:
     """As Qwen3.5 is published: the text model nested, images beside it, the module at the top."""
     target = write_whole(tmp_path, prefix=prefix)
     expected = [output.token_ids for output in open_llm(target, "none").generate(PROMPTS, GREEDY)]
@@ -115,7 +113,7 @@ def test_the_module_beside_a_model_of_texts_and_images_is_that_of_its_text_model
     assert sum(output.speculation.num_draft_tokens for output in outputs) > 50
 
 
-def test_a_module_that_cannot_be_used_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:
+def test_unusable_mtp_module_is_an_error_only_if_requested(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
     edit(target / "model.safetensors", lambda tensors: tensors.pop("mtp.norm.weight"))
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: mtp\.norm\.weight \[64\]"):
@@ -146,7 +144,7 @@ def test_wrong_tensors_of_a_module_are_named(tmp_path: Path, name: str, shape: t
         loaded(target)
 
 
-def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_path: Path) -> None:
+def test_mtp_uses_its_own_embedding_if_configured(tmp_path: Path) -> None:
     """Else it is a copy of the target's, which is used."""
     target = write_whole(tmp_path)
     change_config(target, mtp_use_dedicated_embeddings=True)
@@ -164,7 +162,7 @@ def test_an_embedding_of_the_modules_own_is_used_where_the_config_says_so(tmp_pa
 
 
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, case: str) -> None:
+def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path, case: str) -> None:
     target = write_hybrid_gguf(write_whole(tmp_path, case), tmp_path / "model.gguf", "Q8_0", metadata=VOCABULARY)
     plain, llm = open_llm(target, "none"), open_llm(target, "mtp")
     assert open_llm(target, "auto").drafter_name == "ngram+mtp"
@@ -175,7 +173,7 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path, c
         assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
-def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:
+def test_mtp_module_of_a_gguf_is_found_by_its_tensors(tmp_path: Path) -> None:
     """Whether or not metadata counts it; where its last norm is left out, the model's is meant."""
     directory = write_whole(tmp_path)
     expected = read_model_config(directory)
@@ -199,7 +197,7 @@ def test_a_module_in_a_gguf_file_is_told_by_its_tensors(tmp_path: Path) -> None:
         load_mtp(files, expected, open_weights(path, expected))
 
 
-def test_a_block_without_tensors_that_metadata_counts_as_a_module_is_left_out(tmp_path: Path) -> None:
+def test_mtp_block_without_tensors_is_ignored(tmp_path: Path) -> None:
     """As converters wrote files that dropped it but counted it."""
     directory = write_host(tmp_path / "bare", "qwen3_5")
     counted = {"{a}.block_count": 5, "{a}.nextn_predict_layers": 1}

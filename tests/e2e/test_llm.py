@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint, write_tokenizer
-from paceline import LLM, RequestError, RequestOutput, SamplingParams
-from paceline.runtimes.base import assemble
+from harness.checkpoints import END_OF_TEXT_ID, write_checkpoint
+from paceline import LLM, RequestOutput, SamplingParams
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.request import TokenOrigin
 
@@ -67,7 +66,7 @@ def test_prompts_come_as_text_or_ids_alone_or_in_lists_and_mixed(llm: LLM) -> No
         assert ids_of(llm.generate(prompts, GREEDY)) == [expected, other]
 
 
-def test_an_output_says_what_it_did(llm: LLM) -> None:
+def test_output_contains_usage_timing_and_speculation(llm: LLM) -> None:
     (output,) = llm.generate("the cat sat", GREEDY)
     assert output.text == llm.tokenizer.decode(output.token_ids)
     assert (output.usage.prompt_tokens, output.usage.completion_tokens, output.usage.total_tokens) == (3, 16, 19)
@@ -94,7 +93,7 @@ def test_by_default_decoding_is_greedy(llm: LLM) -> None:
     assert len(first.token_ids) <= 256
 
 
-def test_a_reported_seed_gives_the_same_text_again_and_unseeded_requests_differ(llm: LLM) -> None:
+def test_reported_seed_repeats_the_text(llm: LLM) -> None:
     free = replace(SAMPLED, seed=None)
     first, second = llm.generate(["the cat", "the cat"], free)
     assert first.seed != second.seed
@@ -147,7 +146,7 @@ STREAMED = {
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_chunks_add_up_to_the_output(llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.speculator, "policy", FixedDraftLength(4))  # which steps are plain must not hang on times
     for prompt in ("the cat sat", [7] * 300):
         (whole,) = llm.generate([prompt], STREAMED[name])
@@ -163,7 +162,7 @@ def test_a_stream_adds_up_to_what_generate_returns(llm: LLM, name: str, monkeypa
         assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
 
 
-def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> None:
+def test_stop_string_across_tokens_is_removed_unless_included(llm: LLM) -> None:
     (whole,) = llm.generate("the cat sat", GREEDY)
     words = whole.text.split(" ")
     stop = words[3][1:] + " " + words[4][:1]
@@ -177,7 +176,7 @@ def test_a_stop_string_across_tokens_is_cut_off_unless_it_is_kept(llm: LLM) -> N
         assert kept.token_ids == cut.token_ids
 
 
-def test_a_stop_token_ends_the_output_and_is_text_only_if_kept(llm: LLM) -> None:
+def test_stop_token_ends_the_output_and_is_no_text(llm: LLM) -> None:
     (whole,) = llm.generate("the cat sat", GREEDY)
     stop = whole.token_ids[8]
     count = whole.token_ids.index(stop) + 1
@@ -208,36 +207,6 @@ def test_max_tokens_beyond_the_context_ends_with_the_context(llm: LLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (7, "length")
 
 
-PROMPTS = [[5, 6, 7], [9] * 70, [30, 31], [8] * 31, [11, 12, 13, 14], [3] * 200, [60]]
-
-
-@pytest.fixture(scope="module")
-def solo(shared_llm: LLM) -> dict[str, list[list[int]]]:
-    return {
-        name: [shared_llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
-        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED))
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"max_num_seqs": 2}, {"kv_cache_gb": 9 * 16384 / 1e9, "max_model_len": 256}, {"max_num_seqs": 1, "drafter": "none"}],
-    ids=str,
-)
-def test_requests_that_must_wait_get_the_tokens_they_get_alone(open_llm: Open, options: dict[str, object], solo: dict[str, object]) -> None:
-    llm = open_llm(**options)
-    assert ids_of(llm.generate(PROMPTS, GREEDY)) == solo["greedy"]
-    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
-    assert_clean(llm)
-
-
-@pytest.mark.parametrize("prefill_chunk_size", [1, 7, 256])
-def test_the_size_of_prompt_chunks_changes_no_token(open_llm: Open, prefill_chunk_size: int, solo: dict[str, object]) -> None:
-    llm = open_llm(prefill_chunk_size=prefill_chunk_size)
-    assert ids_of(llm.generate(PROMPTS, SAMPLED)) == solo["sampled"]
-    assert llm.engine.scheduler.limits.prefill_chunk_size == prefill_chunk_size
-
-
 def test_a_long_prompt_runs_in_chunks_of_256_rows(open_llm: Open) -> None:
     llm = open_llm(drafter="none")
     llm.generate([[5] * 400], replace(GREEDY, max_tokens=3))
@@ -256,34 +225,7 @@ def test_two_streams_may_be_open_at_once_and_one_abandoned(llm: LLM) -> None:
     del abandoned
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self", "self, 3 wide"])
-def test_padded_ids_are_never_emitted_nor_drafted(tmp_path: Path, open_llm: Open, drafter: str) -> None:
-    """The last rows of lm_head belong to no token, and are the largest by far."""
-    from safetensors.numpy import load_file, save_file
-
-    directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
-    write_tokenizer(directory, 90)
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"][90:] *= 20
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    own = drafter.startswith("self")
-    llm = open_llm(model=directory, drafter=str(directory) if own else drafter, tree_width=3 if "wide" in drafter else 1)
-    llm.engine.speculator.policy = FixedDraftLength(4, row_budget=12)
-    assert llm.vocab_size == 90
-    plan = llm.engine.cache.reserve(sequence := llm.engine.cache.new_sequence(), [-1])
-    assert llm.runtime.forward(*assemble([plan], [[5]], [[0]])).logits[0].argmax() >= 90
-    llm.engine.cache.release(sequence)
-    for params in (GREEDY, SAMPLED):
-        for output in llm.generate(["the cat sat", [7] * 50], params):
-            assert max(output.token_ids) < 90
-            assert output.speculation.num_dropped_tokens == 0 or "wide" in drafter  # a wide tree is cut to its budget
-            assert output.speculation.acceptance_rate == 1.0 or drafter != "self"
-    with pytest.raises(RequestError, match="90"):
-        llm.generate([90], GREEDY)
-    assert_clean(llm)
-
-
-def test_a_path_is_a_model_and_the_banner_says_what_speculation_does(directory: Path, open_llm: Open) -> None:
+def test_banner_describes_the_drafter(directory: Path, open_llm: Open) -> None:
     assert "ngram" in LLM(directory, threads=2, device="cpu", kv_cache_gb=0.02).banner  # type: ignore[arg-type]
     assert open_llm(drafter="none").banner == "speculation: off"
     both = open_llm(drafter=["ngram", str(directory)])
@@ -310,7 +252,7 @@ def test_draft_models_have_names_of_their_own(open_llm: Open, directory: Path, t
         assert max(rates.values()) < 0.5
 
 
-def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: Open) -> None:
+def test_context_shorter_than_the_profiled_one_loads(open_llm: Open) -> None:
     for options in ({"max_model_len": 2, "num_speculative_tokens": 64}, {"max_model_len": 40}, {"kv_cache_gb": 16384 / 1e9}):
         llm = open_llm(**options)
         assert llm.generate([5], GREEDY)[0].finish_reason == "length"
@@ -318,11 +260,11 @@ def test_a_context_shorter_than_what_is_timed_at_load_is_no_obstacle(open_llm: O
     assert "the cache holds 32 tokens" in llm.notices[-1]
 
 
-def test_the_cache_of_facts_lies_where_the_setting_says(shared_llm: LLM, measured_facts: Path) -> None:
+def test_profile_cache_follows_its_setting(shared_llm: LLM, measured_facts: Path) -> None:
     assert (measured_facts / "measured.json").is_file()
 
 
-def test_what_was_drafted_can_be_explained() -> None:
+def test_explain_shows_drafts_and_costs() -> None:
     llm = LLM("mini", drafter="ngram", threads=2)
     (output,) = llm.generate("one two three " * 20, SamplingParams(max_tokens=64, ignore_eos=True), speculation={"trees": True})
     lines = llm.explain(output)

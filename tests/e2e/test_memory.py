@@ -114,7 +114,7 @@ def measure(model: Path, quantization: str, cache: Path, *drafts: Path) -> dict[
 
 @needs_linux
 @pytest.mark.parametrize("form", FORMS)
-def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path: Path, large_counts: bool) -> None:
+def test_load_takes_the_memory_that_doctor_predicts(form: str, tmp_path: Path, large_counts: bool) -> None:
     if form not in SMALL_COUNTS and not large_counts:
         pytest.skip("small counts")
     if form in FLOATS or form in ("int8", "int4"):
@@ -131,7 +131,7 @@ def test_a_load_takes_what_doctor_says_at_its_peak_and_after(form: str, tmp_path
 
 
 @needs_linux
-def test_a_draft_model_is_counted(tmp_path: Path, large_counts: bool) -> None:
+def test_memory_of_a_draft_model_is_predicted(tmp_path: Path, large_counts: bool) -> None:
     if not large_counts:
         pytest.skip("small counts")
     target, draft = (write_directory(tmp_path / name, "bf16", layers) for name, layers in (("target", LAYERS), ("draft", 4)))
@@ -141,7 +141,7 @@ def test_a_draft_model_is_counted(tmp_path: Path, large_counts: bool) -> None:
 
 
 @needs_linux
-def test_the_cache_takes_memory_as_it_is_used(mini_dir: Path) -> None:
+def test_cache_memory_grows_as_it_is_used(mini_dir: Path) -> None:
     def resident() -> int:
         return 4096 * int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
 

@@ -17,7 +17,7 @@ from paceline.config import QuantOptions, quant_options
 from paceline.drafters.draft_sampler import DraftSampler
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_vocab
-from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.cache import TruePairs
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -81,13 +81,13 @@ def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
     random = np.random.default_rng(4)
     head.runtime.allocate_kv(4)
     rows = RowRange(0, 20, 1, np.arange(3, dtype=np.int32), None, 1)
-    pairs = TrueRows(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
+    pairs = TruePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
         head.rank(DraftSampler(None, VOCABULARY).ranking(3))
         draws = np.zeros(20, DRAW)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
-    return head.run_true([pairs], wants_logits=True, of_all=True, draws=draws)
+    return head.run_true_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
@@ -137,7 +137,7 @@ def test_drafts_are_the_best_of_chosen_ids(tmp_path: Path, stored: str, backend:
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "Q8_0"])
-def test_the_rows_are_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
+def test_draft_vocab_rows_equal_those_of_the_whole_matrix(tmp_path: Path, stored: str) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
     whole, part = module.weights["lm_head.weight"], restrict_vocab(module, range(FIRST)).weights["lm_head.weight"]
     assert part.shape == (FIRST, 64)
@@ -168,7 +168,7 @@ def test_more_bits_than_a_draft_model_has_become_a_copy(tmp_path: Path, stored: 
 
 
 @pytest.mark.parametrize(("stored", "bits"), [("Q8_0", 8), ("int8", 8), ("Q4_0", 4), ("Q4_0", 8)])
-def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int) -> None:
+def test_draft_vocab_with_enough_bits_is_not_copied(tmp_path: Path, stored: str, bits: int) -> None:
     module = load(write_stored(tmp_path, stored, tied=False), stored)
     found, view = restrict_vocab(module, range(FIRST), QuantOptions(bits=bits)), restrict_vocab(module, range(FIRST))
     assert not found.has_lm_head_copy
@@ -176,7 +176,7 @@ def test_no_more_bits_stay_where_they_lie(tmp_path: Path, stored: str, bits: int
         assert np.shares_memory(ours, theirs)
 
 
-def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path: Path) -> None:
+def test_draft_vocab_of_a_16_bit_target_is_a_copy(tmp_path: Path) -> None:
     """And doctor counts the copy; --draft-quantization none keeps the view."""
     target = write_checkpoint(tmp_path / "model", "qwen3_5_text", dtype="float16", **{**DELTA, "vocab_size": VOCABULARY})
     tensors = module_tensors(write_donor(tmp_path / "donor", "qwen3_5"))
@@ -203,7 +203,7 @@ def test_a_target_in_16_bits_has_its_first_ids_copied_and_says_the_same(tmp_path
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
-def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored: str, tied: bool) -> None:
+def test_draft_vocab_reads_a_quantised_matrix_in_place(tmp_path: Path, stored: str, tied: bool) -> None:
     path = write_stored(tmp_path, stored, tied=tied)
     module, target = load(path, stored), load_runtime(path, RuntimeOptions(num_threads=2, max_model_len=128)).runtime
     assert isinstance(target, NativeNetwork)
@@ -233,7 +233,7 @@ def test_a_quantised_targets_matrix_is_read_where_it_lies(tmp_path: Path, stored
         ("float32", True, "torch", 1, "none"),
     ],
 )
-def test_no_token_changes(
+def test_draft_vocab_changes_no_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stored: str,
@@ -277,13 +277,13 @@ def test_no_token_changes(
         assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY and tree_width == 1)  # branches are chosen
         for probs in drawn:
             assert probs.is_normalised()
-            assert probs.values[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
+            assert probs.probs[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
     assert llm.stats().drafter_failures == 0
 
 
 @pytest.mark.usefixtures("always_drafts")
 @pytest.mark.parametrize(("backend", "tree_width", "quantization"), [("native", 1, "auto"), ("native", 3, "none"), ("torch", 1, "none")])
-def test_a_text_says_which_ids_are_drafted(
+def test_draft_vocab_corpus_selects_the_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, tree_width: int, quantization: str
 ) -> None:
     """The ids of its words, and no others; no token changes, and doctor counts the rows that are copied."""
@@ -316,13 +316,13 @@ def test_a_text_says_which_ids_are_drafted(
     assert f"drafts the {FIRST} most frequent ids of {text}" in str(found.as_dict())
 
 
-def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_lm_head_of_a_module_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By doctor: its copied rows take the place of all of them."""
     target, found = write_whole(tmp_path), load_mtp
 
     def with_own(*given: Any, **named: Any) -> MtpModule:
         module = found(*given, **named)
-        return replace(module, config=replace(module.config, own_lm_head=True))
+        return replace(module, config=replace(module.config, has_own_lm_head=True))
 
     def bytes_of(**options: int) -> int:
         question = DoctorOptions(
@@ -343,7 +343,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
     assert bytes_of() > shared
 
 
-def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_corpus_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, options = write_whole(tmp_path), {"draft_vocab_corpus": str(tmp_path / "none")}
     text = "which does not exist: give a text like those you generate"
     found = diagnose(DoctorOptions(model=str(target), drafters=("mtp",), drafter_options=options))
@@ -353,7 +353,7 @@ def test_a_text_that_is_not_there_is_an_error_before_the_target_is_loaded(tmp_pa
         open_llm(target, "mtp", drafter_options=options)
 
 
-def test_all_ids_are_drafted_where_nothing_is_said(tmp_path: Path) -> None:
+def test_draft_vocab_defaults_to_all_ids(tmp_path: Path) -> None:
     target = write_whole(tmp_path)
     for given in ({}, {"drafter_options": {"draft_vocab_size": VOCABULARY}}):
         llm = open_llm(target, "mtp", **given)

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf
-from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.weights import as_float32
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -42,7 +42,7 @@ def open_llm(target: Path, drafter: str, **options: object) -> LLM:
 
 
 @pytest.mark.parametrize(("case", "quantization"), [("glm4_moe", "none"), ("glm4_moe-groups", "int8")])
-def test_a_mixture_of_experts_runs_and_guesses_with_its_own_module(tmp_path: Path, case: str, quantization: str) -> None:
+def test_moe_model_drafts_with_its_mtp_module(tmp_path: Path, case: str, quantization: str) -> None:
     """GLM-4.5: the module is a mixture too, its experts one by one or in stacks; in batches and alone, greedy and sampled."""
     bare = write_glm4_moe(tmp_path / "bare", case, has_module=False)
     samplings = (GREEDY, SAMPLED)
@@ -101,7 +101,7 @@ def test_a_stack_of_other_experts_is_named(tmp_path: Path) -> None:
         load_mtp(HeadFiles.open(target), read_model_config(target), weights)
 
 
-def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -> None:
+def test_mtp_module_of_a_gguf_drafts_for_its_model(tmp_path: Path) -> None:
     """Blocks count it; its values are those of the directory, or rounded as the model's are."""
     directory = write_glm4_moe(tmp_path / "model", "glm4_moe-groups")
     plain = write_gguf(directory, tmp_path / "plain.gguf", metadata=VOCABULARY)
@@ -127,22 +127,22 @@ def test_the_module_in_a_gguf_file_guesses_for_the_model_in_it(tmp_path: Path) -
             assert sum(output.speculation.num_draft_tokens for output in outputs) > 100
 
 
-def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Path) -> None:
+def test_only_copies_in_a_gguf_mtp_module_are_ignored(tmp_path: Path) -> None:
     directory = write_glm4_moe(tmp_path / "model")
     copies = {"model.layers.3.embed_tokens.weight": random_matrix(1), "model.layers.3.shared_head.head.weight": random_matrix(2)}
     edit(directory / "model.safetensors", lambda tensors: tensors.update(copies))
     file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
     assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
     config = gguf_config(file)
-    assert {name for name in open_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
+    assert {name for name in open_mtp_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
     more = {name.replace("blk.3.", "blk.4."): tensor for name, tensor in file.tensors.items() if name.startswith("blk.3.")}
-    assert [num_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
+    assert [num_mtp_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
     strange = replace(file, tensors={**file.tensors, "blk.3.attn_gate.weight": file.tensors["blk.3.attn_q.weight"]})
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: blk\.3\.attn_gate\.weight that no known mtp head has"):
-        open_module(strange, config, config.layers[-1])
+        open_mtp_module(strange, config, config.layers[-1])
 
 
-def test_a_gguf_file_without_a_whole_module_says_so(tmp_path: Path) -> None:
+def test_gguf_with_an_incomplete_mtp_module_is_refused(tmp_path: Path) -> None:
     bare = write_glm4_moe(tmp_path / "bare", has_module=False)
     path = write_gguf(bare, tmp_path / "bare.gguf", metadata=VOCABULARY)
     with pytest.raises(IncompatibleDrafterError, match="GGUF file that holds no mtp head"):

@@ -98,7 +98,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page: str) -> None:
+def test_every_code_block_has_a_language(page: str) -> None:
     """Text is for what is no code: it does not run. A client's code is compiled alone."""
     assert {language for language, _ in blocks_of(page)} <= {"python", "sh", "text", CLIENT}
     for language, content in blocks_of(page):

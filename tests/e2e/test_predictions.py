@@ -68,7 +68,7 @@ def test_streams_and_stacks_read_predictions_too(directory: Path, answers: list[
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
-def test_a_prediction_nobody_reads_is_refused(directory: Path, drafter: str) -> None:
+def test_prediction_without_its_drafter_is_refused(directory: Path, drafter: str) -> None:
     with pytest.raises(RequestError, match='drafter="prediction"') as caught:
         open_llm(directory, drafter).generate([5], GREEDY, prediction="w5")
     assert caught.value.parameter == "prediction"
@@ -88,7 +88,7 @@ def test_a_prediction_nobody_reads_is_refused(directory: Path, drafter: str) -> 
     ],
     ids=str,
 )
-def test_a_prediction_that_is_none_is_refused_and_nothing_ran(directory: Path, prediction: Any, said: str) -> None:
+def test_invalid_prediction_is_refused_before_a_pass(directory: Path, prediction: Any, said: str) -> None:
     llm = open_llm(directory)
     with pytest.raises(RequestError, match=said) as caught:
         llm.generate(PROMPTS, GREEDY, prediction=prediction)
@@ -96,7 +96,7 @@ def test_a_prediction_that_is_none_is_refused_and_nothing_ran(directory: Path, p
     assert llm.engine.cache.pool.num_free == llm.engine.cache.pool.num_blocks
 
 
-def test_finished_outputs_are_guessed_from_in_their_namespace_alone(directory: Path) -> None:
+def test_finished_outputs_are_drafted_only_in_their_namespace(directory: Path) -> None:
     prompt = np.random.default_rng(3).integers(3, 90, 12).tolist()
     sampled = replace(GREEDY, temperature=1.5, seed=4, max_tokens=32)
     llm = open_llm(directory, SuffixDrafter(store=SuffixStore()))
@@ -112,7 +112,7 @@ def test_finished_outputs_are_guessed_from_in_their_namespace_alone(directory: P
 
 
 @pytest.mark.parametrize("ending", ["off", "no drafts", "aborted", "failed"])
-def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, ending: str) -> None:
+def test_failed_or_aborted_outputs_are_not_stored(directory: Path, ending: str) -> None:
     """An output is offered to others of its namespace only where its sender let drafters see it, and it came to its end."""
 
     def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
@@ -133,9 +133,9 @@ def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, 
     else:
         speculation = {"enabled": False} if ending == "off" else {"num_speculative_tokens": 0}
         llm.generate(PROMPTS[0], GREEDY, namespace="a", speculation=speculation)
-    assert store.num_tokens("a") == 0
+    assert store.num_stored_tokens("a") == 0
     llm.generate(PROMPTS[0], GREEDY, namespace="a")
-    assert store.num_tokens("a") == GREEDY.max_tokens + 1, "and one separator"
+    assert store.num_stored_tokens("a") == GREEDY.max_tokens + 1, "and one separator"
 
 
 def run(*arguments: str) -> Any:
@@ -144,7 +144,7 @@ def run(*arguments: str) -> Any:
     )
 
 
-def test_a_prediction_file_puts_its_drafter_in_front(directory: Path, tmp_path: Path) -> None:
+def test_prediction_file_adds_its_drafter_first(directory: Path, tmp_path: Path) -> None:
     plain = json.loads(run("--model", str(directory), "--drafter", "none", "--json").stdout)
     path = tmp_path / "expected.txt"
     path.write_text(plain["text"], encoding="utf-8")
@@ -171,7 +171,7 @@ def test_a_prediction_file_without_an_end_is_refused(directory: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["absent", "no text"])
-def test_a_prediction_file_that_cannot_be_read_is_said_in_a_line(directory: Path, tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_prediction_file_is_one_error_line(directory: Path, tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "expected.txt"
     if content is not None:
         path.write_bytes(content)

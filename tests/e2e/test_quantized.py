@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import paceline.llm
-from harness.always_drafts import draft_always
 from harness.checkpoints import write_checkpoint
 from paceline import LLM, CapacityError, CheckpointError, ConfigError, SamplingParams
 from paceline.config import QuantOptions
@@ -37,7 +36,7 @@ def ids(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
     return llm.generate(PROMPT, params)[0].token_ids
 
 
-def test_a_quantised_target_is_another_target_and_the_same_one_every_time(open_llm: Open) -> None:
+def test_quantised_target_gives_the_same_text_every_time(open_llm: Open) -> None:
     stored = ids(open_llm())
     for quantization in ("int8", "int4", QuantOptions(bits=4, group=32, embedding_bits=4, lm_head_bits=4)):
         first, second = (ids(open_llm(quantization=quantization), SAMPLED) for _ in range(2))
@@ -46,36 +45,13 @@ def test_a_quantised_target_is_another_target_and_the_same_one_every_time(open_l
     assert ids(coarse) != stored
 
 
-def test_what_was_quantised_is_kept_in_the_cache_directory(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantised_weights_are_cached(open_llm: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     first = ids(open_llm(quantization="int4"))
     (kept,) = (tmp_path / FOLDER).iterdir()
     written = kept.stat().st_mtime_ns
     assert ids(open_llm(quantization="int4")) == first
     assert [path.stat().st_mtime_ns for path in (tmp_path / FOLDER).iterdir()] == [written]
-
-
-def test_a_quantised_draft_changes_no_token(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_always(monkeypatch)
-    expected = ids(open_llm(numerics="exact"), SAMPLED)
-    for draft_quantization in ("none", "int8", "int4"):
-        llm = open_llm(numerics="exact", drafter=str(directory), draft_quantization=draft_quantization)
-        output = llm.generate(PROMPT, SAMPLED)[0]
-        assert output.token_ids == expected
-        assert output.speculation.num_accepted_tokens > 0
-
-
-def test_a_draft_model_is_quantised_beside_a_quantised_target(open_llm: Open, directory: Path) -> None:
-    """As it is stored beside floats; a head, or where the user says so, never by itself."""
-
-    def draft_bits(**options: Any) -> set[int | None]:
-        drafter: Any = open_llm(drafter=str(directory), **options).drafter
-        return {facts.bits for facts in map(drafter.runtime.weights.info, drafter.runtime.weights) if len(facts.shape) == 2}
-
-    assert draft_bits() == {None}
-    for quantization in ("int8", "int4"):
-        assert draft_bits(quantization=quantization) == {4, 8}, "tables of the vocabulary keep 8"
-    assert draft_bits(quantization="int4", draft_quantization="none") == {None}
 
 
 def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Open) -> None:
@@ -91,7 +67,7 @@ def test_requantizing_gives_what_opening_anew_gives_and_back_again(open_llm: Ope
     assert llm.engine.cache is not old_cache
 
 
-def test_the_drafter_stays_and_goes_on_guessing(open_llm: Open) -> None:
+def test_drafter_works_after_requantize(open_llm: Open) -> None:
     llm = open_llm(drafter="ngram")
     drafter = llm.drafter
     ids(llm)
@@ -111,7 +87,7 @@ def failing_llm(open_llm: Open) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("error", [CapacityError("no memory"), MemoryError(), KeyboardInterrupt()], ids=lambda one: type(one).__name__)
-def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_requantize_keeps_the_old_target(failing_llm: LLM, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **_options: object) -> None:
         raise error
 
@@ -121,7 +97,7 @@ def test_a_build_that_fails_leaves_the_old_target_running(failing_llm: LLM, erro
             failing_llm.requantize("int4")
 
 
-def test_a_checkpoint_that_has_gone_leaves_the_old_target_running(open_llm: Open, tmp_path: Path) -> None:
+def test_missing_checkpoint_keeps_the_old_target(open_llm: Open, tmp_path: Path) -> None:
     llm = open_llm(model=write_checkpoint(tmp_path / "moved", "llama", num_hidden_layers=1))
     before = (llm.engine, ids(llm))
     (tmp_path / "moved" / "model.safetensors").rename(tmp_path / "elsewhere")
@@ -135,7 +111,7 @@ def test_an_unknown_setting_changes_nothing(failing_llm: LLM) -> None:
         failing_llm.requantize("int5")
 
 
-def test_a_running_stream_is_not_cut_off(failing_llm: LLM) -> None:
+def test_requantize_with_a_running_stream_is_refused(failing_llm: LLM) -> None:
     expected = ids(failing_llm)
     stream = failing_llm.stream(PROMPT, GREEDY)
     next(stream)
@@ -146,7 +122,7 @@ def test_a_running_stream_is_not_cut_off(failing_llm: LLM) -> None:
     assert output.token_ids == expected
 
 
-def test_a_closed_stream_is_no_obstacle(open_llm: Open) -> None:
+def test_requantize_after_a_closed_stream_works(open_llm: Open) -> None:
     llm = open_llm()
     stream = llm.stream(PROMPT, GREEDY)
     next(stream)

@@ -35,7 +35,7 @@ def test_long_prompts_leave_no_records_in_a_target_or_a_draft_model(hybrid: Path
     assert max(counts) < MIN_UNRECORDED_ROWS
 
 
-def test_so_many_requests_run_at_a_time_as_there_are_states_for(hybrid: Path) -> None:
+def test_recurrent_states_limit_running_requests(hybrid: Path) -> None:
     options: dict[str, Any] = {"drafter": "none", "max_model_len": 128, "dtype": "f32", "threads": 1}
     plain = LLM(str(hybrid), **options, kv_cache_gb=0.1)
     assert plain.engine.scheduler.limits.max_num_seqs == 16

@@ -125,7 +125,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("target", "kind"), [pytest.param(*case, marks=[pytest.mark.long] if case in RARE else []) for case in CASES])
-def test_eight_requests_with_four_adapters_and_the_base_get_what_they_get_alone(target: str, kind: str, given_of: GivenOf) -> None:
+def test_requests_with_several_adapters_equal_those_alone(target: str, kind: str, given_of: GivenOf) -> None:
     given = given_of(target)
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
     llm = given.open(kind)
@@ -154,7 +154,7 @@ def test_two_adapters_on_one_prompt_share_no_block(given_of: GivenOf) -> None:
     assert output.usage.num_cached_tokens == 0  # no salt is an adapter's key
 
 
-def test_a_removed_adapter_serves_who_has_it_and_nobody_else(given_of: GivenOf) -> None:
+def test_removed_adapter_serves_only_running_requests(given_of: GivenOf) -> None:
     given = given_of("llama")
     llm = given.open("none", num_blocks=60)
     one = next(one for one in given.asked if one.adapter == "plain")
@@ -320,7 +320,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("target", "plant"), FAULTS)
-def test_planted_faults_are_noticed(
+def test_planted_faults_are_found(
     target: str, plant: Callable[[pytest.MonkeyPatch], None], given_of: GivenOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of(target)
@@ -331,7 +331,7 @@ def test_planted_faults_are_noticed(
         assert_equal(llm, requests, [*given.asked, *given.asked])
 
 
-def test_an_adapter_whose_values_are_too_large_is_named_and_others_go_on() -> None:
+def test_adapter_with_overflowing_values_fails_its_requests_only() -> None:
     with LLM("mini", drafter="none", threads=1) as llm:
         huge = make_adapter("huge", llm.runtime.config, seed=1, rank=2)
         llm.engine.add_adapter(replace(huge, products={name: replace(one, up=one.up * 1e20) for name, one in huge.products.items()}))

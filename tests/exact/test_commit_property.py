@@ -28,7 +28,7 @@ from paceline.runtimes.base import FloatArray
 from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation import commit as commit_module
 from paceline.speculation import step as step_module
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.request import Request, TokenOrigin
@@ -37,7 +37,6 @@ from paceline.speculation.step import step
 from paceline.tokenizer.tokenizer import Tokenizer
 
 LETTERS = ("a", "b", "ab", "aab", " the", "é", "你", "😀", "👩‍🚀", "t", "\n")  # of several tokens, and of several bytes a character
-Open = Callable[[str], InputProcessor]
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ def how_it_ended(case: Case, ran: Ran) -> str:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
-def test_blocks_end_where_tokens_end(
+def test_multi_token_steps_end_where_single_token_steps_end(
     kind: str, tokenizers: dict[str, Tokenizer], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     num_blocks = 50_000 if large_counts else 1_000
@@ -262,11 +261,11 @@ def test_blocks_end_where_tokens_end(
 @pytest.fixture
 def walks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Walks that go on behind the end, as far as guesses are right."""
-    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: False)
+    monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: False)
 
 
 @pytest.mark.usefixtures("walks_on")
-def test_commit_ends_a_request_whatever_a_walk_kept(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_commit_ends_a_request_with_any_accepted_path(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     for tokenizer in tokenizers.values():
         compare(tokenizer, np.random.default_rng(seed), 500, walks_on=True)
 
@@ -275,7 +274,7 @@ def test_commit_ends_a_request_whatever_a_walk_kept(tokenizers: dict[str, Tokeni
 
 
 @pytest.mark.usefixtures("walks_on")
-def test_a_walk_behind_the_end_is_seen(tokenizers: dict[str, Tokenizer], seed: int) -> None:
+def test_fault_of_verification_after_the_end_is_found(tokenizers: dict[str, Tokenizer], seed: int) -> None:
     with pytest.raises(AssertionError):
         compare(tokenizers["bytes"], np.random.default_rng(seed), 700)
 
@@ -289,7 +288,7 @@ def faulty(tokenizers: dict[str, Tokenizer], seed: int, walks_on: None) -> Calla
     return run_all
 
 
-def test_tokens_behind_the_end_that_stay_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_tokens_kept_after_the_end_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit_module.commit
 
     def goes_on(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
@@ -302,7 +301,7 @@ def test_tokens_behind_the_end_that_stay_are_seen(faulty: Callable[[], None], mo
         faulty()
 
 
-def test_a_processor_that_hears_of_tokens_behind_the_end_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_processor_reading_past_the_end_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit_module.commit
 
     def tells_all(request: Request, token_ids: Sequence[int], num_accepted: int, **options: Any) -> int:
@@ -316,7 +315,7 @@ def test_a_processor_that_hears_of_tokens_behind_the_end_is_seen(faulty: Callabl
         faulty()
 
 
-def test_counts_from_before_the_cut_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_counts_before_the_cut_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are counted as the walk kept them, not as the stop left them."""
     real = commit_module.commit
     monkeypatch.setattr(
@@ -326,7 +325,7 @@ def test_counts_from_before_the_cut_are_seen(faulty: Callable[[], None], monkeyp
         faulty()
 
 
-def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_stop_strings_per_block_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop that spans two blocks is missed, and within one it is found only at the block's end."""
     real_commit, real_push = commit_module.commit, TextStop.push
 
@@ -347,7 +346,7 @@ def test_a_stop_string_looked_for_block_by_block_is_seen(faulty: Callable[[], No
         faulty()
 
 
-def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_min_tokens_without_the_draft_path_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def miscounting(real: Callable[..., Any]) -> Callable[..., Any]:
         def count(self: LogitsProcessor, logits: FloatArray, path: Sequence[int] = ()) -> Any:
             if not self._min_tokens or not path:
@@ -365,7 +364,7 @@ def test_min_tokens_counted_without_the_nodes_path_is_seen(faulty: Callable[[], 
         faulty()
 
 
-def test_a_limit_that_is_looked_at_between_blocks_only_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_max_tokens_per_block_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def without_limit(self: Request, row_budget: int, max_depth: int) -> tuple[int, int]:
         return row_budget, max_depth
 

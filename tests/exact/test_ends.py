@@ -21,7 +21,7 @@ from paceline.engine.input_processor import InputProcessor
 from paceline.kv_cache.cache import KVCache
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import FloatArray
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.draft_length.policy import FixedDraftLength
 from paceline.speculation.drafter import Drafter
 from paceline.speculation.rejection import Acceptance
@@ -151,7 +151,7 @@ def assert_plain(case: Case, input_processor: InputProcessor, outcome: Outcome) 
     for count, token in enumerate(outcome.token_ids, 1):
         distribution = request.processor.process(table[len(request.token_ids) - 1])
         assert np.isfinite(_score(distribution, token)), "the token cannot be drawn"
-        ended = FinishLookahead(request).finishes_with(token)
+        ended = FinishCheck(request).finishes_with(token)
         assert ended == (outcome.error is None and count == len(outcome.token_ids))
         request.token_ids.append(token)
         request.processor.commit(token)
@@ -199,7 +199,7 @@ def compare(tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor],
     return met
 
 
-def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
+def test_end_of_a_text_is_equal_with_and_without_drafts(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, large_counts: bool, tally: "Counter[str]"
 ) -> None:
     count = 20_000 if large_counts else 300
@@ -209,16 +209,16 @@ def test_an_end_is_the_same_with_guesses_and_without_by_both_rules(
     tally["ends compared with plain decoding's, by both rules"] += met["requests"]
 
 
-def test_a_walk_behind_the_end_is_seen(
+def test_fault_of_verification_after_the_end_is_found(
     tokenizer: Tokenizer, makers: dict[tuple[int, ...], InputProcessor], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: walks look for end tokens only."""
-    monkeypatch.setattr(FinishLookahead, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
+    monkeypatch.setattr(FinishCheck, "finishes_with", lambda self, token_id: token_id in self._request.end_token_ids)
     with pytest.raises(AssertionError):
         compare(tokenizer, makers, np.random.default_rng(seed), 600)
 
 
-def test_a_finished_grammar_of_a_model_without_an_end_token_is_a_success_with_guesses_too(tokenizer: Tokenizer) -> None:
+def test_finished_grammar_without_end_token_ends_with_stop(tokenizer: Tokenizer) -> None:
     input_processor = InputProcessor(tokenizer, tokenizer.vocab_size, NUM_POSITIONS, ())
     target, text = WrittenTarget(), "abcabcabcabc"
     script = [*tokenizer.encode("x" + text, add_special_tokens=False), *[1] * NUM_POSITIONS][:NUM_POSITIONS]

@@ -107,7 +107,7 @@ def given_of(checkpoint: Directory, tmp_path_factory: pytest.TempPathFactory, la
 
 
 @pytest.mark.parametrize(("target", "kind"), CASES, ids=map("-".join, CASES))
-def test_every_request_gets_what_it_gets_alone(
+def test_every_request_of_a_batch_equals_that_alone(
     target: str, kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     if not large_counts and kind not in SAMPLE.get(target, ()):
@@ -137,7 +137,7 @@ def test_every_request_gets_what_it_gets_alone(
                 assert stats.num_cached_tokens == hits.hit_tokens == hits.evicted_blocks == 0
 
 
-def test_the_jobs_meet_every_way_to_sample_to_share_and_to_end(given_of: GivenOf) -> None:
+def test_jobs_cover_all_sampling_sharing_and_ending_options(given_of: GivenOf) -> None:
     (jobs, *_) = given_of("llama-f32-native").jobs
     assert {job.name for job in jobs} == set(SAMPLINGS) - {"grammar"}
     assert len(jobs) == 64
@@ -164,7 +164,7 @@ def interrupted(forward: Forward, *, is_behind_pass: bool) -> Forward:
 
 
 @pytest.mark.parametrize("kind", ["chaos", "draft_tree", "several", "eagle3", "mtp"])
-def test_whatever_happens_in_whatever_order_nothing_leaks_and_nobody_gets_another_token(
+def test_random_events_leak_nothing_and_change_no_token(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = given_of({"eagle3": "legible-f32-native", "mtp": "successor-f32-native"}.get(kind, "llama-f32-native"))
@@ -215,7 +215,7 @@ def test_whatever_happens_in_whatever_order_nothing_leaks_and_nobody_gets_anothe
 
 
 @pytest.mark.parametrize("kind", ["ngram", "chaos", "eagle"])
-def test_streams_that_are_left_at_any_moment_leave_nothing_behind(
+def test_streams_closed_at_any_time_free_their_blocks(
     kind: str, given_of: GivenOf, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     given = given_of("legible-f32-native" if kind == "eagle" else "llama-f32-native")
@@ -304,11 +304,11 @@ def differs() -> Any:
 
 
 @pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, PLENTY])
-def test_without_a_fault_the_small_comparison_passes(faulty: Faulty, num_blocks: int) -> None:
+def test_small_comparison_without_a_fault_passes(faulty: Faulty, num_blocks: int) -> None:
     faulty(num_rounds=1, num_blocks=num_blocks)
 
 
-def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_block_hash_without_its_parent_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real = BlockPool.block_hashes
 
     def without_chain(
@@ -322,7 +322,7 @@ def test_prefix_keys_that_ignore_the_block_before_are_seen(faulty: Faulty, diffe
         faulty(num_blocks=PLENTY)
 
 
-def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_shifted_noise_after_preemption_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real, draw = verify_module.verify, EditedRow.draw
 
     def shifted(tree: Any, logits: Any, request: Request, walked: Any = None) -> Any:
@@ -335,7 +335,7 @@ def test_a_preempted_request_that_draws_at_a_shifted_position_is_seen(faulty: Fa
         faulty()
 
 
-def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_evicting_an_owned_block_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     """Blocks that are adopted stay in the line of those to be evicted; the books are kept, so that nothing else notices."""
     real = BlockPool.allocate
 
@@ -356,7 +356,7 @@ def test_a_block_that_is_evicted_while_it_is_owned_is_seen(faulty: Faulty, diffe
         faulty()
 
 
-def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_registering_a_partial_block_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     """The row of a text's last token is not there yet; where the text ends with a block it never comes."""
     real = KVCache.register_prefix
 
@@ -371,7 +371,7 @@ def test_a_block_that_is_remembered_before_it_is_full_is_seen(faulty: Faulty, di
         faulty(num_blocks=PLENTY)
 
 
-def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_rows_of_another_tree_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     real = step_module.assemble
 
     def shifted(plans: Any, token_ids: Any, wanted: Any, adapters: Any) -> Any:
@@ -386,7 +386,7 @@ def test_rows_of_another_requests_tree_are_seen(faulty: Faulty, differs: Any, mo
         faulty()
 
 
-def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_a_leftover_processor_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     released, real_make, real_release = [], InputProcessor.make, Engine._release
 
     def release(self: Engine, request: Request) -> None:
@@ -407,7 +407,7 @@ def test_a_processor_left_by_a_finished_request_is_seen(faulty: Faulty, differs:
         faulty()
 
 
-def test_a_sample_drawn_with_anothers_index_is_seen(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
+def test_fault_of_another_sample_index_is_found(faulty: Faulty, differs: Any, monkeypatch: Any) -> None:
     draw, sample = EditedRow.draw, CompiledBatchPathSampler.sample
     monkeypatch.setattr(EditedRow, "draw", lambda self, seed, _, position: draw(self, seed, 0, position))
     monkeypatch.setattr(

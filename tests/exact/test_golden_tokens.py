@@ -1,7 +1,7 @@
 """Token ids are those of a stored run, whatever drafts: a change of any part of the engine that changes a token shows here.
 
-The ids of a target are stored once and shared by all its drafters. `tools/record_golden_tokens.py` records them again, which is right only
-where a change of tokens is intended.
+The ids of a target are stored once and shared by all its drafters. `PYTHONPATH=tests python -m harness.golden_targets` records them again,
+which is right only where a change of tokens is intended.
 """
 
 from collections.abc import Callable

@@ -100,7 +100,7 @@ def make_drafter(kind: str, reference: ReferenceOutput, seed: int) -> str | Draf
     return str(reference.directory / "draft") if kind.startswith("draft") else kind
 
 
-def test_what_finishes_validates_and_what_is_cut_may_go_on(reference: ReferenceOutput, mini_dir: Path) -> None:
+def test_finished_text_validates_and_cut_text_is_a_prefix(reference: ReferenceOutput, mini_dir: Path) -> None:
     llm = open_llm(mini_dir, "none")
     compiler = GrammarCompiler(llm.tokenizer, (0, 2))
     num_finished = 0
@@ -116,7 +116,7 @@ def test_what_finishes_validates_and_what_is_cut_may_go_on(reference: ReferenceO
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_constrained_tokens_are_the_same_whatever_drafts(
+def test_drafts_change_no_constrained_token(
     kind: str, reference: ReferenceOutput, large_counts: bool, seed: int, tally: "Counter[str]"
 ) -> None:
     drafter = make_drafter(kind, reference, seed)
@@ -135,7 +135,7 @@ def test_constrained_tokens_are_the_same_whatever_drafts(
     assert accepted > 0.3 * sum(len(output.token_ids) for output in outputs) or kind == "none"
 
 
-def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path, large_counts: bool) -> None:
+def test_drafts_change_no_answer_after_reasoning(mini_dir: Path, large_counts: bool) -> None:
     """The reasoning ends wherever the model first writes a common letter: anywhere in a window."""
     grammar = Grammar.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}, reasoning_end="t")
     grammar = replace(grammar, text=json.dumps({**json.loads(grammar.text), "additionalProperties": False}))
@@ -160,7 +160,7 @@ def test_the_answer_behind_reasoning_is_the_same_whatever_drafts(mini_dir: Path,
 # Planted faults: each must make the comparison fail.
 
 
-def test_without_the_grammar_at_the_nodes_tokens_differ(reference: ReferenceOutput, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_drafts_without_the_grammar_is_found(reference: ReferenceOutput, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that forgets the path is right at the root only."""
     from paceline.sampling.grammars.matcher import GrammarMatcher
 

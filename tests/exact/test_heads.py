@@ -143,7 +143,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[DraftTree]:
 
 
 @pytest.mark.parametrize(("target", "kind", "shape"), CASES, ids=map("-".join, CASES))
-def test_nobodys_guesses_change_a_token(
+def test_drafts_of_every_kind_change_no_token(
     target: str,
     kind: str,
     shape: str,
@@ -246,7 +246,7 @@ def check_rejected(output: RequestOutput, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_a_head_with_the_targets_distribution_is_kept_by_either_rule(acceptance: str, given_of: GivenOf) -> None:
+def test_head_with_the_target_distribution_is_accepted_by_both_rules(acceptance: str, given_of: GivenOf) -> None:
     """What both rules would do with the target's own distribution: keep every draw, but for roundings."""
     given = given_of("known-f32-native")
     for kind in ("eagle", "mtp-mtp"):

@@ -52,7 +52,7 @@ def answers(directory: Path, kv_cache_dtype: str, params: SamplingParams, drafte
 @pytest.mark.spread(0.5)
 @BY_TYPE
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
+def test_text_per_kv_cache_dtype_is_independent_of_drafts(
     kv_cache_dtype: str, params: SamplingParams, directory: Path, drafting: None
 ) -> None:
     plain = answers(directory, kv_cache_dtype, params, threads=1, max_num_seqs=1)
@@ -66,7 +66,7 @@ def test_a_text_is_the_same_whatever_is_drafted_and_however_its_prompt_is_cut(
 
 @pytest.mark.spread(0.5)
 @BY_TYPE
-def test_a_text_behind_thousands_of_tokens_is_the_same(kv_cache_dtype: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
+def test_long_context_text_is_equal_with_drafts(kv_cache_dtype: str, tmp_path: Path, large_counts: bool, drafting: None) -> None:
     """Its prompt token by token, in chunks, and found again; plainly and with drafts; two of them in one batch."""
     length = 8190 if large_counts else 1100
     model = write_checkpoint(tmp_path / "long", "llama", max_position_embeddings=9000, num_hidden_layers=2)
@@ -103,7 +103,7 @@ def _logprobs(directory: Path, kv_cache_dtype: str) -> list[float]:
         return [one.logprobs[0].logprob for one in llm.generate(prompts(), params)]
 
 
-def test_the_cache_holds_as_many_tokens_as_its_type_allows(directory: Path) -> None:
+def test_cache_capacity_follows_kv_cache_dtype(directory: Path) -> None:
     slots = {}
     for kv_cache_dtype in KVCacheDtype:
         with LLM(

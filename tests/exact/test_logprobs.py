@@ -118,9 +118,7 @@ def run_all(alone: Alone, llm: LLM, between: Callable[[int], None]) -> dict[tupl
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_logprobs_are_the_same_bits_alone_in_a_batch_behind_cached_rows_and_whatever_drafts(
-    kind: str, target: str, alone_of: AloneOf, large_counts: bool
-) -> None:
+def test_logprobs_are_equal_alone_batched_cached_and_with_drafts(kind: str, target: str, alone_of: AloneOf, large_counts: bool) -> None:
     if not large_counts and (target, kind) not in ((TARGETS[0], "chaos"), (TARGETS[1], "draft_tree")):
         pytest.skip("left to make test-long")
     alone = alone_of(target)
@@ -149,7 +147,7 @@ def test_logprobs_of_preempted_requests_are_whole(target: str, kind: str, alone_
         assert any(request.num_preemptions for (name, index), request in requests.items() if name == "with the prompt's" and index == 2)
 
 
-def test_what_a_stop_cuts_off_has_no_logprobs(alone_of: AloneOf) -> None:
+def test_text_cut_by_a_stop_string_has_no_logprobs(alone_of: AloneOf) -> None:
     alone = alone_of(TARGETS[0])
     llm = alone.open("oracle", depth=6)
     for name in SAMPLINGS:
@@ -200,7 +198,7 @@ def test_logprobs_are_those_of_transformers(target: str, alone_of: AloneOf, larg
     assert compared == 3 * 3 * 24 + sum(len(prompt) - 1 for prompt in alone.prompts)
 
 
-def test_processed_logprobs_are_those_of_the_distribution_that_is_drawn_from(alone_of: AloneOf) -> None:
+def test_processed_logprobs_equal_the_sampling_distribution(alone_of: AloneOf) -> None:
     """Listed tokens are what top-k left; their probabilities sum to 1 with those not listed."""
     alone = alone_of(TARGETS[0])
     llm = alone.open("chaos")
@@ -224,11 +222,11 @@ def faulty(alone_of: AloneOf) -> Callable[[], None]:
     return run
 
 
-def test_without_a_fault_the_comparison_passes(faulty: Callable[[], None]) -> None:
+def test_comparison_of_logprobs_without_a_fault_passes(faulty: Callable[[], None]) -> None:
     faulty()
 
 
-def test_the_row_of_the_node_instead_of_its_parents_is_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_the_node_row_for_its_parent_row_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     real = commit_module.token_logprobs
 
     def of_next(tokens: Any, nodes: Any, logits: Any, request: Any) -> Any:
@@ -239,7 +237,7 @@ def test_the_row_of_the_node_instead_of_its_parents_is_seen(faulty: Callable[[],
         faulty()
 
 
-def test_logprobs_asked_for_behind_the_commit_are_seen(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_logprobs_after_the_commit_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties would count the token itself."""
     real = step_module.commit
 
@@ -260,7 +258,7 @@ def test_logprobs_asked_for_behind_the_commit_are_seen(faulty: Callable[[], None
         faulty()
 
 
-def test_prompt_rows_that_a_hit_leaves_out_are_seen(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_missing_prompt_rows_is_found(alone_of: AloneOf, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = alone_of(TARGETS[0])
     llm, name = alone.open("oracle"), "with the prompt's"
 
@@ -273,9 +271,7 @@ def test_prompt_rows_that_a_hit_leaves_out_are_seen(alone_of: AloneOf, monkeypat
         alone.check(output, name, 2)
 
 
-def test_probabilities_of_the_processed_row_in_place_of_the_targets_are_seen(
-    faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fault_of_processed_logprobs_for_raw_ones_is_found(faulty: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     def processed(row: Any, token: int, num_top: int) -> Any:
         return logprobs_module.raw_logprobs(row * np.float32(0.999), token, num_top)
 

@@ -112,7 +112,7 @@ def test_drafts_change_no_token_of_a_packed_model(pairs: Callable[[str, str], tu
     assert texts[:2] == texts[2:]
 
 
-def test_what_becomes_floats_is_said_weighed_and_refused_where_it_does_not_fit(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_dequantised_matrices_are_reported_and_counted(pairs: Callable[[str, str], tuple[Path, Path]]) -> None:
     _, packed = pairs("llama", "fp8")
     notices = load_runtime(packed, RuntimeOptions(device="cpu", backend="torch")).notices
     assert any("activations are not rounded" in notice for notice in notices)
@@ -126,9 +126,7 @@ def test_what_becomes_floats_is_said_weighed_and_refused_where_it_does_not_fit(p
     assert any("matrices become f32" in note for note in found.notes)
 
 
-def test_biases_of_zeros_that_no_network_has_are_left_out_and_others_are_not(
-    pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_zero_biases_are_ignored_and_others_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     plain, _ = pairs("llama", "gptq")
     for value, message in ((0.0, None), (1e-3, "holds 1 tensor: model.layers.0.self_attn.q_proj.bias")):
         (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
@@ -140,9 +138,7 @@ def test_biases_of_zeros_that_no_network_has_are_left_out_and_others_are_not(
                 open_weights(tmp_path, read_model_config(tmp_path))
 
 
-def test_a_packed_matrix_of_another_shape_than_config_json_says_is_named(
-    pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_packed_matrix_of_the_wrong_shape_is_refused(pairs: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
     _, packed = pairs("llama", "gptq")
     config = json.loads((packed / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))

@@ -127,7 +127,7 @@ def cached(outputs: Sequence[RequestOutput]) -> list[int]:
 @pytest.mark.spread(0.25)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafting_finds_what_plain_decoding_finds_and_says_the_same(
+def test_prefix_hits_are_equal_with_and_without_drafts(
     params: SamplingParams, name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks]
 ) -> None:
     talks = talks_of(name)
@@ -143,7 +143,7 @@ def test_drafting_finds_what_plain_decoding_finds_and_says_the_same(
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=map("-".join, CASES))
-def test_a_prompt_asked_for_several_times_at_once_is_found_by_those_that_come_later(
+def test_concurrent_equal_prompts_share_cached_rows(
     name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
 ) -> None:
     if not large_counts and kind not in ("chaos", "draft_model", "eagle3", "mtp"):
@@ -164,9 +164,9 @@ def test_a_prompt_asked_for_several_times_at_once_is_found_by_those_that_come_la
 def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every pass of a drafter that catches up with a text; `watch` also counts those of a draft model."""
     rows: list[int] = []
-    real_true, real_medusa = RecurrentHead.run_true, MedusaNetwork.forward
+    real_true, real_medusa = RecurrentHead.run_true_pairs, MedusaNetwork.forward
 
-    def run_true(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
+    def run_true_pairs(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
         rows.append(sum(len(one.token_ids) for one in pairs))
         return real_true(self, pairs, **options)
 
@@ -174,7 +174,7 @@ def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(features))
         return real_medusa(self, features, *args)
 
-    monkeypatch.setattr(RecurrentHead, "run_true", run_true)
+    monkeypatch.setattr(RecurrentHead, "run_true_pairs", run_true_pairs)
     monkeypatch.setattr(MedusaNetwork, "forward", forward)
     return rows
 
@@ -193,7 +193,7 @@ def watch(drafter: Drafter | None, rows: list[int], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
-def test_the_second_time_a_drafter_reads_no_more_of_a_prompt_than_its_last_block(
+def test_drafter_prefills_only_the_last_block_of_a_cached_prompt(
     name: str,
     kind: str,
     params: SamplingParams,
@@ -221,7 +221,7 @@ def test_the_second_time_a_drafter_reads_no_more_of_a_prompt_than_its_last_block
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
-def test_a_drafter_guesses_as_well_behind_cached_rows(
+def test_drafts_after_cached_rows_equal_those_without(
     name: str, kind: str, open_with: OpenWith, talks_of: Callable[[str], Talks], large_counts: bool
 ) -> None:
     """Its own rows of the prompt are the ones it had: drafts and what became of them are the same."""
@@ -242,7 +242,7 @@ def test_a_drafter_guesses_as_well_behind_cached_rows(
 
 
 @pytest.mark.parametrize(("name", "kind"), WITH_ROWS, ids=map("-".join, WITH_ROWS))
-def test_nobody_finds_rows_of_another_salt(
+def test_rows_of_another_salt_are_not_matched(
     name: str,
     kind: str,
     open_with: OpenWith,
@@ -268,9 +268,7 @@ def test_nobody_finds_rows_of_another_salt(
     check_clean(llm)
 
 
-def test_a_salt_changes_no_token_and_requests_of_two_salts_run_beside_each_other(
-    open_with: OpenWith, talks_of: Callable[[str], Talks]
-) -> None:
+def test_requests_with_different_salts_run_together(open_with: OpenWith, talks_of: Callable[[str], Talks]) -> None:
     talks = talks_of("llama")
     llm = open_with("llama", "draft_model", SAMPLED)
     expected = talks.answer(talks.prompt, SAMPLED).token_ids

@@ -34,7 +34,6 @@ from paceline.speculation.verify import VerifyResult
 
 Prove = Callable[..., tuple[int, dict[str, Any]]]
 TOKENS = 1_000
-BOUND = 1e-4
 
 
 def run(*arguments: object) -> Result:
@@ -48,7 +47,7 @@ def prove(checkpoint: Callable[[str], Path], tmp_path: Path, seed: int) -> Prove
 
     def ask(*arguments: object) -> tuple[int, dict[str, Any]]:
         file = tmp_path / "report.json"
-        given = ["--model", checkpoint("llama"), "--seed", seed % 1000, "--threads", 1, "--no-transformers", "-q", "--json", file]
+        given = ["--model", checkpoint("llama"), "--seed", seed % 1000, "--threads", 1, "--no-transformers", "-q", "--json-file", file]
         result = run(*given, *(() if "--tokens" in arguments or "--case" in arguments else ("--tokens", TOKENS)), *arguments)
         assert file.is_file(), result.output
         return result.exit_code, json.loads(file.read_text())
@@ -243,13 +242,13 @@ def spell_accepted_tokens_otherwise(patch: pytest.MonkeyPatch) -> None:
     from paceline.engine.input_processor import InputProcessor
     from paceline.speculation.request import TokenOrigin
 
-    real = InputProcessor._text
+    real = InputProcessor._output_text
 
     def text(input_processor: InputProcessor, request: Any, ids: list[int]) -> str:
         shown = real(input_processor, request, ids)
         return shown.upper() if TokenOrigin.ACCEPTED in request.origins else shown
 
-    patch.setattr(InputProcessor, "_text", text)
+    patch.setattr(InputProcessor, "_output_text", text)
 
 
 FAULTS = (
@@ -272,7 +271,9 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_a_bug(plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_reports_every_planted_fault(
+    plant: Callable[[pytest.MonkeyPatch], None], prove: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove_module, "MOST_BUGS", 1)
     plant(monkeypatch)
     code, report = prove("--tokens", 4 * TOKENS)
@@ -429,7 +430,7 @@ WRONG_USE = [
     (("--prompts", "."), "a directory"),
     (("--case", "missing.json"), "no such file"),
     (("--case", "1234567"), "at most 6 digits"),
-    (("--json", "missing/report.json"), "cannot be written"),
+    (("--json-file", "missing/report.json"), "cannot be written"),
     (("--html", "."), "cannot be written"),
     (("--max-model-len", "40"), "max_model_len is 40"),
     (("--drafter", "no-such-drafter", "--offline"), "no-such-drafter"),
@@ -476,6 +477,21 @@ def test_given_prompts_are_what_is_compared(prove: Prove, tmp_path: Path) -> Non
     assert list(report["compared"]["by"]["drafter"]) == ["ngram", "always_wrong", "random_tree", "together"]
 
 
+@pytest.mark.parametrize("form", ["--quiet", "--details", "--json"])
+def test_the_answer_is_one_line_or_a_table_or_one_object(checkpoint: Callable[[str], Path], form: str) -> None:
+    skip_without_kernels()
+    limits = ("--tokens", 200, "--seed", 3, "--threads", 1, "--no-transformers", "--drafter", "ngram")
+    result = run(checkpoint("llama"), *limits, "--quiet", form)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    if form == "--json":
+        assert json.loads(result.stdout)["verdict"] == "equal"
+        return
+    assert lines[-1].startswith("equal: 2")
+    assert lines[-1].endswith("seed 3")
+    assert (len(lines) == 1) is (form == "--quiet")
+
+
 def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
     mini_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +500,7 @@ def test_a_report_says_where_its_numbers_come_from_and_what_transformers_says(
     pytest.importorskip("torch")
     report, shown = tmp_path / "report.json", tmp_path / "report.html"
     monkeypatch.setattr("sys.argv", ["paceline", "prove", "--tokens", "200"])
-    result = run("--tokens", 200, "--seed", 3, "--threads", 1, "--json", report, "--html", shown)
+    result = run("--tokens", 200, "--seed", 3, "--threads", 1, "--json-file", report, "--html", shown)
     assert result.exit_code == 0, result.output
     assert "seed 3" in result.output
     facts = json.loads(report.read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.llama_gguf import write_gguf
+from harness.gguf_checkpoints import byte_level_vocabulary, write_gguf
 from paceline import LLM, SamplingParams
 from paceline.runtimes.native.library import kernels_path
 from paceline.speculation.draft_length.policy import FixedDraftLength
@@ -36,7 +36,7 @@ def file_of(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Files:
         part, _, block_type = kind.rpartition("/")
         path = root / f"{part}{block_type}.gguf"
         if not path.is_file():
-            write_gguf(mini_dir / part, path, block_type)
+            write_gguf(mini_dir / part, path, block_type, metadata=byte_level_vocabulary(mini_dir / part))
         return path
 
     return file
@@ -63,7 +63,7 @@ def open_llm(file_of: Files, mini_dir: Path, target: str, drafter: str = "none")
 
 
 @pytest.mark.parametrize("target", [pytest.param(one, marks=[] if one in IN_A_NORMAL_RUN else pytest.mark.long) for one in TARGETS])
-def test_a_quantised_target_says_what_it_says_alone(
+def test_drafts_change_no_token_of_a_quantised_target(
     file_of: Files, mini_dir: Path, target: str, large_counts: bool, seed: int, tally: Counter[str]
 ) -> None:
     if kernels_path() is None:

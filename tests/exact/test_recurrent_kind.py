@@ -115,7 +115,7 @@ class Toy(Network):
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         return [FullAttentionCache(np.zeros((2, num_blocks, 1, SIZE, WIDTH), np.int64))]
 
-    def sibling(self, compose: Compose) -> Network:
+    def network_with_same_weights(self, compose: Compose) -> Network:
         raise AssertionError("a toy has no network beside it")
 
     def embed(self, token_ids: IntArray) -> FloatArray:
@@ -247,7 +247,7 @@ class Traffic:
 @pytest.mark.parametrize("num_blocks", [16, 200], ids=["few blocks", "many blocks"])
 @pytest.mark.parametrize("kind", ["none", "ngram", "chains", "trees"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_network_with_a_recurrent_layer_says_the_same_tokens(layout: TreeLayout, kind: str, num_blocks: int, seed: int) -> None:
+def test_drafts_change_no_token_of_a_recurrent_network(layout: TreeLayout, kind: str, num_blocks: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     traffic = Traffic.make(layout, random)
     knowing = Knowing(traffic.texts, random, has_branches=kind == "trees")
@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_fault_of_the_memory_is_noticed(
+def test_faults_of_the_state_cache_are_found(
     layout: TreeLayout, fault: tuple[str, Callable[..., object]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(seed)

@@ -65,21 +65,21 @@ def _is_exact(shape: Shape, seed: int, num_cases: int = NUM_CASES, **changes: An
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_drawn_drafts_leave_the_targets_distribution_to_the_last_digit(name, seed):
+def test_rejection_sampling_has_exactly_the_target_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed)
 
 
 @pytest.mark.parametrize("name", ["chain of 3", "two draws at two depths"])
-def test_an_end_token_among_the_drafts_ends_the_text_and_keeps_the_distribution(name, seed):
+def test_end_token_in_a_draft_keeps_the_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed, ends=lambda text: text[-1] == 1)
 
 
 @pytest.mark.parametrize("name", ["chain of 3", "two draws, the first goes on", "two draws at two depths"])
-def test_a_stop_that_several_drafts_complete_ends_the_text_and_keeps_the_distribution(name, seed):
+def test_stop_string_across_drafts_keeps_the_distribution(name, seed):
     assert _is_exact(SHAPES[name], seed, ends=lambda text: text[-2:] in ((0, 1), (2, 2)))
 
 
-def test_a_chain_by_single_draws_has_the_distribution_too_and_keeps_fewer_tokens_than_as_a_block(seed, monkeypatch):
+def test_block_verification_accepts_more_than_token_by_token(seed, monkeypatch):
     def mean_length(shape: Shape, case: int) -> Fraction:
         target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
         ways = every_way(lambda chance: walk(draw_tree(shape, draft, chance), target, chance))
@@ -94,15 +94,15 @@ def test_a_chain_by_single_draws_has_the_distribution_too_and_keeps_fewer_tokens
     assert any(block > single for block, single in zip(as_block, one_by_one, strict=True))
 
 
-def test_one_draft_is_kept_as_often_as_the_distributions_overlap(seed):
+def test_acceptance_rate_equals_the_overlap_of_distributions(seed):
     for case in range(NUM_CASES):
         target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
-        overlap = sum(map(min, target(()).values, draft(()).values))
+        overlap = sum(map(min, target(()).probs, draft(()).probs))
         ways = every_way(lambda chance: walk(draw_tree((0,), draft, chance), target, chance))  # noqa: B023
         assert sum(mass for result, mass in ways if result.accepted_nodes) == overlap
 
 
-def test_drafts_from_the_targets_own_distribution_are_all_kept(seed):
+def test_drafts_from_the_target_distribution_are_all_accepted(seed):
     for case in range(NUM_CASES):
         target = sparse_probs(seed, case, 3)
         for shape in (SHAPES["chain of 3"], SHAPES["two draws at two depths"]):
@@ -143,14 +143,14 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("wrong", "name"), [(wrong, name) for wrong, (_, _, names) in WRONG.items() for name in names])
-def test_a_wrong_distribution_is_noticed(wrong, name, seed, monkeypatch):
+def test_fault_of_a_wrong_draft_distribution_is_found(wrong, name, seed, monkeypatch):
     function, replacement, _ = WRONG[wrong]
     monkeypatch.setattr(rejection, function, replacement)
     assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
 @pytest.mark.parametrize("name", ["two draws", "two draws at two depths"])
-def test_a_second_draw_judged_by_the_wrong_distribution_is_noticed(name, seed, monkeypatch):
+def test_fault_of_a_wrong_second_residual_is_found(name, seed, monkeypatch):
     really_draw = draw_tree
 
     def judged(without: Callable[[TokenProbs, int], TokenProbs]) -> Callable[..., DraftTree]:
@@ -163,13 +163,13 @@ def test_a_second_draw_judged_by_the_wrong_distribution_is_noticed(name, seed, m
         return draw_then_break
 
     right = TokenProbs.without
-    not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.values))  # noqa: E731
+    not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.probs))  # noqa: E731
     for wrong in (not_renormalised, lambda probs, token: probs):
         monkeypatch.setattr(enumerated_distributions, "draw_tree", judged(wrong))
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
 
 
-def test_siblings_judged_in_another_order_than_they_were_drawn_are_noticed(seed, monkeypatch):
+def test_fault_of_reordered_siblings_is_found(seed, monkeypatch):
     children = DraftTree.children
     monkeypatch.setattr(DraftTree, "children", lambda tree, node: children(tree, node)[::-1])
     assert not _is_exact(SHAPES["two draws"], seed, NUM_WRONG_CASES)
@@ -179,7 +179,7 @@ def _trim(layout: TreeLayout, max_depth: int, row_budget: int, vocab_size: int =
     return lambda tree: tree.trim(vocab_size=vocab_size, max_depth=max_depth, row_budget=row_budget, layout=layout)
 
 
-def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_distribution(seed, tally):
+def test_trimming_by_depth_and_rows_keeps_the_distribution(seed, tally):
     shape = (0, 0, 1, 1, 2)
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     wanted = plain_distribution(target, num_tokens(shape))
@@ -195,7 +195,7 @@ def test_trimming_to_depth_and_rows_keeps_draws_drawn_and_their_distribution(see
     assert {trim(whole).proposal for trim in trims.values()} == set(Proposal)
 
 
-def test_a_distribution_that_reaches_unknown_ids_makes_its_drafts_chosen_ones_and_keeps_the_targets_distribution(seed, monkeypatch):
+def test_draft_probs_of_unknown_ids_keep_the_distribution(seed, monkeypatch):
     """Whatever was drawn: to change the type only where an unknown id came up would be wrong."""
     target, draft = full_probs(seed, 1), full_probs(seed, 2, vocab_size=4)
     trim = _trim(TreeLayout.MASK, 9, 99)
@@ -207,7 +207,7 @@ def test_a_distribution_that_reaches_unknown_ids_makes_its_drafts_chosen_ones_an
             assert distribution_of_step(shape, target, draft, cut=trim) != wanted
 
 
-def test_drafts_pruned_in_other_ways_have_the_distribution_only_as_chosen_ones(seed):
+def test_drafts_pruned_by_value_count_as_deterministic(seed):
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     shape = (0, 0)
     wanted = plain_distribution(target, num_tokens(shape))
@@ -231,7 +231,7 @@ def test_drafts_pruned_in_other_ways_have_the_distribution_only_as_chosen_ones(s
     assert distribution_of_step(shape, target, draft, cut=drawn_where_nothing_changed) != wanted
 
 
-def test_a_row_that_cannot_be_processed_matters_only_to_the_texts_that_reach_it(seed):
+def test_invalid_row_affects_only_texts_that_reach_it(seed):
     target, draft = full_probs(seed, 1), full_probs(seed, 2)
     dead: Text = (0, 1)
 
@@ -281,7 +281,7 @@ def test_at_temperature_0_rejection_is_the_plain_match():
         assert verify_rejection(tree, rows, request) == verify(tree, rows, request)
 
 
-def test_rows_that_the_walk_of_chosen_drafts_does_not_reach_are_not_read():
+def test_rows_after_a_rejected_deterministic_draft_are_not_read():
     target = ScriptedTarget()
     request = _request(target, SamplingParams(temperature=1.0), seed=5)
     tree = DraftTree.grow(request.token_ids[-1], range(32), [0] * 32, "test")
@@ -291,7 +291,7 @@ def test_rows_that_the_walk_of_chosen_drafts_does_not_reach_are_not_read():
     assert verify_rejection(tree, rows, request).accepted_nodes == (node,)
 
 
-def test_damaged_rows_behind_a_refused_draft_harm_nobody():
+def test_damaged_rows_after_a_rejected_draft_are_ignored():
     target = ScriptedTarget()
     context = target.prompt
     for _ in range(3):  # the second best: neither always kept nor always refused where it has half of the draft's distribution
@@ -310,7 +310,7 @@ def test_damaged_rows_behind_a_refused_draft_harm_nobody():
     assert kept == {(0, False), (1, False), (1, True)}, "where both drafts in front of the row are kept, the second is the last token"
 
 
-def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
+def test_acceptance_noise_is_independent_of_other_steps(monkeypatch):
     asked: list[tuple[object, ...]] = []
 
     def remembering(*key: Any) -> float:
@@ -322,7 +322,7 @@ def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
     request = _request(target, SamplingParams(temperature=1.0), seed=1)
     distribution = TokenProbs.from_distribution(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
-        drafts = [int(np.argmax(distribution.values))] * 3
+        drafts = [int(np.argmax(distribution.probs))] * 3
         tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
         result = verify_rejection(tree, _rows(target, request, tree), request)
         request.token_ids.append(result.token_ids[0])  # the next step draws for positions that this one drew for
@@ -330,7 +330,7 @@ def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
     assert len(set(asked)) == len(asked) == len({step_uniform(*key) for key in asked}) > 12
 
 
-def test_the_numbers_of_a_step_are_uniform_and_inside_the_open_interval():
+def test_acceptance_noise_is_uniform_in_the_open_interval():
     places = [(purpose, depth, index) for purpose in Purpose for depth in (0, 1) for index in (0, 1)]
     numbers = np.array([step_uniform(seed, 0, 100, *place) for seed in range(200) for place in places])
     assert 0.0 < numbers.min() < 0.01 < 0.99 < numbers.max() < 1.0

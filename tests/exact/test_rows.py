@@ -158,7 +158,7 @@ def subject(request: pytest.FixtureRequest, checkpoint: Directory, large_counts:
     return make_subject(checkpoint(name), dtype, backend, length, seed)
 
 
-def test_a_row_does_not_depend_on_what_else_is_in_the_pass(subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]") -> None:
+def test_row_is_independent_of_the_rest_of_the_pass(subject: Subject, large_counts: bool, seed: int, tally: "Counter[str]") -> None:
     rows, differing = compare_mixes(subject, seed, repeats=8 if large_counts else 1)
     tally["rows of mixed passes compared bit by bit with solo decoding"] += rows
     assert differing == 0
@@ -208,20 +208,20 @@ def change_plans(monkeypatch: pytest.MonkeyPatch, change: Callable[[RowPlan], Ro
     monkeypatch.setattr(cache_module, "plan_rows", lambda *args: change(real(*args)))
 
 
-def test_a_stale_cache_row_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_stale_row_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The partial tail block of a path is not copied: the path attends to what the block held before."""
     subject = small_subjects("paths")
     change_plans(monkeypatch, lambda plan: replace(plan, copies=()))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
-def test_a_mask_that_is_ignored_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_ignored_mask_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = small_subjects("native")
     change_plans(monkeypatch, lambda plan: replace(plan, paths=tuple(path._replace(mask=None) for path in plan.paths)))
     assert compare_trees(subject, seed, num_trees=4)[1] > 0
 
 
-def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_unmoved_tree_rows_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the path that was kept do not move together: what comes next attends to rejected ones."""
     subject = small_subjects("native")
     real = RowPlan.commit
@@ -229,7 +229,7 @@ def test_rows_of_a_masked_tree_left_where_they_were_are_seen(small_subjects: Sub
     assert compare_trees(subject, seed, num_trees=8)[1] > 0
 
 
-def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_key_in_the_wrong_slot_is_found(small_subjects: Subjects, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sequence of a pass writes and reads in the blocks of the first."""
     subject = small_subjects("native")
     real = PassRecord.fill
@@ -243,7 +243,9 @@ def test_a_key_in_the_wrong_slot_is_seen(small_subjects: Subjects, seed: int, mo
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_off_by_one_in_keep_path_is_seen(small_subjects: Subjects, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_off_by_one_in_keep_path_is_seen(
+    small_subjects: Subjects, backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = small_subjects(backend)
     real = RowPlan.commit
 

@@ -33,7 +33,7 @@ def _seeds(first: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_the_joint_distribution_of_three_tokens_is_the_product_of_the_rows(name, seed):
+def test_sampled_texts_have_the_joint_distribution_of_the_logits(name, seed):
     target = ScriptedTarget()
     distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
     assert sum(mass * NUM_SEEDS >= LEAST_EXPECTED for mass in distribution.values()) > 50
@@ -42,7 +42,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_product_of_the_rows(name,
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_one_request_at_a_time_gives_the_texts_of_the_vectorised_form(name, seed):
+def test_requests_give_the_texts_of_the_vectorised_sampler(name, seed):
     target = ScriptedTarget()
     seeds = _seeds(seed, 2_000)
     many = target.generate_many(PARAMS[name], seeds, NUM_TOKENS)
@@ -58,14 +58,14 @@ def test_one_request_at_a_time_gives_the_texts_of_the_vectorised_form(name, seed
     ],
 )
 @pytest.mark.parametrize("name", ["top-k", "top-p"])
-def test_noise_that_is_not_keyed_by_position_is_noticed(name, wrong_position: NoisePosition, seed):
+def test_fault_of_noise_without_position_is_found(name, wrong_position: NoisePosition, seed):
     target = ScriptedTarget()
     distribution = target.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
     texts = target.generate_many(PARAMS[name], _seeds(seed, NUM_SEEDS // 4), NUM_TOKENS, wrong_position)
     assert chi_square_p_value(joint_counts(texts), distribution) < 1e-6
 
 
-def test_the_samples_of_one_seed_are_independent(seed):
+def test_samples_of_one_seed_are_independent(seed):
     target = ScriptedTarget()
     params = PARAMS["top-k"]
     row = LogitsProcessor(params, target.vocab_size, target.prompt).process(target.logits(target.prompt))
@@ -78,7 +78,7 @@ def test_the_samples_of_one_seed_are_independent(seed):
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_the_marginal_over_a_real_vocabulary_is_exact(top_p, seed, large_counts):
+def test_sampled_tokens_of_a_large_vocabulary_have_the_distribution(top_p, seed, large_counts):
     """The 50 most probable tokens one by one, the rest as one cell: a random tail would show there."""
     num_draws = 100_000 if large_counts else 10_000
     params = SamplingParams(temperature=0.9, top_p=top_p)

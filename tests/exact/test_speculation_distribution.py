@@ -93,7 +93,7 @@ def _plain_texts(name: str, seeds: Sequence[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "proposer"), EVERY)
-def test_verified_guesses_have_the_targets_joint_distribution_and_each_seeds_plain_text(name, proposer, seed, large_counts):
+def test_verified_drafts_have_the_joint_distribution_of_the_target(name, proposer, seed, large_counts):
     num_seeds = LARGE_NUM_SEEDS if large_counts else NUM_SEEDS[name, proposer]
     seeds = range(seed, seed + num_seeds)
     exact = TARGET.exact_joint_distribution(PARAMS[name], NUM_TOKENS)
@@ -104,13 +104,13 @@ def test_verified_guesses_have_the_targets_joint_distribution_and_each_seeds_pla
 
 
 @pytest.mark.parametrize(("name", "proposer"), EVERY)
-def test_guesses_are_both_accepted_and_rejected_here(name, proposer, seed):
+def test_drafts_of_this_test_are_accepted_and_rejected(name, proposer, seed):
     accepted = [_speculate(PARAMS[name], one, PROPOSERS[proposer])[1] for one in range(seed, seed + 200)]
     assert set(accepted) >= {0, 1, 2}
 
 
 @pytest.mark.parametrize(("name", "proposer"), EVERY[:2])
-def test_noise_reused_at_the_next_position_is_noticed(name, proposer, seed, monkeypatch):
+def test_fault_of_noise_reused_at_the_next_position_is_found(name, proposer, seed, monkeypatch):
     first = len(TARGET.prompt)
     draw = EditedRow.draw
     monkeypatch.setattr(EditedRow, "draw", lambda row, one, sample, position: draw(row, one, sample, max(first, position - 1)))
@@ -118,7 +118,7 @@ def test_noise_reused_at_the_next_position_is_noticed(name, proposer, seed, monk
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_a_penalty_that_ignores_the_nodes_own_path_is_noticed(proposer, seed, monkeypatch):
+def test_fault_of_penalties_without_the_node_path_is_found(proposer, seed, monkeypatch):
     edit = LogitsProcessor.edit
     seeds = range(seed, seed + NUM_BROKEN_SEEDS)
     plain = _plain_texts("penalties", seeds)
@@ -129,7 +129,7 @@ def test_a_penalty_that_ignores_the_nodes_own_path_is_noticed(proposer, seed, mo
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_a_rejected_draft_kept_in_the_history_is_noticed(proposer, seed):
+def test_fault_of_a_rejected_draft_kept_in_history_is_found(proposer, seed):
     def commit_all(request: Request, result: VerifyResult, tree: DraftTree) -> None:
         _commit(request, result, tree)
         for node in range(1, len(tree.token_ids)):

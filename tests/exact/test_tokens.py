@@ -175,7 +175,7 @@ def compare(llm: LLM, plain: Plain, samplings: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("target", list(map("-".join, EVERYTHING)))
-def test_tokens_are_the_same_whatever_drafts(
+def test_drafts_change_no_token(
     target: str,
     kind: str,
     plain_of: PlainOf,
@@ -228,7 +228,7 @@ def test_rejections_run_no_pass_and_copy_no_state(plain_of: PlainOf, name: str, 
     assert len(made) == 1, "the state of the request"
 
 
-def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
+def test_correct_prediction_is_accepted_almost_everywhere(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open("prediction")
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -240,7 +240,7 @@ def test_a_prediction_that_comes_true_is_accepted_almost_everywhere(plain_of: Pl
         assert output.speculation.steps <= 2 + plain.max_tokens / 5
 
 
-def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
+def test_draft_model_runs_one_pass_per_draft_token(plain_of: PlainOf) -> None:
     plain = plain_of("llama", "f32", "native")
     llm = plain.open(str(plain.directory))
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -249,7 +249,7 @@ def test_a_draft_pass_is_run_for_every_drafted_token(plain_of: PlainOf) -> None:
     assert drafter.runtime.num_passes == output.speculation.num_draft_tokens  # type: ignore[union-attr]
 
 
-def test_a_masked_tree_differs_from_plain_decoding_at_near_ties_only(plain_of: PlainOf, seed: int) -> None:
+def test_masked_tree_differs_from_plain_decoding_only_at_near_ties(plain_of: PlainOf, seed: int) -> None:
     """With fast numerics: where a token differs, its logit and the other's are the same but for rounding."""
     pytest.importorskip("torch")
     plain = plain_of("llama", "f32", "native")
@@ -300,12 +300,12 @@ def faulty(plain_of: PlainOf, seed: int) -> Faulty:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_comparison_passes_without_a_fault(faulty: Faulty, backend: str) -> None:
+def test_comparison_without_a_fault_passes(faulty: Faulty, backend: str) -> None:
     faulty(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Faulty, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_off_by_one_in_keep_path_is_found(faulty: Faulty, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
 
     def parent_instead(plan: RowPlan, node: int) -> object:
@@ -324,14 +324,14 @@ def test_an_off_by_one_in_keep_path_changes_tokens(faulty: Faulty, backend: str,
         faulty(backend)
 
 
-def test_a_stale_cache_row_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_stale_cache_row_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = cache_module.plan_rows
     monkeypatch.setattr(cache_module, "plan_rows", lambda *args: replace(real(*args), copies=()))
     with pytest.raises(AssertionError):
         faulty("paths")
 
 
-def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_ignored_mask_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = cache_module.plan_rows
 
     def without_masks(*args: object) -> RowPlan:
@@ -343,14 +343,14 @@ def test_a_mask_that_is_ignored_changes_tokens(faulty: Faulty, monkeypatch: pyte
         faulty("native")
 
 
-def test_kept_rows_of_a_masked_tree_left_where_they_were_change_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_unmoved_rows_of_a_masked_tree_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowPlan.commit
     monkeypatch.setattr(RowPlan, "commit", lambda plan, node: real(plan, node)._replace(moves=()))
     with pytest.raises(AssertionError):
         faulty("native")
 
 
-def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_a_rejected_draft_in_history_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache goes on behind the whole first path instead of behind what was accepted."""
     real = verify_module.verify
 
@@ -365,7 +365,7 @@ def test_a_rejected_draft_kept_in_history_changes_tokens(faulty: Faulty, monkeyp
         faulty("native")
 
 
-def test_noise_reused_at_two_positions_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_reused_noise_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     real = EditedRow.draw
     first: dict[int, int] = {}
 
@@ -377,7 +377,7 @@ def test_noise_reused_at_two_positions_changes_tokens(faulty: Faulty, monkeypatc
         faulty("native")
 
 
-def test_a_penalty_that_ignores_the_nodes_path_changes_tokens(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_penalties_without_the_draft_path_is_found(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = LogitsProcessor.edit
     monkeypatch.setattr(LogitsProcessor, "edit", lambda self, logits, path=(): edit(self, logits))
     with pytest.raises(AssertionError):

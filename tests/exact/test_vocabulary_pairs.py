@@ -98,7 +98,7 @@ def test_tokens_are_the_same_whatever_vocabulary_drafts(
     assert drafter_cache.pool.num_free == drafter_cache.pool.num_blocks
 
 
-def test_the_same_model_under_other_ids_is_accepted_as_often(mini_dir: Path, drafts: Callable[[str], Path]) -> None:
+def test_draft_model_with_permuted_ids_has_equal_acceptance(mini_dir: Path, drafts: Callable[[str], Path]) -> None:
     """The detour through pieces loses nothing, sampled neither."""
     own, other = open_llm(mini_dir, str(mini_dir / "draft")), open_llm(mini_dir, str(drafts("reordered")))
     for params in SAMPLINGS.values():

@@ -117,7 +117,7 @@ def assert_equal(llm: LLM, requests: list[Request], asked: list[Asked]) -> None:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(kind: str, given: Given, large_counts: bool) -> None:
+def test_requests_with_xlora_and_adapters_equal_those_alone(kind: str, given: Given, large_counts: bool) -> None:
     if given.backend == "torch" and kind not in BY_TORCH and not large_counts:
         pytest.skip("large counts only")
     assert len({tuple(one.answer.token_ids) for one in given.asked}) > len(given.asked) // 2  # adapters matter
@@ -134,7 +134,7 @@ def test_requests_with_x_lora_a_plain_adapter_and_none_get_what_they_get_alone(k
         assert stats.speculation.num_accepted_tokens > 0
 
 
-def test_a_step_with_x_lora_takes_one_scaling_pass_and_others_take_none(given: Given) -> None:
+def test_only_xlora_steps_run_a_scaling_pass(given: Given) -> None:
     llm = given.open("oracle", num_blocks=40)
     asked = {one.adapter: one for one in given.asked[:4]}
     for adapter, one in asked.items():
@@ -256,7 +256,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plant", "kind"), FAULTS)
-def test_planted_faults_are_noticed(
+def test_planted_faults_are_found(
     plant: Callable[[pytest.MonkeyPatch, LLM], None], kind: str, given: Given, monkeypatch: pytest.MonkeyPatch, large_counts: bool
 ) -> None:
     if given.backend == "torch" and not large_counts:

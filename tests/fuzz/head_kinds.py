@@ -189,7 +189,7 @@ class BlockGgufFile(HeadKind):
         from paceline.drafters import find_head
         from paceline.drafters.block.checkpoint import open_block
         from paceline.drafters.block.config import read_block_config
-        from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+        from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
         from paceline.models.config import WeightType
         from paceline.models.weights import Tensor
         from paceline.runtimes.base import RowRange
@@ -203,8 +203,8 @@ class BlockGgufFile(HeadKind):
         head = BlockHead(block, {"lm_head.weight": matrix, **block.weights}, matrix, num_threads=1, max_model_len=64)
         head.runtime.allocate_kv(4)
         blocks, features = np.arange(4, dtype=np.int32), np.ones((3, HIDDEN * len(config.boundaries)), np.float32)
-        head.run_context([ContextRows(features, RowRange(0, 3, 0, blocks))])
-        rows = BlockRows(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)), range(2))
+        head.run_context([PendingContext(features, RowRange(0, 3, 0, blocks))])
+        rows = DraftBlock(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)), range(2))
         assert head.run_block([rows]).logits.shape[0] == 2
 
 

@@ -1,5 +1,8 @@
 """Requests without a model, and the rows that they bring to a forward pass."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -17,6 +20,14 @@ def make_request(token_ids: list[int], *, num_output: int = 1, max_len: int = 40
     request = Request(token_ids, num_prompt, params, processor, CachedSequence(), seed=0, sample_index=0, max_len=max_len)
     request.sequence.committed_len = len(token_ids) - 1
     return request
+
+
+def text_request(prompt: Sequence[int], output: Sequence[int] = (), **fields: Any) -> Request:
+    """A request with a prompt and an output, for drafters that read nothing but text."""
+    params = SamplingParams()
+    processor = LogitsProcessor(params, 100_000, prompt)
+    ids = [*prompt, *output]
+    return Request(ids, len(prompt), params, processor, CachedSequence(), seed=0, sample_index=0, max_len=1_000_000, **fields)
 
 
 def make_rows(*, num_cached: int = 10, num_new_tokens: int = 1, length: int | None = None) -> RequestRows:

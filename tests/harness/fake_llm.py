@@ -1,15 +1,17 @@
 """A model that always says the same, for tests of the command line."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.outputs import RequestOutput, StreamChunk, Timing, Usage
+from paceline.sampling.defaults import SamplingDefaults
 from paceline.sampling.params import SamplingParams
 from paceline.speculation.request import TokenOrigin
-from paceline.speculation.stats import SkipCounts, SkipReason, SpeculationStats
+from paceline.speculation.stats import SkipCounts, SkipReason, SpeculationStats, StepRecord
 
 PLAIN, ACCEPTED, BONUS = TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.BONUS
 
@@ -59,6 +61,8 @@ class FakeLLM:
     load_failure: PacelineError | None = None
     steps = STEPS
     text = TEXT
+    recommended: Mapping[str, float] = MappingProxyType({})
+    max_model_len = 100_000
 
     def __init__(self, **arguments: Any) -> None:
         if self.load_failure is not None:
@@ -69,23 +73,33 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.notices = ["a notice"]
         self.banner = "a banner"
+        self.sampling_defaults = SamplingDefaults(self.recommended)
         self.closed_streams = 0
         self.made.append(self)
 
-    def generate(self, prompt: str, params: SamplingParams, *, adapter: str | None = None) -> list[RequestOutput]:
+    def chat_token_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A token for each character."""
+        return [0] * sum(len(message["content"]) for message in messages)
+
+    def explain(self, output: RequestOutput) -> list[str]:
+        return ["an explanation"]
+
+    def generate(self, prompt: str, params: SamplingParams, *, adapter: str | None = None, **options: Any) -> list[RequestOutput]:
         self._remember(prompt, params, adapter)
         return [self._output()]
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None) -> RequestOutput:
+    def chat(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None, **options: Any
+    ) -> RequestOutput:
         self._remember(list(messages), params, adapter)
         return self._output()
 
-    def stream(self, prompt: str, params: SamplingParams, *, adapter: str | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: str, params: SamplingParams, *, adapter: str | None = None, **options: Any) -> Iterator[StreamChunk]:
         self._remember(prompt, params, adapter)
         return self._stream()
 
     def stream_chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None, **options: Any
     ) -> Iterator[StreamChunk]:
         self._remember(list(messages), params, adapter)
         return self._stream()
@@ -103,8 +117,9 @@ class FakeLLM:
                 ids = list(range(token_id, token_id + len(step)))
                 text = "".join(detokenizer.push(one) for one in ids)[:num_left]
                 token_id, num_left = token_id + len(step), num_left - len(text)
+                records = [_record(step, ids)]
                 is_last = number == len(self.steps) - 1
-                yield StreamChunk(text, ids, [origin for _, origin in step], self._output() if is_last else None)
+                yield StreamChunk(text, ids, [origin for _, origin in step], self._output() if is_last else None, steps=records)
         finally:
             self.closed_streams += 1
 
@@ -133,13 +148,27 @@ class FakeLLM:
         )
 
 
+def _record(step: list[tuple[bytes, TokenOrigin]], ids: Sequence[int]) -> StepRecord:
+    """One more token was drafted than accepted, where any was."""
+    num_accepted = sum(origin is ACCEPTED for _, origin in step)
+    num_drafted = num_accepted + 1 if num_accepted == 2 and ids[0] == 1 else num_accepted
+    return StepRecord(
+        start=ids[0],
+        token_ids=tuple(ids),
+        draft_token_ids=tuple(range(num_drafted)),
+        parents=tuple(range(num_drafted)),
+        sources=("ngram",) * num_drafted,
+        accepted_nodes=tuple(range(1, 1 + num_accepted)),
+    )
+
+
 class EchoLLM(FakeLLM):
     """Says back the last message, and waits in the middle for as long as the file `gate` exists."""
 
     gate: Path
 
     def stream_chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, adapter: str | None = None, **options: Any
     ) -> Iterator[StreamChunk]:
         self._remember(list(messages), params, adapter)
         self.text = f"you said {messages[-1]['content']!r} to me"

@@ -51,6 +51,18 @@ def send(page: Any, text: str = TAXI) -> None:
     until(page, lambda: page.locator(".answer").count() > num_answers)
 
 
+def open_settings(page: Any) -> None:
+    """Show the settings with all their parts."""
+    page.get_by_role("button", name="Settings", exact=True).click()
+    for summary in page.locator("#settings summary").all():
+        summary.click()
+
+
+def show_tokens(page: Any) -> None:
+    """Open the tokens of the newest answer, as soon as it has one."""
+    page.locator(".answer details.tokens > summary").last.click()
+
+
 def wait(page: Any) -> None:
     """Wait until every answer has ended, well or not."""
     until(page, lambda: page.get_by_role("button", name="Retry").count() == page.locator(".answer").count() > 0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import VOCAB_SIZE
+from paceline import LLM, SamplingParams
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights
 from paceline.models.config import ModelConfig, WeightType, read_config
@@ -133,3 +134,11 @@ def check_a_prompt(reference: Reference, backend: str, *, max_model_len: int | N
             assert difference(logits, reference.logits[begin : begin + chunk_len]) <= allowed, (chunk_lens, begin)
             begin += chunk_len
         cache.release(sequence)
+
+
+def greedy_margin(llm: LLM, token_ids: list[int]) -> float:
+    """Return by how much the logit of the best next token is above that of the second."""
+    (output,) = llm.generate([token_ids], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=2))
+    assert output.logprobs is not None
+    (_, best), (_, second) = output.logprobs[0].top
+    return best - second

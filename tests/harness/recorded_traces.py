@@ -1,4 +1,4 @@
-"""Outputs of real models, and what real drafters drafted at every position of them; `tools/record_drafts.py` records them.
+"""Outputs of real models, and what real drafters drafted at every position of them; `harness/record_drafts.py` records them.
 
 A file is gzipped JSON: {"traces": {name: [{"temperature", "token_ids", "drafts"}]}}. A draft is null, or [tokens, probs, parents]: probs in
 thousandths, null where the drafter gives none; parents null for a chain. Names are "target/drafter/temperature/kind of text".

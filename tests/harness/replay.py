@@ -198,10 +198,10 @@ def _guess(
         depth = min(policy.num_speculative_tokens, request.num_remaining_tokens - 1)
         if depth < 1:
             continue
-        rows.limit = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
+        rows.max_budget = DraftBudget(policy.row_budget, depth, layout, needs_draft_probs=drawn)
         rows.skip_reason = reason or policy.skip_reason(request, player)
         if rows.skip_reason is None:
-            rows.budget = rows.limit
+            rows.budget = rows.max_budget
             num_considered += 1
     if num_considered == 0:
         return 0.0, 0.0
@@ -228,13 +228,13 @@ def _guess(
 
 def _drafted(tree: DraftTree, budget: DraftBudget) -> DraftTree:
     """As far as a drafter would have gone that stops where little is expected."""
-    if tree.probs is None or budget.min_reach <= 0.0:
+    if tree.probs is None or budget.min_path_prob <= 0.0:
         return tree
     reached, kept = [1.0], [0]
     for node in range(1, len(tree.parents)):
         parent = tree.parents[node]
         reached.append(reached[parent] * budget.acceptance_rate(tree.probs[node]))
-        if parent in kept and reached[parent] >= budget.min_reach:
+        if parent in kept and reached[parent] >= budget.min_path_prob:
             kept.append(node)
     return tree.subtree(kept)
 

@@ -28,7 +28,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
+from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
 Tensors = dict[str, NDArray[Any]]
@@ -181,7 +181,7 @@ def test_experts_adapted_as_one_parameter_are_adapted_one_by_one(family: str, mo
     check_same(model, adapter, with_added(model, tmp_path / "changed", change))
 
 
-def test_biases_take_the_place_of_the_models_and_those_of_low_rank_matrices_are_added(models: Any, tmp_path: Path) -> None:
+def test_adapter_biases_replace_and_lora_biases_are_added(models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(2), models("llama", {"attention_bias": True})
     module = LAYER + "self_attn.q_proj"
     tensors: Tensors = low_rank(rng, module, (64, 64))
@@ -199,9 +199,7 @@ def test_biases_take_the_place_of_the_models_and_those_of_low_rank_matrices_are_
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_an_embedding_that_is_adapted_leaves_the_tied_head_alone_unless_the_adapter_ties_them(
-    ties: bool, models: Any, tmp_path: Path
-) -> None:
+def test_adapted_embedding_changes_a_tied_head_only_if_asked(ties: bool, models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(3), models("llama", {"tie_word_embeddings": True})
     down, up = rng.normal(0, 0.1, (4, 97)).astype(np.float32), rng.normal(0, 0.1, (64, 4)).astype(np.float32)
     tensors = {"model.embed_tokens.lora_embedding_A": down, "model.embed_tokens.lora_embedding_B": up}
@@ -214,7 +212,7 @@ def test_an_embedding_that_is_adapted_leaves_the_tied_head_alone_unless_the_adap
     assert np.abs(as_float32(ours["lm_head.weight"]) - (changed if ties else table)).max() <= TOLERANCE
 
 
-def test_whole_matrices_take_the_place_of_the_models_and_its_own_are_left_out(models: Any, tmp_path: Path) -> None:
+def test_whole_matrices_replace_those_of_the_model(models: Any, tmp_path: Path) -> None:
     rng, model = np.random.default_rng(4), models("llama")
     stored = load_file(model / "model.safetensors")
     tensors: Tensors = low_rank(rng, LAYER + "self_attn.q_proj", (64, 64))
@@ -229,7 +227,7 @@ def test_whole_matrices_take_the_place_of_the_models_and_its_own_are_left_out(mo
 
 
 @pytest.mark.parametrize("name", ["plain", "fused", "interleaved"])
-def test_a_merged_model_computes_what_transformers_computes_of_the_changed_checkpoint(name: str, models: Any, tmp_path: Path) -> None:
+def test_merged_model_has_the_logits_of_transformers(name: str, models: Any, tmp_path: Path) -> None:
     case, rng = CASES[name], np.random.default_rng(5)
     model, tensors = models(case.family, case.overrides), dict[str, NDArray[Any]]()
     stored = load_file(model / "model.safetensors")
@@ -249,20 +247,20 @@ def test_a_merged_model_computes_what_transformers_computes_of_the_changed_check
     assert difference(prompt_logits(native(config, weights), ids), expected) <= LOGITS
 
 
-def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is_memory(models: Any, tmp_path: Path) -> None:
+def test_merging_into_gguf_converts_changed_matrices_to_float16(models: Any, tmp_path: Path) -> None:
     needs("native")
     file = write_gguf(models("llama"), tmp_path / "model.gguf", "Q8_0")
     adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
 
-    def load(**more: Any) -> Loaded:
+    def load(**more: Any) -> LoadedNetwork:
         return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_model_len=64, merge_adapter=adapter, **more))
 
     halves, floats = load(), load(dtype=WeightType.F32)
     for loaded, weight_type in ((halves, "f16"), (floats, "f32")):
         assert sum(f"1 quantised matrices become {weight_type} with the adapter merged" in notice for notice in loaded.notices) == 1
         assert loaded.runtime.weights.info("layers.1.q_proj.weight").weight_type.value == weight_type
-        assert loaded.runtime.weights.blocks("layers.1.q_proj.weight") is None
-        assert loaded.runtime.weights.blocks("layers.1.k_proj.weight") is not None
+        assert loaded.runtime.weights.stored_blocks("layers.1.q_proj.weight") is None
+        assert loaded.runtime.weights.stored_blocks("layers.1.k_proj.weight") is not None
     exact = as_float32(floats.runtime.weights["layers.1.q_proj.weight"])
     assert np.array_equal(as_float32(halves.runtime.weights["layers.1.q_proj.weight"]), exact.astype(np.float16).astype(np.float32))
     ours, theirs = (prompt_logits(native(one.runtime.config, one.runtime.weights), list(range(1, 33))) for one in (halves, floats))

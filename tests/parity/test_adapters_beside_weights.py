@@ -57,7 +57,7 @@ Make = Callable[[ModelConfig, Weights], Network]
 
 
 def native(config: ModelConfig, weights: Weights) -> Network:
-    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, takes_adapters=True)
+    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, supports_adapters=True)
 
 
 def by_torch(config: ModelConfig, weights: Weights) -> Network:
@@ -101,7 +101,7 @@ def log_probs(network: Network, adapter: Adapter | None = None) -> FloatArray:
         if case[1] != "experts" or case[0] in MIXTURES
     ],
 )
-def test_an_adapter_beside_the_weights_is_the_merged_model(
+def test_adapter_next_to_the_weights_equals_the_merged_model(
     target: str, kind: str, runtime: str, opened: Callable[[str], tuple[ModelConfig, Weights]]
 ) -> None:
     if runtime == "native" and kernels_path() is None:
@@ -141,7 +141,7 @@ def test_texts_of_several_adapters_get_what_each_gets_alone_of_its_experts(
     assert np.abs(together[1] - together[2]).max() > 0.05 < np.abs(together[0] - together[1]).max()
 
 
-def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_quantised_weights_are_unchanged_by_an_adapter(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     config, weights = opened("llama")
@@ -153,7 +153,7 @@ def test_quantised_weights_stay_as_they_are_beside_an_adapter(opened: Callable[[
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-def test_what_cannot_run_beside_the_weights_is_refused_by_name(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_unsupported_adapter_target_is_refused_by_name(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     config, weights = opened("qwen3_moe")
     low = LowRank(np.zeros((2, 64), np.float32), np.zeros((32, 2), np.float32))
     adapter = Adapter("one", b"key", {"layers.0.mlp.experts.20.up_proj": low, "layers.9.nothing": low}, {}, {})
@@ -162,7 +162,7 @@ def test_what_cannot_run_beside_the_weights_is_refused_by_name(opened: Callable[
             make(config, weights).load_adapter(adapter)
 
 
-def test_a_network_made_without_adapters_says_so(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
+def test_network_without_adapters_refuses_them(opened: Callable[[str], tuple[ModelConfig, Weights]]) -> None:
     if kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     config, weights = opened("llama")

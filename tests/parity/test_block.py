@@ -18,7 +18,7 @@ from harness.native_network import plain_tensor
 from paceline.drafters import find_head
 from paceline.drafters.block.checkpoint import open_block
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.network import SELECTED, BlockHead, BlockRows, ContextRows
+from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
@@ -99,17 +99,17 @@ def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "a
 def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor: bool) -> tuple[list[int], list[float], Any]:
     """Greedy tokens, confidences and rows of logits."""
     mask = np.ones((size, size), np.bool_)
-    output = head.run_block([BlockRows(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
+    output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
     shift = 0 if at_anchor else 1
     logits, hidden = np.array(output.logits)[shift:], np.array(output.hidden_states)[shift:]
     if head.config.num_candidates:
         return select(head, logits, np.array(output.results[SELECTED])[shift:], anchor), [], logits
-    if not head.rank:
+    if not head.markov_rank:
         return logits.argmax(-1).tolist(), [], logits
-    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.rank, np.float32)
+    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.markov_rank, np.float32)
     for base, h in zip(logits, hidden, strict=True):
-        e = head.markov_row(previous)
-        latent, state = head.latent(e, h, state)
+        e = head.markov_embedding(previous)
+        latent, state = head.markov_latent(e, h, state)
         row = np.array(head.run_bias(latent[None], base[None]).logits[0])
         if head.config.has_confidence:
             confidences.append(head.confidence(h, e))
@@ -144,7 +144,7 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
     for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
         plain.commit(features.astype(np.float64))
-        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         num_known += count
         tokens, confidences, logits = draft(head, num_known, anchor, rows, at_anchor=at_anchor)
         wanted, chances, expected = plain.draft(anchor, rows)
@@ -166,7 +166,7 @@ def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) ->
     for count, rows in [(9, 8), (1, 8), (5, 8), (8, 4), (20, 8)]:
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
         wanted.commit(features.astype(np.float64))
-        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         num_known += count
         tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.drafts_at_anchor))
         assert tokens == wanted.guesses(anchor, rows)[0]
@@ -232,7 +232,7 @@ def test_keys_of_a_gguf_file_without_values_are_its_values(tmp_path: Path) -> No
     plain = PlainBlock({**dflash(), **DFLASH["dflash_config"]}, tensors, embedding, lm_head, BOTH_WAYS)
     features = random.normal(size=(9, 3 * TARGET_HIDDEN)).astype(np.float32)
     plain.commit(features.astype(np.float64))
-    head.run_context([ContextRows(features, RowRange(0, 9, 0, BLOCKS))])
+    head.run_context([PendingContext(features, RowRange(0, 9, 0, BLOCKS))])
     tokens, _, logits = draft(head, 9, 5, 8, at_anchor=False)
     wanted, _, expected = plain.draft(5, 8)
     assert tokens == wanted
@@ -265,7 +265,7 @@ def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensor
         num_known += count
         found = []
         for head in heads:
-            head.run_context([ContextRows(features, RowRange(0, count, num_known - count, BLOCKS))])
+            head.run_context([PendingContext(features, RowRange(0, count, num_known - count, BLOCKS))])
             found.append(draft(head, num_known, anchor, rows, at_anchor=at_anchor))
         assert found[0][0] == found[1][0]
         np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
@@ -282,8 +282,8 @@ def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path)
     features = random.normal(size=(6, 3 * TARGET_HIDDEN)).astype(np.float32)
     parts = []
     for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):
-        head.run_context([ContextRows(features, RowRange(0, 6, 0, blocks))])
-        parts.append(BlockRows(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_)), range(size)))
+        head.run_context([PendingContext(features, RowRange(0, 6, 0, blocks))])
+        parts.append(DraftBlock(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_)), range(size)))
     together = np.array(head.run_block(parts).logits)
     alone = [np.array(head.run_block([part]).logits) for part in parts]
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
@@ -318,7 +318,7 @@ def test_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path:
     cache.activate_past_recording()
     for count in (9, 1, 5, 8, 20):
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
-        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         cache.set_previous_accepted_tokens(count)
         if num_known:
             cache.crop(-8)
@@ -330,5 +330,5 @@ def test_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path:
             ).last_hidden_state[0]  # fmt: skip
         num_known += count
         mask = np.ones((8, 8), np.bool_)
-        output = head.run_block([BlockRows(anchor, RowRange(0, 8, num_known, BLOCKS, mask), range(8))])
+        output = head.run_block([DraftBlock(anchor, RowRange(0, 8, num_known, BLOCKS, mask), range(8))])
         np.testing.assert_allclose(output.hidden_states, expected.numpy(), atol=1e-4)

@@ -340,7 +340,7 @@ def test_prompts_have_the_ids_of_transformers_with_every_tokenizer_at_hand(mini_
     assert num_compared > 4 * len(paths)
 
 
-def test_spelled_out_control_tokens_have_the_ids_that_transformers_gives_text(mini_dir: Path) -> None:
+def test_spelled_out_control_tokens_are_encoded_as_text(mini_dir: Path) -> None:
     num_compared = 0
     for path in tokenizers_at_hand(mini_dir):
         ours, pretrained = opened_both(path)

@@ -43,9 +43,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", CASES)
 @BY_BACKEND
-def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     check_a_prompt(references(case), backend, bound=BOUND)
 
 
@@ -59,7 +57,7 @@ def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def attention(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.with_attention(lambda own: replace(own, **changes))
+    return lambda config: config.map_attention(lambda own: replace(own, **changes))
 
 
 def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
@@ -67,17 +65,17 @@ def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def windows(window: int | None) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.with_attention(lambda own: replace(own, window=own.window and window))
+    return lambda config: config.map_attention(lambda own: replace(own, window=own.window and window))
 
 
 CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("mixtral", routing(is_normalized=False)),
-    ("mixtral", routing(num_chosen=1)),
+    ("mixtral", routing(num_experts_per_token=1)),
     ("qwen2_moe", routing(is_normalized=True)),
     ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
-    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, gates_shared=False))),
+    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, has_shared_gate=False))),
     ("qwen3_moe", routing(is_normalized=False)),
-    ("qwen3_moe", routing(num_chosen=4)),
+    ("qwen3_moe", routing(num_experts_per_token=4)),
     ("olmoe", routing(is_normalized=True)),
     ("glm4_moe", routing(has_correction_bias=False)),
     ("glm4_moe", routing(is_normalized=False)),
@@ -286,7 +284,7 @@ def test_metadata_of_a_gguf_file_is_named_as_the_file_does(
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "qwen2_moe-plain", "olmoe"])
-def test_a_gguf_file_that_lacks_its_vocabulary_matrix_is_refused_where_llama_cpp_does(
+def test_gguf_without_lm_head_is_refused_where_llama_cpp_refuses_it(
     references: Callable[[str], Reference], tmp_path: Path, case: str
 ) -> None:
     path = without_matrix(references(case).directory, tmp_path)
@@ -295,7 +293,9 @@ def test_a_gguf_file_that_lacks_its_vocabulary_matrix_is_refused_where_llama_cpp
 
 
 @pytest.mark.parametrize("case", ["glm4_moe", "qwen3_moe", "mixtral"])
-def test_where_llama_cpp_takes_the_embedding_for_it_so_do_we(references: Callable[[str], Reference], tmp_path: Path, case: str) -> None:
+def test_gguf_without_lm_head_uses_the_embedding_where_llama_cpp_does(
+    references: Callable[[str], Reference], tmp_path: Path, case: str
+) -> None:
     config = read_model_config(path := without_matrix(references(case).directory, tmp_path))
     assert config.tied_embeddings
     assert not open_weights(path, config).has("lm_head.weight")

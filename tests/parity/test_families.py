@@ -1,4 +1,4 @@
-"""Phi-3, Gemma-2 and Gemma-3 compute the logits transformers computes, on tiny random checkpoints.
+"""Each family of dense transformers computes the logits transformers computes, on tiny random checkpoints.
 
 Bounds on max |Δlogit| in float32 (the logits have a standard deviation of about 1.3) are in `BOUNDS`; a pass of one row uses
 other kernels than transformers' whole prompt, hence three times that. A case whose scores are made large on purpose amplifies rounding:
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
-from harness.model_configs import with_attention
+from harness.model_configs import map_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from harness.parity import (
     BOUNDS,
@@ -49,6 +49,8 @@ LOCAL_AND_GLOBAL = {
 GEMMA = {"query_pre_attn_scalar": 24, "tie_word_embeddings": True}
 GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 1.5}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 LARGE_SCORES = {**GEMMA, "query_pre_attn_scalar": 4, "query_key_scale": 1.7}
 
 
@@ -63,6 +65,15 @@ class Case:
 
 
 CASES = {
+    "llama": Case("llama", {}),
+    "llama-biased-tied": Case("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-llama3": Case("llama", {"rope_parameters": LLAMA3}),
+    "mistral": Case("mistral", {"head_dim": 32}),
+    "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": Case("qwen2", {"rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    "qwen3": Case("qwen3", {}),
+    "qwen3-biased-tied": Case("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3": Case("phi3", {}),
     "phi3-partial": Case("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "phi3-short": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 400, "tie_word_embeddings": True}),
@@ -136,15 +147,13 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
 
 @pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
-def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     check_a_prompt(references(case), backend, max_model_len=CASES[case].max_model_len)
 
 
 @pytest.mark.spread(0.4)
 @BY_CASE_AND_BACKEND
-def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference], case: str, backend: str) -> None:
+def test_embeddings_and_hidden_states_equal_those_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
     runtime = open_backend(reference.directory, backend, max_model_len=CASES[case].max_model_len, collect_layers=(0, 2))
     assert difference(runtime.embed(np.array(reference.token_ids, np.int32)), reference.hidden_states[0]) == 0.0
@@ -182,9 +191,7 @@ def test_embeddings_and_boundaries_agree(references: Callable[[str], Reference],
         *((name, {"window": window}) for name in WINDOWS for window in (None, 15, 17)),
     ],
 )
-def test_leaving_out_what_a_family_adds_changes_the_logits(
-    references: Callable[[str], Reference], case: str, changes: dict[str, Any]
-) -> None:
+def test_family_with_a_part_left_out_has_other_logits(references: Callable[[str], Reference], case: str, changes: dict[str, Any]) -> None:
     """What the parity above can see: without the soft cap, say, it would fail by far more than its bound."""
     reference = references(case)
     config = read_config(reference.directory).for_context(CASES[case].max_model_len)
@@ -197,15 +204,15 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
         changes = {"layers": tuple(replace(layer, **changes) for layer in config.layers)}
     is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "layers"}
     if "window" in changes:
-        changed = config.with_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
+        changed = config.map_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
     else:
-        changed = replace(config, **changes) if is_of_whole else with_attention(config, **changes)
+        changed = replace(config, **changes) if is_of_whole else map_attention(config, **changes)
     assert difference(torch_logits(config, reference), reference.logits) <= reference.allowed("torch")
     assert difference(torch_logits(changed, reference), reference.logits) > 0.1
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_gemma2_runs_with_its_cap_whatever_the_machine_has(
+def test_gemma2_with_and_without_kernels_applies_its_soft_cap(
     references: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch, *, has_kernels: bool
 ) -> None:
     reference = references("gemma2")
@@ -220,20 +227,14 @@ def test_gemma2_runs_with_its_cap_whatever_the_machine_has(
 @pytest.mark.parametrize(
     ("case", "backend", "bound"),
     [
-        ("phi3-short", "torch", 1e-3),
-        ("phi3-short", "native", 0.3),
-        ("gemma3", "torch", 1e-3),
-        ("gemma3", "native", 0.3),
-        ("glm4", "torch", 1e-3),
-        ("glm4", "native", 0.3),
-        ("ministral3", "torch", 1e-3),
-        ("ministral3", "native", 0.3),
+        *((case, "torch", 1e-3) for case in ("llama", "qwen3", "phi3-short", "gemma3", "glm4", "ministral3")),
+        *((case, "native", 0.3) for case in ("llama", "qwen3", "phi3-short", "gemma3", "glm4", "ministral3")),
         ("granite", "torch", 0.05),
         ("granite", "native", 0.3),
         ("gemma2", "torch", 0.1),  # not native: with scores this large transformers' own bfloat16 scores are off by 0.25
     ],
 )
-def test_bfloat16_stays_within_its_bound(tmp_path: Path, case: str, backend: str, bound: float, seed: int) -> None:
+def test_bfloat16_logits_are_within_their_bound(tmp_path: Path, case: str, backend: str, bound: float, seed: int) -> None:
     """Gemma-2's is wider on torch because transformers caps logits in bfloat16, we in float32."""
     directory = write_checkpoint(tmp_path, CASES[case].family, dtype="bfloat16", seed=seed, **CASES[case].overrides)
     token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
@@ -246,7 +247,7 @@ def test_bfloat16_stays_within_its_bound(tmp_path: Path, case: str, backend: str
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("nesting", ["model.language_model.", "language_model.model."])
 @pytest.mark.parametrize(("case", "kind"), [("gemma3", "gemma3"), ("ministral3", "mistral3")])
-def test_a_language_model_beside_an_image_encoder_is_the_same_model(
+def test_text_model_next_to_an_image_encoder_is_the_same_model(
     references: Callable[[str], Reference], tmp_path: Path, case: str, kind: str, nesting: str, backend: str
 ) -> None:
     from safetensors.torch import load_file, save_file
@@ -269,7 +270,7 @@ def test_a_language_model_beside_an_image_encoder_is_the_same_model(
 
 
 @pytest.mark.parametrize("backend", list(BOUNDS))
-def test_a_mimo_gives_the_logits_of_the_qwen2_it_is(tmp_path: Path, backend: str) -> None:
+def test_mimo_has_the_logits_of_qwen2(tmp_path: Path, backend: str) -> None:
     """transformers has no class of its own for it: the model's own code derives from qwen2's and adds a module for drafting."""
     qwen2 = write_checkpoint(tmp_path / "qwen2", "qwen2")
     mimo = write_mimo(tmp_path / "mimo")

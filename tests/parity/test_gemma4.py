@@ -1,8 +1,8 @@
 """Gemma 4 computes the logits transformers computes: layers of two sizes, shared keys and values, inputs of layers."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,23 @@ import pytest
 
 from harness.checkpoints import VOCAB_SIZE
 from harness.gemma4_checkpoints import FULL, GEMMA4, SLIDING, write_gemma4
-from paceline.kv_cache.cache import CachedSequence, KVCache
+from harness.parity import (
+    Reference,
+    check_a_prompt,
+    difference,
+    make_reference,
+    open_backend,
+    prompt_logits,
+    transformers_output,
+)
 from paceline.models.config import ModelConfig, WeightType, read_config
 from paceline.models.layers import AttentionConfig, LayerConfig
 from paceline.models.weights import Weights
-from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
+from paceline.runtimes.base import assemble
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.native.library import kernels_path
 
 torch = pytest.importorskip("torch")
 
-LENGTH = 300
 BOUND = 1e-4
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "native"])
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,24 +38,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reference:
-    directory: Path
-    token_ids: list[int]
-    logits: FloatArray
-    hidden_states: FloatArray  # after the final norm
-    bound: float
-
-
-def of_transformers(directory: Path, token_ids: list[int], dtype: str = "float32") -> tuple[FloatArray, FloatArray]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
-    with torch.inference_mode():
-        output = model(torch.tensor([token_ids]), output_hidden_states=True)
-    return output.logits[0].float().numpy(), output.hidden_states[-1][0].float().numpy()
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     known: dict[str, Reference] = {}
@@ -58,52 +45,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refe
     def reference(name: str) -> Reference:
         if name not in known:
             family, changes = CASES[name]
-            directory = write_gemma4(tmp_path_factory.mktemp(name), family, **changes)
-            token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, LENGTH).tolist()
-            logits, hidden_states = of_transformers(directory, token_ids)
-            rounding = np.abs(of_transformers(directory, token_ids, "float64")[0] - logits).max()
-            known[name] = Reference(directory, token_ids, logits, hidden_states, max(BOUND, float(rounding)))
+            known[name] = make_reference(write_gemma4(tmp_path_factory.mktemp(name), family, **changes))
         return known[name]
 
     return reference
 
 
-def open_backend(directory: Path, backend: str, weight_type: WeightType = WeightType.F32) -> Network:
-    if backend == "native" and kernels_path() is None:
-        pytest.skip("no native kernels for this machine")
-    options = RuntimeOptions(numerics=Numerics.FAST, dtype=weight_type, num_threads=2, device="cpu", backend=backend)
-    return load_runtime(directory, options).runtime
-
-
-def append(runtime: Network, cache: KVCache, sequence: CachedSequence, token_ids: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-    plan = cache.reserve(sequence, range(-1, len(token_ids) - 1))
-    output = runtime.forward(*assemble([plan], [list(token_ids)], [list(range(len(token_ids)))]))
-    cache.keep_path(sequence, len(token_ids) - 1)
-    return output.logits, output.hidden_states
-
-
-def prompt_logits(runtime: Network, token_ids: Sequence[int]) -> FloatArray:
-    cache = runtime.new_cache(16)
-    return append(runtime, cache, cache.new_sequence(), token_ids)[0].copy()
-
-
 @pytest.mark.spread(0.4)
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
-def test_a_prompt_gives_the_logits_of_transformers_in_one_pass_in_chunks_and_one_by_one(
-    references: Callable[[str], Reference], case: str, backend: str
-) -> None:
+def test_prompt_whole_and_in_chunks_has_the_logits_of_transformers(references: Callable[[str], Reference], case: str, backend: str) -> None:
     reference = references(case)
+    bound = max(BOUND, reference.rounding)
+    check_a_prompt(reference, backend, bound=bound)
     runtime = open_backend(reference.directory, backend)
     cache = runtime.new_cache(32)
-    for chunks in ([LENGTH], [1, 31, 33, 64, 100, 71], [15, 16, 17, *[1] * 40]):
-        sequence, begin = cache.new_sequence(), 0
-        for count in chunks:
-            logits, hidden_states = append(runtime, cache, sequence, reference.token_ids[begin : begin + count])
-            assert np.abs(logits - reference.logits[begin : begin + count]).max() <= reference.bound, (chunks, begin)
-            assert np.abs(hidden_states - reference.hidden_states[begin : begin + count]).max() <= 20 * reference.bound
-            begin += count
-        cache.release(sequence)
+    plan = cache.reserve(cache.new_sequence(), range(-1, len(reference.token_ids) - 1))
+    output = runtime.forward(*assemble([plan], [reference.token_ids], [[0]]))
+    assert difference(output.hidden_states, reference.hidden_states[-1]) <= 20 * bound
 
 
 def with_layers(config: ModelConfig, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
@@ -124,17 +83,17 @@ def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
     {
         "window": ("all", lambda config: with_layers(config, lambda layer: with_mixer(window=layer.mixer.window and 17)(layer))),
         "scale": ("all", lambda config: with_layers(config, with_mixer(scale=0.25))),
-        "value norm": ("all", lambda config: with_layers(config, with_mixer(norms_values=False))),
+        "value norm": ("all", lambda config: with_layers(config, with_mixer(has_value_norm=False))),
         "rope": ("all", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
         "layer inputs": ("all", lambda config: with_layers(config, lambda layer: replace(layer, input=None))),
-        "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, scales_output=False))),
+        "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, has_output_scale=False))),
         "other owner": ("all", lambda config: with_layers(config, lambda layer: with_mixer(kv_layer=_earlier(layer))(layer))),
         "soft cap": ("all", lambda config: replace(config, logit_soft_cap=None)),
         "embedding scale": ("all", lambda config: replace(config, embedding_scale=1.0)),
         "unified's rope": ("unified", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
     }.values(),
 )  # fmt: skip
-def test_leaving_out_what_the_family_adds_changes_the_logits(
+def test_gemma4_with_a_part_left_out_has_other_logits(
     references: Callable[[str], Reference], case: str, change: Callable[[ModelConfig], ModelConfig]
 ) -> None:
     """What the parity above can see."""
@@ -155,17 +114,17 @@ def _earlier(layer: LayerConfig) -> int | None:
 
 
 @BACKENDS
-def test_bfloat16_comes_as_close_to_the_exact_logits_as_transformers_does(tmp_path: Path, backend: str, seed: int) -> None:
+def test_bfloat16_logits_are_as_near_as_those_of_transformers(tmp_path: Path, backend: str, seed: int) -> None:
     directory = write_gemma4(tmp_path, dtype="bfloat16", seed=seed)
     token_ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, 60).tolist()
-    exact, narrow = (of_transformers(directory, token_ids, dtype)[0] for dtype in ("float32", "bfloat16"))
-    found = prompt_logits(open_backend(directory, backend, WeightType.BF16), token_ids)
+    exact, narrow = (transformers_output(directory, token_ids, dtype)[0] for dtype in ("float32", "bfloat16"))
+    found = prompt_logits(open_backend(directory, backend, weight_type=WeightType.BF16), token_ids)
     assert np.abs(found - exact).mean() <= 1.2 * np.abs(narrow - exact).mean() <= 0.2
 
 
 @BACKENDS
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
-def test_a_text_model_beside_encoders_in_the_older_spelling_is_the_same_model(
+def test_text_model_next_to_encoders_is_the_same_model(
     references: Callable[[str], Reference], tmp_path: Path, kind: str, backend: str
 ) -> None:
     """Published files name the sizes of all global layers at once; transformers writes them for each layer."""
@@ -220,7 +179,7 @@ def test_a_text_model_beside_encoders_in_the_older_spelling_is_the_same_model(
         ({"per_layer_config": None, "num_global_key_value_heads": 3}, "4 query heads over 3 key heads"),
     ],
 )
-def test_what_cannot_be_run_is_one_line_that_names_it(
+def test_unsupported_config_is_refused_by_the_name_of_its_field(
     references: Callable[[str], Reference], tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     from paceline import CheckpointError

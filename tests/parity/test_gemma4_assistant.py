@@ -115,7 +115,9 @@ def logits_of(network: AssistantNetwork, output: Any, row: int) -> FloatArray:
 @pytest.mark.parametrize("length", [WINDOW - 4, 75])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_says_what_transformers_says(pairs: Callable[[str, str], Pair], kind: str, head: str, length: int, backend: str) -> None:
+def test_gemma4_assistant_drafts_equal_those_of_transformers(
+    pairs: Callable[[str, str], Pair], kind: str, head: str, length: int, backend: str
+) -> None:
     pair, prompt = pairs(kind, head), np.random.default_rng(3).integers(0, VOCAB_SIZE, length).tolist()
     network, sequence, feature = opened(pair, backend, prompt)
     for token, expected, fed in of_transformers(pair, tuple(prompt), 7, sees_causal_window=length > WINDOW):

@@ -11,7 +11,8 @@ import pytest
 from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.gemma4_checkpoints import GEMMA4
-from harness.gguf_checkpoints import read_tensors, with_random_blocks, write_gguf, write_tensors
+from harness.gguf_checkpoints import dequantize, read_tensors, with_random_blocks, write_gguf, write_tensors
+from harness.parity import prompt_logits
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -21,14 +22,14 @@ from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.rope_config import RopeType
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import GroupedTensor
-from paceline.runtimes.base import FloatArray, Numerics, assemble
+from paceline.runtimes.base import FloatArray, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.runtimes.native.library import kernels_path
 
 pytest.importorskip("torch")
 gguf = pytest.importorskip("gguf")
 
-NUM_TOKENS = 40
+TOKEN_IDS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40).tolist()
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128}
 LONGROPE |= {"short_factor": [1.0 + pair / 8 for pair in range(8)], "long_factor": [1.5 + pair for pair in range(8)]}
@@ -88,11 +89,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def logits(path: Path, **options: Any) -> FloatArray:
     """Of one prompt, computed in float32."""
     options = {"numerics": Numerics.FAST, "dtype": WeightType.F32, "device": "cpu", "backend": "torch", **options}
-    runtime = load_runtime(path, RuntimeOptions(**options)).runtime
-    cache = runtime.new_cache(8)
-    token_ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, NUM_TOKENS).tolist()
-    plan = cache.reserve(cache.new_sequence(), range(-1, NUM_TOKENS - 1))
-    found = runtime.forward(*assemble([plan], [token_ids], [list(range(NUM_TOKENS))])).logits
+    found = prompt_logits(load_runtime(path, RuntimeOptions(**options)).runtime, TOKEN_IDS)
     assert np.isfinite(found).all()
     return found
 
@@ -102,45 +99,45 @@ def distance(found: FloatArray, expected: FloatArray) -> float:
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "block_type"),
-    [
-        *((case, "float32", "F32") for case in CASES),
-        ("llama", "float16", "F16"),
-        ("llama", "bfloat16", "BF16"),
-        ("gemma2", "bfloat16", "BF16"),
-    ],
-)
-def test_unquantised_files_give_the_logits_of_the_directory_they_were_made_from(
-    checkpoint: Make, tmp_path: Path, case: str, dtype: str, block_type: str
-) -> None:
-    directory = checkpoint(case, dtype)
-    path = write_gguf(directory, tmp_path / "model.gguf", block_type)
-    assert np.array_equal(logits(path), logits(directory))
+def test_recommended_sampling_is_read_from_metadata(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "hf", "llama")
+    given = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.25}
+    found = read_model_config(write_gguf(directory, tmp_path / "model.gguf", metadata=given))
+    assert found.sampling == (("temperature", 0.5), ("top_k", 20), ("repetition_penalty", 1.25))
 
 
 @BY_CASE
-def test_the_metadata_makes_the_config_of_the_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
-    directory = checkpoint(case, "float32")
-    found = read_model_config(write_gguf(directory, tmp_path / "model.gguf"))
-    assert found == read_model_config(directory)
-
-
-@BY_CASE
-def test_every_tensor_has_the_values_of_the_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
+def test_unquantised_gguf_has_the_config_and_tensors_of_its_directory(checkpoint: Make, tmp_path: Path, case: str) -> None:
     directory = checkpoint(case, "float32")
     path = write_gguf(directory, tmp_path / "model.gguf")
     config = read_model_config(path)
-    found, expected = open_weights(path, config), open_weights(directory, read_model_config(directory))
+    assert config == read_model_config(directory)
+    found, expected = open_weights(path, config), open_weights(directory, config)
     assert found.names() == expected.names()
     assert found.nbytes == expected.nbytes
     for name in found:
         assert np.array_equal(found[name].array, expected[name].array), name
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype", "block_type"),
+    [
+        *((case, "float32", "F32") for case in ("llama-llama3", "phi3", "gemma4", "glm4_moe", "gpt_oss")),
+        ("llama", "float16", "F16"),
+        ("llama", "bfloat16", "BF16"),
+        ("gemma2", "bfloat16", "BF16"),
+    ],
+)
+def test_unquantised_gguf_has_the_logits_of_its_directory(checkpoint: Make, tmp_path: Path, case: str, dtype: str, block_type: str) -> None:
+    directory = checkpoint(case, dtype)
+    path = write_gguf(directory, tmp_path / "model.gguf", block_type)
+    assert np.array_equal(logits(path), logits(directory))
+
+
+@pytest.mark.spread(0.4)
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied", "phi3"])
 @pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantised_files_give_the_logits_of_their_values(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
+def test_quantised_gguf_has_the_logits_of_its_dequantised_values(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
     """The values are what the format's own library makes of the blocks, written as safetensors."""
     directory = checkpoint(case, "float32")
     path = write_gguf(directory, tmp_path / "model.gguf", block_type)
@@ -171,7 +168,7 @@ def test_quantised_files_give_the_logits_of_their_values(checkpoint: Make, tmp_p
         ("gemma3", "Q4_0"),
     ],
 )
-def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
+def test_native_kernels_round_rows_unless_dtype_is_float32(checkpoint: Make, tmp_path: Path, case: str, block_type: str) -> None:
     """Rounding moves logits by a few hundredths of their spread; in float32 only the order of sums differs from torch's."""
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", block_type)
     expected = logits(path)
@@ -183,7 +180,7 @@ def test_our_kernels_round_rows_to_bytes_unless_float32_is_asked_for(checkpoint:
 @pytest.mark.skipif(kernels_path() is None, reason="no native kernels for this machine")
 @pytest.mark.parametrize("quantization", [None, QuantOptions(bits=4)])
 @pytest.mark.parametrize("case", ["llama", "qwen2-tied", "gemma2", "qwen3_moe"])
-def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
+def test_packed_weights_are_not_held_twice_and_are_readable(
     checkpoint: Make, tmp_path: Path, case: str, quantization: QuantOptions | None
 ) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", "Q8_0")
@@ -200,7 +197,7 @@ def test_what_our_kernels_laid_out_is_not_held_twice_and_can_be_read_again(
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint: Make, tmp_path: Path, backend: str) -> None:
+def test_only_used_rows_of_layer_inputs_are_converted(checkpoint: Make, tmp_path: Path, backend: str) -> None:
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")
     directory = checkpoint("gemma4", "float32")
@@ -235,35 +232,33 @@ def test_of_a_table_of_layer_inputs_only_the_rows_of_a_pass_are_made(checkpoint:
         ({"gemma4.expert_count": 4}, "has no metadata gemma4.expert_used_count"),
     ],
 )
-def test_metadata_of_gemma4_that_cannot_be_run_is_refused_by_its_name(
-    checkpoint: Make, tmp_path: Path, metadata: dict[str, Any], text: str
-) -> None:
+def test_unsupported_gemma4_metadata_is_refused_by_its_key(checkpoint: Make, tmp_path: Path, metadata: dict[str, Any], text: str) -> None:
     path = write_gguf(checkpoint("gemma4", "float32"), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(CheckpointError, match=text):
         read_model_config(path)
 
 
-def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
+def test_gguf_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, **sizes)
+    directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, num_hidden_layers=4, **sizes)
     names, path = cycle(sorted(GROUPED_TYPES)), tmp_path / "mixed.gguf"
     plain = write_gguf(directory, tmp_path / "plain.gguf")
     stored = with_random_blocks(plain, path, lambda _: next(names), np.random.default_rng(seed))
     weights = open_weights(path, read_model_config(path))
     assert {block_type for block_type, _ in stored.values()} == set(GROUPED_TYPES)
     block_type, blocks = stored["blk.1.attn_q.weight"]
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
+    values = dequantize(blocks, block_type)
     ours = values.reshape(8, 16, 2, 256).swapaxes(1, 2).reshape(256, 256)
     assert np.array_equal(weights["layers.1.q_proj.weight"].matrix.values(), ours)
     assert weights.nbytes == sum(weights[name].nbytes for name in weights)
-    assert logits(path).shape == (NUM_TOKENS, VOCAB_SIZE)
+    assert logits(path).shape == (len(TOKEN_IDS), VOCAB_SIZE)
     if kernels_path() is not None:
         assert distance(logits(path, backend="native"), logits(path)) < 3e-5
         assert distance(logits(path, backend="native", dtype=None), logits(path)) < 0.1
 
 
-def test_a_split_file_is_the_whole_one(checkpoint: Make, tmp_path: Path) -> None:
+def test_split_gguf_equals_the_whole_one(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("qwen3", "float32")
     whole = write_gguf(directory, tmp_path / "whole.gguf")
     write_gguf(directory, tmp_path / "split.gguf", max_tensors=10)
@@ -273,13 +268,13 @@ def test_a_split_file_is_the_whole_one(checkpoint: Make, tmp_path: Path) -> None
         assert np.array_equal(logits(part), logits(whole))
 
 
-def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpoint: Make, tmp_path: Path) -> None:
+def test_regrouped_matrices_have_nearly_the_same_logits(checkpoint: Make, tmp_path: Path) -> None:
     directory = checkpoint("llama", "float32")
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0")
     config = read_model_config(path)
     matrix = open_weights(path, config, regroup=True)["layers.0.up_proj.weight"].matrix
-    assert (matrix.bits, matrix.group) == (8, 64)
-    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group == 32
+    assert (matrix.bits, matrix.group_size) == (8, 64)
+    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group_size == 32
     difference = np.abs(logits(path, regroup=True) - logits(path)).max()
     assert 0 < difference < 0.5
 
@@ -292,15 +287,13 @@ def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpo
         ("glm4", {"glm4.rope.dimension_sections": [2, 1, 1, 0]}, "glm4.rope.dimension_sections = .*, expected none"),
     ],
 )
-def test_a_rotation_that_is_not_computed_is_refused(
-    checkpoint: Make, tmp_path: Path, case: str, metadata: dict[str, Any], text: str
-) -> None:
+def test_unsupported_rope_type_is_refused(checkpoint: Make, tmp_path: Path, case: str, metadata: dict[str, Any], text: str) -> None:
     path = write_gguf(checkpoint(case, "float32"), tmp_path / "model.gguf", metadata=metadata)
     with pytest.raises(CheckpointError, match=text):
         read_model_config(path)
 
 
-def test_divisors_that_follow_no_known_rule_are_taken_as_they_are(checkpoint: Make, tmp_path: Path) -> None:
+def test_unknown_rope_divisors_are_used_as_stored(checkpoint: Make, tmp_path: Path) -> None:
     rope = {**LLAMA3, "original_max_position_embeddings": 64}
     directory = write_checkpoint(tmp_path / "directory", "llama", rope_parameters=rope)
     path = write_gguf(directory, tmp_path / "model.gguf")
@@ -310,7 +303,7 @@ def test_divisors_that_follow_no_known_rule_are_taken_as_they_are(checkpoint: Ma
     assert read_model_config(known).attention.rope.type is RopeType.LLAMA3
 
 
-def test_type_numbers_and_sizes_are_those_of_the_format() -> None:
+def test_block_types_equal_those_of_the_gguf_package() -> None:
     known = {number: (block.name, block.num_items, block.num_bytes) for number, block in BLOCK_TYPES.items()}
     expected = {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {number: expected.get(number) for number in known} == known

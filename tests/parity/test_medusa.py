@@ -46,7 +46,7 @@ def reference(arrays: Arrays, head: int, features: torch.Tensor, lm_head: NDArra
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_computes_what_the_formula_says(target: Path, tmp_path: Path, layout: str, backend: str) -> None:
+def test_every_medusa_layout_computes_the_formula(target: Path, tmp_path: Path, layout: str, backend: str) -> None:
     dtype = "bfloat16" if layout in ("rows_pt", "vllm") else "float32"
     num_blocks = 2 if layout in ("rows", "vllm") else 1
     token_map = np.arange(0, VOCAB_SIZE, 3) if layout == "vllm_map" else None

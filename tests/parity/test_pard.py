@@ -59,26 +59,6 @@ def test_drafts_are_those_of_transformers_in_one_pass(models: tuple[Path, Path],
     assert passes <= len(output.steps) + 3  # with those that measure it
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
-@pytest.mark.parametrize("tree_width", [1, 2])
-def test_text_is_that_of_plain_decoding(
-    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tree_width: int, acceptance: str
-) -> None:
-    skip_without_kernels()
-    draft_always(monkeypatch)
-    target, draft = models
-    prompts = [[5, 6, 7], [8, 9] * 40]
-    with LLM(str(target), drafter=str(draft), tree_width=tree_width, acceptance=acceptance, kv_cache_gb=0.05) as llm:  # type: ignore[arg-type]
-        for params in SAMPLINGS[: 1 if acceptance == "rejection" else 2]:
-            plain = llm.generate(prompts, params, speculation={"enabled": False})
-            found = llm.generate(prompts, params)
-            assert [one.token_ids for one in found] == [one.token_ids for one in plain]
-            assert all(one.speculation.num_draft_tokens > 40 for one in found)
-        llm.generate(prompts, SAMPLINGS[1])
-        llm.engine.cache.check()
-        llm.drafter.cache.check()  # type: ignore[union-attr]
-
-
 def test_a_mask_token_that_is_no_id_and_pard2_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = models
     with pytest.raises(CheckpointError, match="pard_token = 100000, expected an id below"):
@@ -89,7 +69,7 @@ def test_a_mask_token_that_is_no_id_and_pard2_are_refused(models: tuple[Path, Pa
     assert any("PARD-2" in problem for problem in found.problems)
 
 
-def test_doctor_says_that_one_pass_drafts_all(models: tuple[Path, Path]) -> None:
+def test_doctor_reports_a_pard_model(models: tuple[Path, Path]) -> None:
     target, draft = models
     (found,) = diagnose(DoctorOptions(model=str(target), drafters=(str(draft),))).drafters
     assert found.pair is not None

@@ -112,7 +112,7 @@ def test_positions_of_a_text_are_equal_in_all_three_directions() -> None:
     assert torch.equal(seen[0].reshape(-1, 8)[-3:], torch.arange(8).expand(3, 8))
 
 
-def test_an_old_config_of_qwen_lies_flat_and_says_mrope(whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path) -> None:
+def test_flat_qwen_vl_config_with_mrope_is_read(whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path) -> None:
     directory, _ = whole("qwen2_vl")
     nested = json.loads((directory / "config.json").read_text())
     text = {name: value for name, value in nested["text_config"].items() if name not in ("model_type", "rope_parameters", "head_dim")}
@@ -144,7 +144,7 @@ def test_what_a_text_config_leaves_out_is_what_transformers_assumes(tmp_path: Pa
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_where_the_whole_and_its_text_model_differ_the_files_say_whether_the_matrix_is_tied(
+def test_wrapper_tie_setting_follows_the_stored_tensors(
     whole: Callable[[str], tuple[Path, list[int]]], tmp_path: Path, outer: bool
 ) -> None:
     directory, _ = whole("llava")

@@ -24,7 +24,7 @@ def test_wrapping_a_page_changes_line_ends_only(page: Path) -> None:
     assert wrapped(again) == again
 
 
-def test_what_means_something_at_the_beginning_of_a_line_does_not_get_there() -> None:
+def test_wrapping_moves_no_markup_to_a_line_start() -> None:
     for sign in ("-", "*", "+", ">", "#", "##", "3."):
         text = f"- {'x' * (COLUMNS - 4)} {sign} and on\n"
         assert not any(line.strip().startswith(sign + " ") for line in wrapped(text).splitlines()[1:])

@@ -22,7 +22,7 @@ def modules_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_what_a_tool_imports_is_there(tool: Path) -> None:
+def test_imports_of_every_tool_exist(tool: Path) -> None:
     """Of ours: what foreign programs and torch bring is imported where it is used."""
     source = tool.read_text(encoding="utf-8")
     statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
@@ -48,9 +48,7 @@ def test_sanitized_kernels_are_compiled_as_those_of_a_wheel(monkeypatch: pytest.
     assert {*build.FLAGS, *build.POSIX_FLAGS} <= {*commands[0]}
 
 
-def test_packages_are_audited_where_a_database_answers_and_else_one_line_says_why_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_without_network_prints_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import audit_packages
 
     def unreachable(*_: object, **__: object) -> None:

@@ -100,7 +100,7 @@ def test_a_wheel_holds_the_package_and_nothing_half_done(build: Build) -> None:
     assert not any(name.endswith(".part") or name.startswith(("tests", "tools")) for name in names)
 
 
-def test_without_glibc_a_wheel_is_for_machines_like_the_one_it_was_built_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_without_glibc_has_a_native_tag(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-x86_64")
     wheel = build("linux", "x86_64", "")
     assert tags_of(wheel) == ["py3-none-linux_x86_64"]
@@ -108,7 +108,7 @@ def test_without_glibc_a_wheel_is_for_machines_like_the_one_it_was_built_on(buil
 
 
 @pytest.mark.parametrize("built_on", [("win32", "ARM64", ""), ("linux", "riscv64", "glibc")], ids=" ".join)
-def test_where_there_are_no_kernels_a_wheel_is_for_everybody(build: Build, built_on: tuple[str, str, str]) -> None:
+def test_wheel_without_kernels_is_for_any_platform(build: Build, built_on: tuple[str, str, str]) -> None:
     wheel = build(*built_on)
     assert (tags_of(wheel), kernels_of(wheel)) == (["py3-none-any"], {})
 

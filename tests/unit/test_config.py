@@ -96,7 +96,7 @@ def test_threads_are_by_default_the_processors_there_are() -> None:
     assert EngineConfig().num_threads == usable_processors() >= 1
 
 
-def test_more_threads_than_processors_are_not_used_unless_they_are_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_capped_unless_oversubscribe_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.config.usable_processors", lambda: 3)
     assert [EngineConfig(threads=count).num_threads for count in (None, 1, 3, 64)] == [3, 1, 3, 3]
     assert EngineConfig(threads=64, oversubscribe=True).num_threads == 64
@@ -107,7 +107,7 @@ def test_more_threads_than_processors_are_not_used_unless_they_are_insisted_on(m
         assert settled.notices == ()
 
 
-def test_facts_lie_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", "/a/b")
     assert cache_directory() == Path("/a/b")
     monkeypatch.delenv("PACELINE_CACHE")

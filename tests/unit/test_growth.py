@@ -35,7 +35,7 @@ def logits(directory: Path) -> torch.Tensor:
         return model(torch.tensor([IDS])).logits[0]
 
 
-def test_transformers_computes_the_same_logits_from_a_grown_model(source: Path, grown: Path) -> None:
+def test_grown_model_has_the_logits_of_its_source_in_transformers(source: Path, grown: Path) -> None:
     wanted = logits(source)
     assert float((logits(grown) - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     config = json.loads((grown / "config.json").read_text(encoding="utf-8"))
@@ -49,12 +49,10 @@ def test_transformers_computes_the_same_logits_from_a_grown_model(source: Path, 
 def test_each_size_can_grow_alone(changes: dict[str, int], source: Path, tmp_path: Path) -> None:
     _, sizes = grow.read_config(source)
     wanted = Sizes(**({name: getattr(sizes, name) for name in sizes.__slots__} | {"heads": 8} | changes))
-    (difference, others), _ = grow.grow(source, tmp_path, wanted, dtype="f32", seed=0, token_ids=IDS).differences()
-    assert difference < 1e-5
-    assert others == 0
+    assert grow.grow(source, tmp_path, wanted, dtype="f32", seed=0, token_ids=IDS) < 1e-5
 
 
-def test_no_group_of_a_grown_matrix_is_zero_and_no_two_rows_are_alike(grown: Path) -> None:
+def test_grown_matrices_are_dense_and_have_no_equal_rows(grown: Path) -> None:
     """What group quantisers see is what they see in trained models, also where a sublayer does nothing."""
     matrices = {name: tensor for name, tensor in load_file(grown / "model.safetensors").items() if tensor.dim() == 2}
     for name, tensor in matrices.items():
@@ -66,7 +64,7 @@ def test_no_group_of_a_grown_matrix_is_zero_and_no_two_rows_are_alike(grown: Pat
         assert float(alike) < 0.99, name
 
 
-def test_every_sublayer_of_the_source_acts_once_and_in_its_place() -> None:
+def test_plan_layers_uses_each_source_sublayer_once_in_order() -> None:
     for old, new in ((1, 1), (1, 4), (3, 7), (8, 16), (8, 17)):
         plans = plan_layers(old, new)
         assert len(plans) == new
@@ -74,7 +72,7 @@ def test_every_sublayer_of_the_source_acts_once_and_in_its_place() -> None:
         assert acts == [(layer, part) for layer in range(old) for part in "am"]
 
 
-def test_a_model_whose_logits_differ_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_different_logits_is_not_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share = Growth._share
     monkeypatch.setattr(Growth, "_share", lambda *given, **options: share(*given, **options) * 1.01)
     with pytest.raises(SystemExit, match="nothing was written"):
@@ -83,7 +81,7 @@ def test_a_model_whose_logits_differ_is_not_written(source: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "value"), [("hidden", 32), ("layers", 2), ("head", 24), ("heads", 6), ("hidden", 100), ("vocab", 98)])
-def test_sizes_without_copies_for_every_unit_are_refused(name: str, value: int) -> None:
+def test_impossible_sizes_are_refused(name: str, value: int) -> None:
     old = Sizes(hidden=64, layers=3, heads=4, kv_heads=2, head=16, inner=96, vocab=97)
     values = {each: getattr(old, each) for each in old.__slots__} | {"kv_heads": 4, "heads": 8, name: value}
     with pytest.raises(ValueError, match=str(value)):
@@ -91,6 +89,6 @@ def test_sizes_without_copies_for_every_unit_are_refused(name: str, value: int) 
 
 
 @pytest.mark.parametrize("parameters", [3e7, 1e8, 1e9, 4e9])
-def test_sizes_for_a_number_of_parameters_have_about_so_many(parameters: float) -> None:
+def test_sizes_for_returns_about_the_requested_parameters(parameters: float) -> None:
     _, mini = grow.read_config(grow.MINI)
     assert grow.sizes_for(parameters, mini).parameters == pytest.approx(parameters, rel=0.05)

@@ -110,7 +110,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None)
         (OSError("disk full"), False, "cannot be downloaded: disk full"),
     ],
 )
-def test_every_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool, text: str) -> None:
+def test_failed_download_names_a_way_out(monkeypatch: pytest.MonkeyPatch, error: Exception, offline: bool, text: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Download(error))
     with pytest.raises(CheckpointError, match=text):
         resolve("owner/model", revision="v2", offline=offline)
@@ -129,7 +129,7 @@ def test_a_gguf_file_is_a_model(tmp_path: Path, no_download: Download) -> None:
         resolve(tmp_path / "model.gguf", gguf_file="other.gguf")
 
 
-def test_the_only_gguf_file_of_a_directory_without_safetensors_is_the_model(tmp_path: Path, no_download: Download) -> None:
+def test_only_gguf_file_of_a_directory_is_the_model(tmp_path: Path, no_download: Download) -> None:
     touch(tmp_path, "one.gguf", "config.json")
     assert resolve(tmp_path) == tmp_path / "one.gguf"
     touch(tmp_path, "model.safetensors")
@@ -175,9 +175,7 @@ def test_a_model_of_gguf_files_alone_is_downloaded_or_its_files_are_listed(tmp_p
         resolve("owner/model")
 
 
-def test_heads_bring_the_files_of_their_methods_and_pytorchs_where_there_is_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_download_prefers_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = Download(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name, **arguments: ["pytorch_model.bin"])
@@ -201,7 +199,7 @@ def test_offline_the_only_gguf_file_of_the_cache_is_taken(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2.5-0.5b", "no_such_model"])
-def test_a_bare_name_is_told_that_an_id_has_an_owner_and_no_server_is_asked(name: str, no_download: Download) -> None:
+def test_model_id_without_owner_is_refused_offline(name: str, no_download: Download) -> None:
     with pytest.raises(CheckpointError, match=f"an id on the Hugging Face hub has an owner: give 'owner/{name}'"):
         resolve(name)
     assert no_download.calls == []
@@ -229,7 +227,7 @@ def test_a_directory_without_a_model_is_named_as_what_it_is(names: list[str], te
         assert resolve(tmp_path, with_heads=True) == tmp_path
 
 
-def test_an_adapter_says_for_which_model_it_is(tmp_path: Path) -> None:
+def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/base"}')
     with pytest.raises(CheckpointError, match="holds a LoRA adapter for 'owner/base', not a model: give that as the model"):
         resolve(tmp_path)

@@ -40,7 +40,7 @@ def test_from_a_clone_the_extra_is_the_clone_s(installed_from: Any, tmp_path: Pa
     assert install_extra("torch") == f"pip install {flag}'{clone}[torch]'"
 
 
-def test_from_a_clone_that_is_gone_the_way_is_told_without_it(installed_from: Any, tmp_path: Path) -> None:
+def test_install_hint_for_a_removed_clone_omits_it(installed_from: Any, tmp_path: Path) -> None:
     installed_from({"url": (tmp_path / "gone").as_uri(), "dir_info": {}})
     assert install_extra("torch") == "pip install '.[torch]' in a clone of paceline"
 

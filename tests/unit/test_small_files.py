@@ -161,7 +161,7 @@ def test_a_header_of_nothing_but_digits_or_depth_or_names_is_refused_soon(header
     tracemalloc.stop()
 
 
-def test_a_hundred_tensors_in_each_of_two_hundred_layers_are_no_hostile_header(tmp_path: Path) -> None:
+def test_header_of_20000_tensors_is_accepted(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.experts.{index}.gate_proj.weight" for layer in range(200) for index in range(100)]
     entries = {name: {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]} for name in names}
     assert len(read_header(header_file(tmp_path / "model.safetensors", json.dumps(entries).encode()))) == 20_000

@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     salt: bytes
 
 
-def test_options_with_a_declaration_of_their_own_are_arguments_like_any_other() -> None:
+def test_unpacked_options_are_known_arguments() -> None:
     @suggest_arguments("f")
     def f(prompts: str, **options: Unpack[Options]) -> Options:
         return options

@@ -160,13 +160,18 @@ def as_dict(result: BenchResult) -> dict[str, Any]:
     }
 
 
+def json_text(result: BenchResult) -> str:
+    """Return it as one JSON object."""
+    return json.dumps(as_dict(result), allow_nan=False)
+
+
 def write_json(result: BenchResult, path: Path) -> None:
     """Write it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    path.write_text(json.dumps(as_dict(result), allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(result) + "\n", encoding="utf-8")
 
 
 def _settings(result: BenchResult) -> dict[str, Any]:

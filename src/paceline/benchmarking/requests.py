@@ -196,7 +196,7 @@ def encode_workloads(
         fitting = [prompt for prompt in found if len(prompt.prompt_ids) <= room]
         if not fitting:
             raise ConfigError(
-                f"no prompt of {workload.name!r} leaves room for {tokens} tokens in a context of {config.max_positions}: lower --tokens"
+                f"no prompt of {workload.name!r} leaves room for {tokens} tokens in a context of {config.max_positions}: lower --max-tokens"
             )
         if len(fitting) < len(found):
             notices.append(

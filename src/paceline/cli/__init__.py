@@ -10,6 +10,7 @@ from paceline import __version__
 from paceline.cli.batch import batch
 from paceline.cli.bench import bench
 from paceline.cli.chat import chat
+from paceline.cli.command import HELP_NAMES, Command, Commands
 from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
 from paceline.cli.run import run
@@ -17,18 +18,14 @@ from paceline.cli.serve import serve
 
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="Faster generation with local language models by speculative decoding, without changing a token.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP_NAMES)},
 )
-app.command()(run)
-app.command()(chat)
-app.command()(serve)
-app.command()(batch)
-app.command()(doctor)
-app.command()(prove)
-app.command()(bench)
+for _command in (chat, run, serve, batch, doctor, prove, bench):
+    app.command(cls=Command)(_command)
 
 
 def _print_version(wanted: bool) -> None:

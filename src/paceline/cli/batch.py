@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from paceline.server.batch.run import BatchResult, Watcher
 
 
-@partial(with_settings, panels=BATCHING)
+@partial(with_settings, panels=BATCHING, has_model_argument=False)
 def batch(
     *,
     source: Annotated[Path, typer.Argument(metavar="INPUT.jsonl", help="Requests as in OpenAI's batch files, one a line.")],
     target: Annotated[Path, typer.Argument(metavar="OUTPUT.jsonl", help="Where answers go, one a line; what is there is kept.")],
     settings: Settings,
 ) -> None:
-    """Answer a file of requests as the server would; without --model the embedded mini answers.
+    """Answer a file of requests as the server would: paceline batch -m MODEL INPUT.jsonl OUTPUT.jsonl.
 
     After Ctrl-C, SIGTERM or a crash the same command continues. Exit codes: 0 all requests are answered, 2 some lines are not requests or
     were refused, 1 a request failed or was not answered.
     """
     server = ServerSettings(**settings.server)
+    for line in settings.start_lines:
+        print_notice(line)
     from paceline.cli.loading import quieten_libraries
 
     if not settings.debug:

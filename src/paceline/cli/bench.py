@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import MODEL
+from paceline.cli.options import MODEL, ModelArgument, ModelOption, flags_of, model_or_mini
 from paceline.cli.reporting import EXIT_FAILURE, EXIT_INTERRUPTED, check_distinct, print_notice, reported_errors
 from paceline.config import QUANT
 from paceline.errors import ConfigError, printable
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.benchmarking.plan import BenchPlan
     from paceline.benchmarking.run import RunProgress
 
+FORMS = ("text", "md", "json")
 WHAT, HOW, OTHERS, OUT = "What is measured", "How much", "Other programs", "Output"
 DRAFTER_HELP = (
     "A mode for each: ngram, suffix, prediction, draft_model, medusa, mtp, auto, or the directory or id of a draft model or of heads; "
@@ -32,11 +33,10 @@ def _option(*names: str, help_text: str, panel: str, metavar: str | None = None)
     return typer.Option(*names, help=help_text, rich_help_panel=panel, metavar=metavar)
 
 
-Model = Annotated[str, _option("--model", help_text=MODEL.options["model"], panel=WHAT)]
 GgufFile = Annotated[str | None, _option("--gguf-file", help_text=MODEL.options["gguf_file"], panel=WHAT)]
 Quant = Annotated[str, _option("--quantization", help_text=MODEL.options["quantization"], panel=WHAT, metavar="|".join(QUANT))]
 DraftModel = Annotated[
-    str | None, _option("--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
+    str | None, _option("-md", "--draft-model", help_text="A draft model's directory, file or id, for us and peers.", panel=WHAT)
 ]
 Drafter = Annotated[list[str] | None, _option("--drafter", help_text=DRAFTER_HELP, panel=WHAT, metavar="<str>")]
 NumSpeculativeTokens = Annotated[
@@ -45,21 +45,27 @@ NumSpeculativeTokens = Annotated[
 Workload = Annotated[list[str] | None, _option("--workload", help_text=WORKLOAD_HELP, panel=WHAT, metavar="<str>")]
 Prompts = Annotated[Path | None, _option("--prompts", help_text="Your own prompts: lines of text, or JSON lines.", panel=WHAT)]
 SpecBench = Annotated[Path | None, _option("--spec-bench", help_text="Questions as in Spec-Bench's question.jsonl.", panel=WHAT)]
-Temperature = Annotated[str, _option("--temperature", help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")]
+Temperature = Annotated[
+    str, _option(*flags_of("temperature"), help_text="One or several, such as 0,0.7,1.", panel=WHAT, metavar="<float,...>")
+]
 BatchSize = Annotated[int, _option("--batch-size", help_text="Requests at once, of our own modes.", panel=WHAT)]
 Offline = Annotated[bool, _option("--offline", help_text=MODEL.options["offline"], panel=WHAT)]
 Rounds = Annotated[int | None, _option("--rounds", help_text="Counted rounds, after one of warm-up. Default: 5.", panel=HOW)]
-Tokens = Annotated[int | None, _option("--tokens", help_text="Tokens of each output. Default: 96.", panel=HOW)]
+MaxTokens = Annotated[int | None, _option(*flags_of("max_tokens"), help_text="Tokens of each output. Default: 96.", panel=HOW)]
 NumPrompts = Annotated[int | None, _option("--num-prompts", help_text="Prompts of each workload. Default: 4.", panel=HOW)]
 Minutes = Annotated[float, _option("--minutes", help_text="Time it may take; defaults become smaller to fit, then it ends.", panel=HOW)]
-Threads = Annotated[int | None, _option("--threads", help_text=MODEL.options["threads"], panel=HOW)]
+Threads = Annotated[int | None, _option(*flags_of("threads"), help_text=MODEL.options["threads"], panel=HOW)]
 Seed = Annotated[int, _option("--seed", help_text="Of random prompts, edits, sampled texts and intervals.", panel=HOW)]
 Peer = Annotated[list[str] | None, _option("--peer", help_text="Measure this program too; several times.", panel=OTHERS, metavar="<str>")]
 InstallPeers = Annotated[
     list[str] | None,
     _option("--install-peers", help_text="Download this program into an environment of its own.", panel=OTHERS, metavar="<str>"),
 ]
-JsonFile = Annotated[Path | None, _option("--json", help_text="Write everything here, raw samples too.", panel=OUT)]
+Output = Annotated[
+    str, _option("-o", "--output", help_text="How to print the result; md: a Markdown table.", panel=OUT, metavar="text|md|json")
+]
+AsJson = Annotated[bool, _option("--json", help_text="The same as --output json.", panel=OUT)]
+JsonFile = Annotated[Path | None, _option("--json-file", help_text="Write everything here, raw samples too.", panel=OUT)]
 HtmlFile = Annotated[Path | None, _option("--html", help_text="Write one page with charts here.", panel=OUT)]
 Plots = Annotated[Path | None, _option("--plots", help_text="Write the charts into this folder as SVG files.", panel=OUT)]
 Quiet = Annotated[bool, _option("-q", "--quiet", help_text="Print nothing but the tables.", panel=OUT)]
@@ -68,7 +74,8 @@ Debug = Annotated[bool, _option("--debug", help_text="Print tracebacks and what 
 
 def bench(
     *,
-    model: Model = "mini",
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
     gguf_file: GgufFile = None,
     quantization: Quant = "none",
     draft_model: DraftModel = None,
@@ -81,13 +88,15 @@ def bench(
     batch_size: BatchSize = 1,
     offline: Offline = False,
     rounds: Rounds = None,
-    tokens: Tokens = None,
+    max_tokens: MaxTokens = None,
     num_prompts: NumPrompts = None,
     minutes: Minutes = 5.0,
     threads: Threads = None,
     seed: Seed = 7,
     peer: Peer = None,
     install_peers: InstallPeers = None,
+    output: Output = "text",
+    as_json: AsJson = False,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     plots: Plots = None,
@@ -96,7 +105,7 @@ def bench(
 ) -> None:
     """Measure generation in turns: plain, with each drafter, and other programs.
 
-    Without options the embedded mini, in a few minutes. Ctrl-C ends it with what was measured so far. Exit code 1: a mode failed.
+    It takes a few minutes. Ctrl-C ends it with what was measured so far. Exit code 1: a mode failed.
     """
     given = dict(locals())
     with reported_errors(debug=debug):
@@ -104,27 +113,20 @@ def bench(
             _install(_words(install_peers))
             if not peer:
                 return
-        _bench(_plan(given), json_file, html_file, plots, quiet=quiet, debug=debug)
+        chosen = model_or_mini(model_argument, model, prints=not quiet)
+        form = "json" if as_json else output
+        if form not in FORMS:
+            raise ConfigError(f"output is {output!r}: use one of {', '.join(FORMS)}")
+        plan = _plan(given | {"model": chosen, "tokens": max_tokens})
+        _bench(plan, form, json_file, html_file, plots, quiet=quiet, debug=debug)
 
 
 def _plan(given: Mapping[str, Any]) -> "BenchPlan":
     from paceline.benchmarking.plan import BenchPlan
 
-    same = [
-        "model",
-        "gguf_file",
-        "quantization",
-        "draft_model",
-        "num_speculative_tokens",
-        "prompts",
-        "spec_bench",
-        "batch_size",
-        "offline",
-        "rounds",
-    ]
-    same += ["tokens", "num_prompts", "minutes", "threads", "seed"]
+    same = "model gguf_file quantization draft_model num_speculative_tokens prompts spec_bench batch_size offline rounds tokens num_prompts"
     return BenchPlan(
-        **{name: given[name] for name in same},
+        **{name: given[name] for name in (*same.split(), "minutes", "threads", "seed")},
         drafters=tuple(given["drafter"] or ()),
         workloads=_words(given["workload"]),
         temperatures=_temperatures(given["temperature"]),
@@ -150,7 +152,9 @@ def _install(names: Sequence[str]) -> None:
         install_peer(name, print_notice)
 
 
-def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool) -> None:
+def _bench(
+    plan: "BenchPlan", form: str, json_file: Path | None, html_file: Path | None, plots: Path | None, *, quiet: bool, debug: bool
+) -> None:
     from paceline.benchmarking.benchmark import benchmark, write_json
     from paceline.benchmarking.report.page import write_charts, write_page
     from paceline.cli.loading import quieten_libraries
@@ -164,7 +168,7 @@ def _bench(plan: "BenchPlan", json_file: Path | None, html_file: Path | None, pl
         result = benchmark(plan, watcher, command())
     if json_file is not None:  # first, so that nothing that follows can lose what was measured
         _write(result, json_file, write_json, quiet=quiet)
-    _print(result)
+    _print(result, form)
     if html_file is not None:
         _write(result, html_file, write_page, quiet=quiet)
     if plots is not None:
@@ -205,11 +209,15 @@ def _write(result: "BenchResult", path: Path, write: "Callable[[BenchResult, Pat
         print_notice(f"written: {path}")
 
 
-def _print(result: "BenchResult") -> None:
+def _print(result: "BenchResult", form: str) -> None:
     from rich.console import Console
 
-    from paceline.benchmarking.report.text import report
+    from paceline.benchmarking.benchmark import json_text
+    from paceline.benchmarking.report.text import markdown, report
 
+    if form != "text":
+        print(json_text(result) if form == "json" else markdown(result))
+        return
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 160)  # a file folds no columns

@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.options import SAMPLING, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, exit_code, print_error, print_notice
-from paceline.cli.run import ShowDrafts, System
-from paceline.errors import CapacityError, ConfigError, PacelineError, RequestError
+from paceline.cli.run import Explain, ShowDrafts, System
+from paceline.errors import CONTEXT_LENGTH_EXCEEDED, CapacityError, PacelineError, RequestError
 from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.cli.message_input import Entry, MessageInput
+    from paceline.cli.rendering import Answer
     from paceline.llm import LLM
 
 _COMMAND = re.compile(r"(/[A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
+KEEP_SYSTEM_HELP = "When the context is full the oldest turns are not sent any more; keep the system message then."
 _NOTHING = ('""', "''")
 
 
@@ -30,6 +32,9 @@ class Conversation:
 
     Attributes:
         turns: messages of the user and the model, in order.
+        num_dropped: oldest turns that are no longer sent, because the context is full.
+        keeps_system: whether the system message is sent after turns were dropped.
+        answer: the last one, as it was written.
         taken_back: the last message, if it was not answered.
         saved: files that were written and may be written again.
     """
@@ -37,6 +42,9 @@ class Conversation:
     params: SamplingParams
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
+    num_dropped: int = 0
+    keeps_system: bool = True
+    answer: "Answer | None" = None
     taken_back: str | None = None
     saved: set[Path] = field(default_factory=set)
 
@@ -45,6 +53,12 @@ class Conversation:
         """All messages, the system message first."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*first, *self.turns]
+
+    def messages_to_send(self, text: str) -> list[dict[str, str]]:
+        """Return the messages of a request: without the turns that were dropped, and with a new message."""
+        has_system = self.system is not None and (self.keeps_system or not self.num_dropped)
+        first = self.messages[:1] if has_system else []
+        return [*first, *self.turns[self.num_dropped :], {"role": "user", "content": text}]
 
     def message_to_retry(self) -> str:
         """Return the last message after removing its turn.
@@ -57,7 +71,9 @@ class Conversation:
         if not self.turns:
             raise RequestError("/retry: nothing was said yet")
         del self.turns[-1]
-        return self.turns.pop()["content"]
+        text = self.turns.pop()["content"]
+        self.num_dropped = min(self.num_dropped, len(self.turns))
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +94,12 @@ def parse_command(text: str) -> tuple[str, str] | None:
     match = _COMMAND.fullmatch(text.strip())
     if match is None:
         return None
-    name, argument = match[1], (match[2] or "").strip()
+    name, argument = OTHER_COMMANDS.get(match[1], match[1]), (match[2] or "").strip()
     if name in COMMANDS:
         if argument and not COMMANDS[name].argument:
             raise RequestError(f"{name} takes no argument; put a message that begins like this in triple quotes")
         return name, argument
-    meant = next(iter(get_close_matches(name, COMMANDS, 1, 0.75)), None)
+    meant = next(iter(get_close_matches(name, [*COMMANDS, *OTHER_COMMANDS], 1, 0.75)), None)
     if meant is not None or not argument:
         raise RequestError(f"{name} is not a command; " + (f"did you mean {meant}?" if meant else "/help lists them"))
     return None
@@ -132,8 +148,9 @@ def _system(conversation: Conversation, argument: str) -> str:
     return "no system message" if conversation.system is None else f"system message: {conversation.system}"
 
 
-def _reset(conversation: Conversation, argument: str) -> str:
+def _clear(conversation: Conversation, argument: str) -> str:
     conversation.turns.clear()
+    conversation.num_dropped = 0
     conversation.taken_back = None
     return "the conversation starts anew"
 
@@ -158,13 +175,22 @@ COMMANDS: Mapping[str, Command] = {
     "/system": Command("[TEXT]", 'show or change the system message; "" removes it', _system),
     "/retry": Command("", "answer the last message again"),
     "/save": Command("FILE", "write the conversation as JSON", _save),
-    "/reset": Command("", "forget the conversation; the system message stays", _reset),
-    "/exit": Command("", "end, as Ctrl-D does"),
+    "/drafts": Command("", "show who drafted the last answer"),
+    "/clear": Command("", "forget the conversation; the system message stays (also /reset)", _clear),
+    "/exit": Command("", "end, as Ctrl-D does (also /quit, /bye)"),
 }
+OTHER_COMMANDS = {"/reset": "/clear", "/quit": "/exit", "/bye": "/exit"}
 
 
 @with_settings
-def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Settings) -> None:
+def chat(
+    *,
+    system: System = None,
+    keep_system: Annotated[bool, typer.Option(help=KEEP_SYSTEM_HELP, rich_help_panel="Prompt")] = True,
+    show_drafts: ShowDrafts = False,
+    explain: Explain = False,
+    settings: Settings,
+) -> None:
     """Talk to the model.
 
     Ctrl-C stops an answer and keeps the conversation, Ctrl-D ends it; /help lists the commands. Answers go to stdout, the rest to stderr.
@@ -174,34 +200,38 @@ def chat(*, system: System = None, show_drafts: ShowDrafts = False, settings: Se
     From a pipe each line is a message; the exit code is that of the first one that could not be answered, and Ctrl-C ends it all.
     """
     adapter = settings.adapter
-    conversation = Conversation(settings.sampling, None if system is None else checked_text("system", system))
-    from paceline.cli.loading import load
+    system = None if system is None else checked_text("system", system)
+    from paceline.cli.loading import chat_sampling, check_takes_messages, load
     from paceline.cli.message_input import message_input
 
     with message_input() as source:
+        check_takes_messages(settings)
         llm = load(settings)
-        if not llm.tokenizer.has_chat_template:
-            raise ConfigError(
-                f"{settings.engine.model} has no chat template, so it takes no messages: use a model trained for conversations (many are "
-                "named -Instruct or -Chat), or complete texts with paceline run"
-            )
+        conversation = Conversation(chat_sampling(llm, settings), system, keeps_system=keep_system)
         llm.tokenizer.check_chat_template()
         if source.is_interactive and not settings.quiet:
             print_notice("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands")
-        Chat(llm, conversation, source, adapter=adapter, show_drafts=show_drafts, quiet=settings.quiet).run()
+        shown = Shown(drafts=show_drafts, details=explain, statistics=not settings.quiet)
+        Chat(llm, conversation, source, shown, adapter=adapter).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is printed besides answers: where tokens came from, details, and a line of statistics."""
+
+    drafts: bool = False
+    details: bool = False
+    statistics: bool = True
 
 
 class Chat:
     """Reads messages until the end of input, answers each, and keeps the conversation."""
 
-    def __init__(
-        self, llm: "LLM", conversation: Conversation, source: "MessageInput", *, adapter: str | None = None, show_drafts: bool, quiet: bool
-    ) -> None:
+    def __init__(self, llm: "LLM", conversation: Conversation, source: "MessageInput", shown: Shown, *, adapter: str | None = None) -> None:
         self._llm, self._adapter = llm, adapter
         self._conversation = conversation
         self._source = source
-        self._show_drafts = show_drafts
-        self._quiet = quiet
+        self._shown = shown
         self._failure: PacelineError | None = None
 
     def run(self) -> None:
@@ -212,7 +242,7 @@ class Chat:
         """
         from paceline.cli.rendering import legend
 
-        if self._show_drafts:
+        if self._shown.drafts:
             print_notice(legend())
         while True:
             try:
@@ -246,6 +276,8 @@ class Chat:
             return False
         if name == "/retry":
             self._retry()
+        elif name == "/drafts":
+            self._replay()
         elif (do := COMMANDS[name].do) is not None:
             print_notice(do(self._conversation, argument))
         return True
@@ -262,34 +294,70 @@ class Chat:
             print_notice(f"the same answer will come again; {way_out} makes it another one")
         self._answer(text)
 
+    def _replay(self) -> None:
+        """Write the last answer again and show where its tokens came from."""
+        from paceline.cli.rendering import drafters_of, legend, write_stream, writer_for
+
+        answer = self._conversation.answer
+        if answer is None:
+            raise RequestError("/drafts: there is no answer yet")
+        print_notice(legend())
+        write_stream(answer.chunks, writer_for(self._llm, show_drafts=True, wraps=True))
+        print_notice(drafters_of(answer))
+
+    def _drop_turns(self, text: str) -> None:
+        """Drop the oldest turns until a message and its answer fit the context; print that once.
+
+        A quarter of the context is kept for the answer, or less where `max_tokens` is smaller.
+        """
+        conversation, num_before = self._conversation, self._conversation.num_dropped
+        num_free = min(conversation.params.max_tokens, self._llm.max_model_len // 4)
+        while conversation.num_dropped < len(conversation.turns) and not self._fits(text, num_free):
+            conversation.num_dropped += 2
+        if conversation.num_dropped and not num_before:
+            print_notice(
+                f"the context of {self._llm.max_model_len} tokens is full: from now on the oldest turns are not sent to the model; "
+                "/clear begins a new conversation"
+            )
+
+    def _fits(self, text: str, num_free: int) -> bool:
+        try:
+            num_tokens = len(self._llm.chat_token_ids(self._conversation.messages_to_send(text)))
+        except RequestError as error:
+            if error.code != CONTEXT_LENGTH_EXCEEDED:
+                raise
+            return False
+        return num_tokens + num_free <= self._llm.max_model_len
+
     def _answer(self, text: str) -> None:
         """Run one turn. A turn that fails is removed; an answer interrupted by Ctrl-C is kept.
 
         Raises:
             typer.Exit: Ctrl-C, and input is not interactive.
         """
-        from paceline.cli.rendering import Answer, write_stream, writer_for
+        from paceline.cli.rendering import Answer, print_statistics, write_stream, writer_for
 
-        conversation = self._conversation
+        conversation, shown = self._conversation, self._shown
         answer: Answer | None
         conversation.taken_back = text
         try:
-            messages = [*conversation.messages, {"role": "user", "content": checked_text("message", text)}]
-            stream = self._llm.stream_chat(messages, conversation.params, adapter=self._adapter)
-            answer = write_stream(stream, writer_for(self._llm, show_drafts=self._show_drafts))
+            checked_text("message", text)
+            self._drop_turns(text)
+            messages = conversation.messages_to_send(text)
+            stream = self._llm.stream_chat(messages, conversation.params, adapter=self._adapter, speculation={"trees": True})
+            answer = write_stream(stream, writer_for(self._llm, show_drafts=shown.drafts, wraps=True))
         except (RequestError, CapacityError) as error:
             self._fail(error)
             if self._source.is_interactive:
-                print_notice("this message was taken back; /retry sends it again, /reset forgets the conversation")
+                print_notice("this message was taken back; /retry sends it again, /clear forgets the conversation")
             return
         except KeyboardInterrupt:  # before the stream began
             answer = None
         if answer is None or (answer.interrupted and not answer.text):
             print_notice("interrupted; /retry sends the message again")
         else:
-            conversation.taken_back = None
+            conversation.taken_back, conversation.answer = None, answer
             conversation.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
-            if not self._quiet:
-                print_notice(answer.closing_line(sampled=not conversation.params.is_greedy))
+            print_statistics(self._llm, answer, conversation.params, is_short=shown.statistics, is_detailed=shown.details)
         if (answer is None or answer.interrupted) and not self._source.is_interactive:
             raise typer.Exit(EXIT_INTERRUPTED)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.options import Settings
 from paceline.cli.reporting import print_notice
+from paceline.errors import ConfigError
+from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -28,8 +30,36 @@ def load(settings: Settings) -> "LLM":
     for notice in llm.notices:
         print_notice(notice)
     if not settings.quiet:
-        print_notice(llm.banner)
+        for line in (*settings.start_lines, llm.banner):
+            print_notice(line)
     return llm
+
+
+def chat_sampling(llm: "LLM", settings: Settings) -> SamplingParams:
+    """Return the sampling parameters of conversations: those that were given, else the model's own; print them."""
+    params = llm.sampling_defaults.fill_chat(settings.sampling, settings.given_sampling)
+    if not settings.quiet:
+        print_notice(llm.sampling_defaults.describe(params))
+    return params
+
+
+def check_takes_messages(settings: Settings) -> None:
+    """Check that the model's files hold a chat template, before weights are loaded.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigError: it has no chat template.
+    """
+    from paceline.hub import resolve
+    from paceline.tokenizer.tokenizer import holds_chat_template
+
+    engine = settings.engine
+    path = resolve(engine.model, gguf_file=engine.gguf_file, revision=engine.revision, token=engine.hf_token, offline=engine.offline)
+    if not holds_chat_template(path):
+        raise ConfigError(
+            f"{engine.model} has no chat template, so it takes no messages: use a model trained for conversations (many are "
+            f'named -Instruct or -Chat), or complete texts: paceline run {engine.model} "TEXT"'
+        )
 
 
 def quieten_libraries() -> None:

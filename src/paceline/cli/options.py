@@ -8,9 +8,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from paceline.cli.reporting import reported_errors
+from paceline.cli.reporting import print_notice, reported_errors
 from paceline.config import ACCEPTANCE, DEVICES, DRAFT_QUANT, DTYPES, GGUF_WEIGHTS, NUMERICS, QUANT, EngineConfig, SpeculationConfig
 from paceline.errors import ConfigError, RequestError
+from paceline.sampling.defaults import DEFAULT_NAMES
 from paceline.sampling.params import SamplingParams
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings
@@ -29,7 +30,7 @@ MODEL = Panel(
     "Model",
     EngineConfig,
     {
-        "model": 'The target: "mini" (embedded), a directory, a GGUF file or a Hugging Face id.',
+        "model": 'The model, where it is no argument: "mini", a directory, a GGUF file or a Hugging Face id.',
         "gguf_file": "Name of the GGUF file to take from the directory or from the Hub's model. Default: the only one.",
         "gguf_weights": "exact: the file's own values. regroup: quantise them again so that they run faster; it changes tokens.",
         "numerics": "exact: a token never depends on what else is in the pass. fast: what the hardware does best.",
@@ -69,14 +70,14 @@ SAMPLING = Panel(
     SamplingParams,
     {
         "max_tokens": "Output tokens at most.",
-        "temperature": "0 = greedy: always the most probable token.",
-        "top_k": "Keep the k best tokens; 0 = off.",
-        "top_p": "Keep the best tokens until their mass reaches p; 1 = off.",
-        "min_p": "Keep tokens at least min_p times as probable as the best; 0 = off.",
-        "repetition_penalty": "Penalise tokens of the prompt and the output; 1 = off.",
+        "temperature": "0 = greedy: always the most probable token. Default: in conversations the model's own, else 0.7; for texts 0.",
+        "top_k": "Keep the k best tokens; 0 = off. In conversations the model's own by default.",
+        "top_p": "Keep the best tokens until their mass reaches p; 1 = off. In conversations the model's own by default.",
+        "min_p": "Keep tokens at least min_p times as probable as the best; 0 = off. In conversations the model's own by default.",
+        "repetition_penalty": "Penalise tokens of the prompt and the output; 1 = off. In conversations the model's own by default.",
         "frequency_penalty": "Subtracted from a token's logit for each time it occurs in the output.",
         "presence_penalty": "Subtracted once from tokens that occur in the output.",
-        "seed": "Same seed, same text. Default: a fresh one, printed at the end when it was used.",
+        "seed": "Same seed, same text. Default: a fresh one, which --explain prints.",
         "stop": "Text that ends the output; may be given several times.",
         "ignore_eos": "Go on after the model's own end of text.",
     },
@@ -151,8 +152,17 @@ OUTPUT = "Output"
 PANELS = (MODEL, ADAPTERS, MEMORY, SAMPLING, SPECULATION)
 SERVING = (SERVER, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
 BATCHING = (REQUESTS, REPLICAS, MODEL, ADAPTERS, MEMORY, BATCHES, SPECULATION)
-FLAGS = {"enable_prefix_caching": "--prefix-caching", "adapters": "--adapter"}
-"""Options whose flag is not spelled like the field: repeatable ones in the singular, and shorter forms."""
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "enable_prefix_caching": ("--prefix-caching",),
+    "adapters": ("--adapter",),
+    "model": ("-m", "--model"),
+    "max_tokens": ("-n", "--max-tokens"),
+    "temperature": ("--temp", "--temperature"),
+    "threads": ("-t", "--threads"),
+    "max_model_len": ("-c", "--ctx-size", "--max-model-len"),
+    "drafter": ("-md", "--draft-model", "--drafter"),
+}
+"""Flags that are not spelled like the field: short forms, repeatable options in the singular, and llama.cpp's names. Ours is the last."""
 METAVARS = {
     "numerics": "|".join(NUMERICS),
     "dtype": "|".join(DTYPES),
@@ -174,6 +184,10 @@ METAVARS = {
     "allowed_hosts": "<str>",
     "allow_origin": "ORIGIN",
 }
+MODEL_HELP = 'The model: "mini" (embedded, the default), a directory, a GGUF file or a Hugging Face id.'
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option(*FLAGS["model"], help=MODEL.options["model"], show_default=False)]
+NO_MODEL = "no MODEL is given: the embedded mini is used, a model of 14 M parameters for trying things out"
 DraftQuant = Annotated[
     str, typer.Option("--draft-quantization", help=SPECULATION.options["draft_quantization"], metavar=METAVARS["draft_quantization"])
 ]
@@ -187,6 +201,8 @@ class Settings:
 
     Attributes:
         panels: those that the command has.
+        given_sampling: names of the sampling parameters that were given; the model may have values for the others.
+        names_model: whether a model was named; else the embedded one is used.
         server: options of the server, checked once its keys are read.
         cluster: how many engines run, and where.
     """
@@ -199,6 +215,8 @@ class Settings:
     panels: Sequence[Panel] = PANELS
     server: Mapping[str, Any] = field(default_factory=dict)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    given_sampling: frozenset[str] = frozenset()
+    names_model: bool = field(default=False, compare=False)
 
     @classmethod
     def take_from(cls, values: dict[str, Any], panels: Sequence[Panel] = PANELS) -> "Settings":
@@ -211,7 +229,11 @@ class Settings:
         for panel in panels:
             given[panel.source] |= {name: values.pop(name) for name in panel.options}
         sampling, speculation, server = given[SamplingParams], given[SpeculationConfig], given[ServerSettings]
+        names_model = "model" in given[EngineConfig] and given[EngineConfig]["model"] is not None
+        if not names_model:
+            given[EngineConfig].pop("model", None)
         if sampling:
+            sampling = {name: value for name, value in sampling.items() if name not in DEFAULT_NAMES or value is not None}
             sampling["stop"] = tuple(checked_text("stop", text) for text in sampling["stop"] or ())
         for name in {"allowed_hosts", "allow_origin"} & set(server):
             server[name] = tuple(server[name] or ())
@@ -222,7 +244,8 @@ class Settings:
             given[EngineConfig]["adapters"] = named_directories(given[EngineConfig]["adapters"])
         configs = EngineConfig(**given[EngineConfig]), SamplingParams(**sampling), SpeculationConfig(**speculation)
         cluster = ClusterSettings(**given[ClusterSettings])
-        return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster)
+        given_sampling = frozenset(sampling) & set(DEFAULT_NAMES)
+        return cls(*configs, values.pop("quiet"), values.pop("debug"), panels, server, cluster, given_sampling, names_model)
 
     @property
     def adapter(self) -> str | None:
@@ -236,24 +259,44 @@ class Settings:
             raise ConfigError(f"--adapter is given {len(names)} times ({', '.join(names)}), and one answers here: give one of them")
         return names[0] if names else None
 
+    @property
+    def start_lines(self) -> list[str]:
+        """Lines for the user about what the command line leaves open."""
+        return [] if self.names_model or self.quiet else [NO_MODEL]
+
     def llm_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `paceline.LLM`."""
         sources = {EngineConfig: self.engine, SpeculationConfig: self.speculation}
         return {name: getattr(sources[panel.source], name) for panel in self.panels if panel.source in sources for name in panel.options}
 
 
-def with_settings(command: Callable[..., None], panels: Sequence[Panel] = PANELS) -> Callable[..., None]:
-    """Add the options of `panels` to a command, which gets them, validated, as its keyword argument `settings`.
+def with_settings(
+    command: Callable[..., None],
+    panels: Sequence[Panel] = PANELS,
+    *,
+    has_model_argument: bool = True,
+    sort_words: Callable[[dict[str, Any]], None] | None = None,
+) -> Callable[..., None]:
+    """Add MODEL and the options of `panels` to a command, which gets them, validated, as its keyword argument `settings`.
 
     Errors of ours end the command as one line on stderr and an exit code; `--debug` adds the traceback.
+
+    Args:
+        has_model_argument: whether the first positional argument is MODEL.
+        sort_words: moves the values of positional arguments to the names they belong to.
     """
     own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
+    own = [_MODEL_ARGUMENT, *own] if has_model_argument else own
     shared = [parameter for panel in panels for parameter in _parameters(panel)]
     parameters = sorted([*own, *shared, _QUIET, _DEBUG], key=_is_about_output)  # --help shows panels in the order they are met
 
     @functools.wraps(command)
     def with_checked_options(**values: Any) -> None:
         with reported_errors(debug=values["debug"]):
+            if sort_words is not None:
+                sort_words(values)
+            if has_model_argument:
+                values["model"] = named_model(values.pop(_MODEL_ARGUMENT.name), values["model"])
             settings = Settings.take_from(values, panels)
             command(settings=settings, **values)
 
@@ -273,6 +316,32 @@ def checked_text(name: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(f"{name} is not UTF-8 text at character {error.start}; convert it first", parameter=name) from None
     return text
+
+
+def model_or_mini(argument: str | None, option: str | None, *, prints: bool) -> str:
+    """Return the model that the command line names, or the embedded one, which is printed.
+
+    Raises:
+        ConfigError: it names two.
+    """
+    model = named_model(argument, option)
+    if model is None and prints:
+        print_notice(NO_MODEL)
+    return model or "mini"
+
+
+def named_model(argument: str | None, option: str | None) -> str | None:
+    """Return the model that the command line names; None if it names none.
+
+    Raises:
+        ConfigError: it names two.
+    """
+    if argument is not None and option is not None:
+        raise ConfigError(f"two models are given, {argument!r} and --model {option!r}: give one of them")
+    return option if argument is None else argument
+
+
+_MODEL_ARGUMENT = inspect.Parameter("model_argument", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ModelArgument)
 
 
 def _switch(*names: str, help_text: str) -> inspect.Parameter:
@@ -305,13 +374,20 @@ def _parameter(name: str, hint: Any, default: Any, help_text: str, title: str) -
         hint, default = list[str], [default] if default else []
     elif name in ("quantization", "draft_quantization"):
         hint = str
+    elif name == "model" or name in DEFAULT_NAMES:
+        hint, default = hint | None, None
     elif name == "num_speculative_tokens":
         hint, parser = str, _count_or_word
-    flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+    flags = flags_of(name)
     if default is True:  # it needs a --no form
-        flag += flag.replace("--", "/--no-")
-    option = typer.Option(flag, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
+        flags = tuple(flag + flag.replace("--", "/--no-") for flag in flags)
+    option = typer.Option(*flags, help=help_text, rich_help_panel=title, metavar=METAVARS.get(name), parser=parser, show_default=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, option])
+
+
+def flags_of(name: str) -> tuple[str, ...]:
+    """Return the flags of an option; the last one is its name."""
+    return FLAGS.get(name, (f"--{name.replace('_', '-')}",))
 
 
 def named_values(texts: Iterable[str]) -> dict[str, str]:

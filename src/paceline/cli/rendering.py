@@ -1,20 +1,25 @@
-"""Write streamed text to stdout, coloured by the origin of its tokens on request, and a closing line with statistics."""
+"""Write streamed text to stdout, folded between words and coloured by the origin of its tokens on request, and a closing line."""
 
 import operator
+import re
+import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from paceline.cli.reporting import print_notice
 from paceline.outputs import RequestOutput, StreamChunk
+from paceline.sampling.params import SamplingParams
 from paceline.speculation.request import TokenOrigin
 
 if TYPE_CHECKING:
@@ -30,23 +35,97 @@ CONTROLS_TO_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) n
 CONTROLS_TO_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-class Writer:
-    """Writes a stream's text to stdout as it is; on a terminal, control characters become visible ones."""
+Piece = tuple[str, str]
+"""A text and its style."""
+_UNITS = re.compile(r"\s|[^\s]")
+
+
+class WordWrap:
+    """Folds a stream between words. A word is held back until it is complete, because only then is it known whether it fits the line."""
 
     def __init__(self) -> None:
+        self._column = 0
+        self._held: list[Piece] = []
+        self._held_width = 0
+        self._is_cut = False  # the word's beginning is written already
+
+    def push(self, text: str, style: str) -> Iterator[Piece]:
+        """Take text; return what can be written."""
+        width = shutil.get_terminal_size().columns
+        for unit in _UNITS.findall(text):
+            if unit.isspace():
+                yield from self.flush(width)
+                yield from self._space(unit, style, width)
+                self._is_cut = False
+                continue
+            cells = cell_len(unit)
+            if self._held_width + cells > width:  # longer than a line: the terminal folds it
+                yield from self.flush(width)
+                self._is_cut = True
+            self._held.append((unit, style))
+            self._held_width += cells
+            if cells > 1:  # scripts with wide characters have no spaces
+                yield from self.flush(width)
+
+    def flush(self, width: int | None = None) -> Iterator[Piece]:
+        """Return the held word, on a new line if it does not fit this one."""
+        if not self._held:
+            return
+        limit = shutil.get_terminal_size().columns if width is None else width
+        if self._column > 0 and not self._is_cut and self._column + self._held_width > limit:
+            self._column = 0
+            yield "\n", ""
+        yield from self._held
+        self._column = (self._column + self._held_width - 1) % limit + 1
+        self._held, self._held_width = [], 0
+
+    def _space(self, unit: str, style: str, width: int) -> Iterator[Piece]:
+        cells = 8 - self._column % 8 if unit == "\t" else 1
+        if unit == "\n" or self._column + cells > width:
+            self._column = 0
+            yield "\n", ""
+        else:
+            self._column += cells
+            yield unit, style
+
+
+class Writer:
+    """Writes a stream's text to stdout as it is; on a terminal, control characters become visible ones.
+
+    Args:
+        wraps: whether lines are folded between words on a terminal.
+    """
+
+    def __init__(self, *, wraps: bool = False) -> None:
         self._on_terminal = sys.stdout.isatty()
         self._at_line_start = True
+        self._wrap = WordWrap() if wraps and self._on_terminal else None
 
     def write(self, chunk: StreamChunk) -> None:
         """Write the text of the chunk."""
-        self._print(chunk.text)
+        self._put(chunk.text)
 
     def close(self) -> None:
         """End the last line."""
+        if self._wrap is not None:
+            self._emit_all(self._wrap.flush())
         if not self._at_line_start:
-            self._print("\n")
+            self._emit("\n", "")
 
-    def _print(self, text: str) -> None:
+    def _put(self, text: str, style: str = "") -> None:
+        self._emit_all([(text, style)] if self._wrap is None else self._wrap.push(text, style))
+
+    def _emit_all(self, pieces: Iterable[Piece]) -> None:
+        """Write pieces; neighbours of one style together."""
+        joined = ["", ""]
+        for text, style in pieces:
+            if style != joined[1]:
+                self._emit(*joined)
+                joined = ["", style]
+            joined[0] += text
+        self._emit(*joined)
+
+    def _emit(self, text: str, style: str) -> None:
         if text:
             sys.stdout.write(self._shown(text))
             sys.stdout.flush()
@@ -63,8 +142,8 @@ class DraftWriter(Writer):
     token that ends inside a character has no piece of its own: the token that completes the character has it.
     """
 
-    def __init__(self, detokenizer: "IncrementalDetokenizer") -> None:
-        super().__init__()
+    def __init__(self, detokenizer: "IncrementalDetokenizer", *, wraps: bool = False) -> None:
+        super().__init__(wraps=wraps)
         self._detokenizer = detokenizer
         self._console = Console(file=sys.stdout, highlight=False)
         self._in_colour = _in_colour(self._console)
@@ -95,11 +174,14 @@ class DraftWriter(Writer):
             text = text[length:]
 
     def _paint(self, text: str, origin: TokenOrigin) -> None:
-        if not self._in_colour:
-            self._mark(origin)
-            self._print(text)
+        self._mark(origin)
+        self._put(text, STYLES[origin] if self._in_colour else "")
+
+    def _emit(self, text: str, style: str) -> None:
+        if not style or not text:
+            super()._emit(text, style)
             return
-        styled = Segment(self._shown(text), Style.parse(STYLES[origin]))  # a Text would be wrapped and have its tabs expanded
+        styled = Segment(self._shown(text), Style.parse(style))  # a Text would be wrapped and have its tabs expanded
         self._console.print(Segments([styled]), end="", soft_wrap=True)
         sys.stdout.flush()
         self._at_line_start = text.endswith("\n")
@@ -108,13 +190,13 @@ class DraftWriter(Writer):
         """Close the bracket of a run that ends here and open that of the one that begins."""
         if not self._in_colour and origin is not self._open:
             closing = MARKS[self._open][1] if self._open else ""
-            self._print(closing + (MARKS[origin][0] if origin else ""))
+            self._put(closing + (MARKS[origin][0] if origin else ""))
             self._open = origin
 
 
-def writer_for(llm: "LLM", *, show_drafts: bool) -> Writer:
+def writer_for(llm: "LLM", *, show_drafts: bool, wraps: bool = False) -> Writer:
     """Return a writer for one stream of this model."""
-    return DraftWriter(llm.tokenizer.detokenizer()) if show_drafts else Writer()
+    return DraftWriter(llm.tokenizer.detokenizer(), wraps=wraps) if show_drafts else Writer(wraps=wraps)
 
 
 def legend() -> Text:
@@ -134,6 +216,7 @@ class Answer:
         text: everything that was written.
         output: the finished request; None when it was interrupted.
         num_tokens, num_steps, decode_s: counted here, because an interrupted request reports nothing.
+        chunks: of the stream.
     """
 
     text: str = ""
@@ -141,21 +224,21 @@ class Answer:
     num_tokens: int = 0
     num_steps: int = 0
     decode_s: float = 0.0
+    chunks: list[StreamChunk] = field(default_factory=list)
 
     @property
     def interrupted(self) -> bool:
         return self.output is None
 
-    def closing_line(self, *, sampled: bool) -> str:
-        """Return statistics in one line; `sampled` adds the seed."""
-        if self.output is not None:
-            return closing_line(self.output, sampled=sampled)
-        parts = [_count(self.num_tokens, "token")]
-        if self.num_tokens > 1 and self.decode_s > 0:
-            parts.append(f"{(self.num_tokens - 1) / self.decode_s:.1f} tokens/s")
-        if self.num_steps:
-            parts.append(f"mean acceptance length {self.num_tokens / self.num_steps:.2f}")
-        return " | ".join([*parts, "finish reason interrupted"])
+    def closing_line(self) -> str:
+        """Return the number of tokens and their speed in one short line."""
+        output = self.output
+        if output is None:
+            speed = (self.num_tokens - 1) / self.decode_s if self.num_tokens > 1 and self.decode_s > 0 else 0.0
+            return ", ".join([*_speed(self.num_tokens, speed, self.num_tokens / max(1, self.num_steps)), "interrupted"])
+        per_step = output.speculation.mean_acceptance_length if output.drafter != "none" else None
+        parts = _speed(output.usage.completion_tokens, output.tokens_per_s, per_step)
+        return ", ".join(parts + ["cut at the token limit"] * (output.finish_reason == "length"))
 
 
 def write_stream(stream: Iterable[StreamChunk], writer: Writer) -> Answer:
@@ -171,6 +254,7 @@ def write_stream(stream: Iterable[StreamChunk], writer: Writer) -> Answer:
             answer.num_steps += bool(chunk.token_ids)
             answer.text += chunk.text
             answer.output = chunk.output
+            answer.chunks.append(chunk)
             writer.write(chunk)
     except KeyboardInterrupt:
         answer.output = None
@@ -184,15 +268,20 @@ def write_stream(stream: Iterable[StreamChunk], writer: Writer) -> Answer:
     return answer
 
 
-def closing_line(output: RequestOutput, *, sampled: bool) -> str:
-    """Return statistics of a finished request in one line; `sampled` adds the seed."""
+def print_statistics(llm: "LLM", answer: Answer, params: SamplingParams, *, is_short: bool, is_detailed: bool) -> None:
+    """Print the short line after an answer, and the details of a complete one."""
+    if is_short:
+        print_notice(answer.closing_line())
+    if is_detailed and answer.output is not None:
+        for line in (details(answer.output, sampled=not params.is_greedy), *llm.explain(answer.output)):
+            print_notice(line)
+
+
+def details(output: RequestOutput, *, sampled: bool) -> str:
+    """Return statistics of a finished request's drafts in one line; `sampled` adds the seed."""
     stats = output.speculation
-    parts = [_count(output.usage.completion_tokens, "token")]
-    if output.tokens_per_s > 0:
-        parts.append(f"{output.tokens_per_s:.1f} tokens/s")
-    parts.append(f"drafter {output.drafter}")
+    parts = [f"drafter {output.drafter}"]
     if output.drafter != "none":
-        parts.append(f"mean acceptance length {stats.mean_acceptance_length:.2f}")
         parts.append(f"acceptance rate {stats.acceptance_rate:.0%} ({stats.num_accepted_tokens} of {stats.num_draft_tokens} drafted)")
     parts += [_plain_steps(output), f"finish reason {output.finish_reason}", f"numerics {output.numerics}"]
     if sampled:
@@ -211,5 +300,18 @@ def _plain_steps(output: RequestOutput) -> str:
     return f"plain steps {stats.plain_steps} of {stats.steps}" + (f" ({reasons})" if reasons else "")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _speed(num_tokens: int, tokens_per_s: float, tokens_per_step: float | None) -> list[str]:
+    parts = ["1 token" if num_tokens == 1 else f"{num_tokens} tokens"]
+    if tokens_per_s > 0:
+        parts.append(f"{tokens_per_s:.{0 if tokens_per_s >= 100 else 1}f} tokens/s")
+    return parts if tokens_per_step is None else [*parts, f"{tokens_per_step:.1f} tokens a step"]
+
+
+def drafters_of(answer: Answer) -> str:
+    """Return one line on who drafted the tokens of an answer."""
+    drafted, accepted = Counter[str](), Counter[str]()
+    for step in (step for chunk in answer.chunks for step in chunk.steps):
+        drafted.update(step.sources)
+        accepted.update(step.sources[node - 1] for node in step.accepted_nodes)
+    shares = [f"{name} {accepted[name]} accepted of {count} drafted" for name, count in drafted.most_common()]
+    return ", ".join(shares) or "no tokens were drafted"

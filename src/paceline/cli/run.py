@@ -1,8 +1,10 @@
 """`paceline run`: complete a text, or answer one message."""
 
 import json
+import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ from paceline import __version__
 from paceline.cli.options import OUTPUT, Settings, checked_text, with_settings
 from paceline.cli.reporting import EXIT_INTERRUPTED, print_notice
 from paceline.errors import CheckpointError, ConfigError, RequestError
+from paceline.hub import MINI
 from paceline.small_files import open_regular
 
 if TYPE_CHECKING:
@@ -24,37 +27,51 @@ SHOW_DRAFTS_HELP = (
 )
 ShowDrafts = Annotated[bool, typer.Option("--show-drafts", help=SHOW_DRAFTS_HELP, rich_help_panel=OUTPUT)]
 System = Annotated[str | None, typer.Option("--system", help="A system message; implies --chat.", rich_help_panel="Prompt")]
-
-
 Explain = Annotated[
     bool,
     typer.Option(
         "--explain",
-        help="Explain the draft lengths at the end: expected and measured tokens of the steps, and the costs of passes.",
+        help="Print details at the end: acceptance, seed, expected and measured tokens of the steps, and the costs of passes.",
         rich_help_panel=OUTPUT,
     ),
 ]
+TEXT_HELP = 'The text; absent or "-": standard input, every byte of it, a final newline included.'
+PROMPT_HELP = "The text; then a single argument is MODEL."
+CHAT_HELP = "Apply the model's chat template: the text is a message."
+PREDICTION_HELP = (
+    "A text the output will resemble, such as the file that is to be edited; it is drafted from first. It changes the speed, never a token."
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
-@with_settings
+def names_model(word: str) -> bool:
+    """Return whether a single argument is MODEL and not TEXT: "mini", a directory, a *.gguf file or a Hugging Face id."""
+    return word == MINI or word.lower().endswith(".gguf") or bool(_HUB_ID.fullmatch(word)) or _is_directory(word)
+
+
+def _is_directory(word: str) -> bool:
+    try:
+        return Path(word).is_dir()
+    except (OSError, ValueError):  # too long, or with a null character: a text
+        return False
+
+
+def sort_words(values: dict[str, Any]) -> None:
+    """Make a single positional argument TEXT, unless it names a model and no other option does, or --prompt gives the text."""
+    word = values["model_argument"]
+    is_model = values["model"] is None and word is not None and (values["prompt_option"] is not None or names_model(word))
+    if values["prompt"] is None and not is_model:
+        values["model_argument"], values["prompt"] = None, word
+
+
+@partial(with_settings, sort_words=sort_words)
 def run(
     *,
-    prompt: Annotated[
-        str | None, typer.Argument(help='The text; absent or "-": standard input, every byte of it, a final newline included.')
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template: the text is a message.", rich_help_panel="Prompt")
-    ] = False,
+    prompt: Annotated[str | None, typer.Argument(metavar="TEXT", help=TEXT_HELP, show_default=False)] = None,
+    prompt_option: Annotated[str | None, typer.Option("-p", "--prompt", help=PROMPT_HELP, rich_help_panel="Prompt")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP, rich_help_panel="Prompt")] = False,
     system: System = None,
-    prediction_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prediction-file",
-            help="A text the output will resemble, such as the file that is to be edited; it is drafted from first. It changes the speed, "
-            "never a token.",
-            rich_help_panel="Prompt",
-        ),
-    ] = None,
+    prediction_file: Annotated[Path | None, typer.Option(help=PREDICTION_HELP, rich_help_panel="Prompt")] = None,
     show_drafts: ShowDrafts = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.", rich_help_panel=OUTPUT)
@@ -62,10 +79,15 @@ def run(
     explain: Explain = False,
     settings: Settings,
 ) -> None:
-    """Complete a text as it is, or with --chat answer it.
+    """Complete a text as it is, or with --chat answer it: paceline run MODEL "TEXT".
 
-    The text goes to stdout as it comes, with a newline at its end; everything else goes to stderr.
+    One argument alone is MODEL if it is "mini", a directory, a *.gguf file or of the form owner/name, and else TEXT for the mini.
+
+    The output goes to stdout as it comes, with a newline at its end; everything else goes to stderr.
     """
+    if prompt is not None and prompt_option is not None:
+        raise ConfigError("the text is given twice, as an argument and with --prompt: give one of them")
+    prompt = prompt_option if prompt is None else prompt
     if as_json and show_drafts:
         raise ConfigError("--json prints no stream for --show-drafts to colour: give one of them")
     text = checked_text("prompt", prompt) if prompt is not None and prompt != "-" else _read_stdin()
@@ -77,9 +99,13 @@ def run(
         hints["adapter"] = settings.adapter
     if prediction_file is not None:
         hints["prediction"], settings = _read_prediction(prediction_file), _with_prediction(settings)
-    from paceline.cli.loading import load
+    from paceline.cli.loading import chat_sampling, check_takes_messages, load
 
+    if messages is not None:
+        check_takes_messages(settings)
     llm = load(settings)
+    if messages is not None:
+        settings = replace(settings, sampling=chat_sampling(llm, settings))
     if as_json:
         _print_json(llm, text, messages, settings, hints)
     else:
@@ -137,25 +163,21 @@ def _print_stream(
     show_drafts: bool,
     explain: bool,
 ) -> None:
-    from paceline.cli.rendering import legend, write_stream, writer_for
+    from paceline.cli.rendering import legend, print_statistics, write_stream, writer_for
 
     if show_drafts:
         print_notice(legend())
     params = settings.sampling
     stream = llm.stream(text, params, **hints) if messages is None else llm.stream_chat(messages, params, **hints)
-    answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts))
-    if not settings.quiet:
-        print_notice(answer.closing_line(sampled=not params.is_greedy))
-    if explain and answer.output is not None:
-        for line in llm.explain(answer.output):
-            print_notice(line)
+    answer = write_stream(stream, writer_for(llm, show_drafts=show_drafts, wraps=messages is not None))
+    print_statistics(llm, answer, params, is_short=not settings.quiet, is_detailed=explain)
     if answer.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _read_stdin() -> str:
     if sys.stdin.isatty():
-        print_notice("reading the prompt from the terminal; Ctrl-D on an empty line ends it")
+        print_notice("reading the prompt from the terminal; Ctrl-D on an empty line ends it (paceline chat MODEL is for conversations)")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

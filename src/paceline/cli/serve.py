@@ -13,24 +13,31 @@ from paceline.errors import BackendUnavailableError
 from paceline.installation import install_extra
 from paceline.server.settings import ServerSettings, keys_in, read_keys
 
-API_KEY_FILE_HELP = (
-    "A file with the keys that are accepted, one a line. Else PACELINE_API_KEYS holds them: on the command line everybody on the machine "
-    "would see them."
+API_KEY_HELP = (
+    "A key that requests must send; may be given several times. Every user of this machine can see it with ps: --api-key-file and "
+    "PACELINE_API_KEYS keep it private."
 )
+API_KEY_FILE_HELP = "A file with the keys that are accepted, one a line. Without it and --api-key, PACELINE_API_KEYS holds them."
 
 
 @partial(with_settings, panels=SERVING)
 def serve(
     *,
+    api_key: Annotated[list[str] | None, typer.Option("--api-key", metavar="<str>", help=API_KEY_HELP, rich_help_panel="Server")] = None,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help=API_KEY_FILE_HELP, rich_help_panel="Server")] = None,
     settings: Settings,
 ) -> None:
-    """Answer over HTTP as OpenAI's API does; without --model the embedded mini answers.
+    """Answer over HTTP as OpenAI's, Anthropic's and Ollama's APIs do, with a chat page for people.
 
     SIGTERM and Ctrl-C let running requests finish; a second one does not wait for them.
     """
-    keys = keys_in(api_keys_of_environment(), "of PACELINE_API_KEYS") if api_key_file is None else read_keys(api_key_file)
+    keys = () if api_key_file is None else read_keys(api_key_file)
+    keys = tuple(api_key or ()) + keys or keys_in(api_keys_of_environment(), "of PACELINE_API_KEYS")
     server = ServerSettings(**settings.server, api_keys=keys)
+    for line in (*server.notices, *settings.start_lines):
+        print_notice(line)
+    if api_key:
+        print_notice("--api-key: every user of this machine can see the key with ps; --api-key-file and PACELINE_API_KEYS keep it private")
     from paceline.cli.loading import quieten_libraries
 
     if not settings.debug:

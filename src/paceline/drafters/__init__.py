@@ -6,14 +6,15 @@ is built to collect the needed layers. The drafters are made once the target is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter, open_gguf_block
+from paceline.drafters.block import BLOCK_KINDS, open_block_drafter, open_gguf_block, read_block_layer_boundaries
 from paceline.drafters.block import fits_target as fits_block
-from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
+from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model, too_large
 from paceline.drafters.draft_vocab import read_corpus
-from paceline.drafters.eagle import boundaries_of, open_eagle_drafter
+from paceline.drafters.eagle import open_eagle_drafter, read_eagle_layer_boundaries
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
@@ -80,15 +81,17 @@ class PreparedDrafter:
 
     Attributes:
         name: its name.
-        path: of its files; None if it needs none.
+        path: path of the drafter's files; None if it needs none.
         head: the opened files, if they hold a head.
         is_optional: "auto" chose it: if it cannot be used, n-grams draft instead.
+        notice: why "auto" did not choose another one; empty = there is none.
     """
 
     name: str
     path: Path | None = None
     head: HeadFiles | None = None
     is_optional: bool = False
+    notice: str = ""
 
     def open(self, target: LoadedTarget) -> Drafter:
         """Make the drafter.
@@ -121,6 +124,11 @@ class PreparedDrafters:
     layers: tuple[int, ...]
     made: Sequence[Drafter] = ()
 
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the user about drafters that are not used."""
+        return [drafter.notice for drafter in self.drafters if drafter.notice]
+
     def open(self, target: LoadedTarget) -> list[Drafter]:
         """Make the drafters for the loaded target; none for plain decoding.
 
@@ -131,9 +139,9 @@ class PreparedDrafters:
             return list(self.made)
         opened = [drafter.open(target) for drafter in self.drafters]
         if len(self.drafters) > 1 and self.drafters[-1].is_optional and opened[-1].name == NgramDrafter.name:
-            del opened[-1]  # the optional head cannot be used, and n-grams draft already
+            del opened[-1]  # the optional head cannot be used, and the n-gram drafter is in the list already
         names = [drafter.name for drafter in opened]
-        for index, drafter in enumerate(opened):  # requests select one by its name, and acceptance is counted by it
+        for index, drafter in enumerate(opened):  # names must differ: requests select a drafter by name, and acceptance is counted by name
             if (number := names[:index].count(drafter.name)) > 0:
                 drafter.name = f"{drafter.name}_{number + 1}"
         return opened
@@ -153,10 +161,10 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if made:
         return PreparedDrafters((), DrafterNeeds.union(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
-    options = HeadOptions.of(speculation.drafter_options)
+    options = HeadOptions.parse(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
     drafters = tuple(drafter for drafter in found if drafter is not None)
-    options.check_read(drafter.name for drafter in drafters)
+    options.check_all_used_by(drafter.name for drafter in drafters)
     if options.draft_vocab_size is not None:
         options.num_draft_ids(read_model_config(target).vocab_size)
     if options.draft_vocab_corpus is not None:
@@ -164,24 +172,24 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
-        drafters = _distinct(names, drafters)
+        drafters = _without_duplicates(names, drafters)
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
-        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # copies repeated text at next to no cost
+        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-grams cost next to nothing and copy repeated text
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
-    layers = {layer for drafter in drafters if drafter.head is not None for layer in _boundaries_of(drafter.head, target, options)}
+    layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
 
 
-def _boundaries_of(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
-    """Return the target's layer boundaries that a head reads."""
-    return block_boundaries(head, target) if head.kind in BLOCK_KINDS else boundaries_of(head, target, options)
+def _read_layer_boundaries(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
+    """Return the layer boundaries of the target whose hidden states a head reads."""
+    return read_block_layer_boundaries(head, target) if head.kind in BLOCK_KINDS else read_eagle_layer_boundaries(head, target, options)
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     """Check that there is exactly one draft model for a draft adapter.
 
     Args:
-        directory: of the adapter; None = no adapter.
+        directory: directory of the adapter; None = no adapter.
         drafters: their names.
 
     Raises:
@@ -198,7 +206,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     raise ConfigError(f"draft_adapter is {directory!r}, and there are {count} draft models: name only the one it was made for")
 
 
-def _distinct(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
+def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
     """Return the drafters without the one of "auto" if another name resolves to the same.
 
     Raises:
@@ -230,7 +238,7 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     if name in ("auto", DRAFT_MODEL):
         return _find_embedded(name, target)
     own = HeadKind(name) if name in OWN_HEADS else None
-    path = target if own is not None else _resolve(name, token=token, offline=offline)
+    path = target if own is not None else _resolve_path(name, token=token, offline=offline)
     head = find_head(path, own, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
@@ -244,7 +252,9 @@ def _find_embedded(name: str, target: Path) -> PreparedDrafter:
     if (directory / "config.json").is_file():
         head = find_head(directory)
         if head is None:
-            return PreparedDrafter(DRAFT_MODEL, directory)
+            reason = too_large(directory, read_model_config(directory), read_model_config(target)) if name == "auto" else ""
+            notice = f"{directory} is not used: {reason} (--drafter {DRAFT_MODEL} uses it)"
+            return PreparedDrafter(NgramDrafter.name, notice=notice) if reason else PreparedDrafter(DRAFT_MODEL, directory)
         if name == "auto":
             return PreparedDrafter(head.kind.value, directory, head)
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
@@ -280,17 +290,21 @@ def _find_own_module(target: Path) -> HeadFiles | None:
     try:
         head = find_head(target, inside_target=True)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
-        return None  # loading the target reports an unreadable checkpoint
+        return None  # an unreadable checkpoint is reported when the target is loaded
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
-def _resolve(name: str, *, token: str | None, offline: bool) -> Path:
+def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     if is_head_file(name):
         return Path(name)
     try:
         return resolve(name, token=token, offline=offline, with_heads=True)
     except CheckpointError as error:
-        raise IncompatibleDrafterError(f"drafter {name!r} is neither one of {', '.join(NAMES)} nor a draft model: {error}") from error
+        close = get_close_matches(name, NAMES, 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise IncompatibleDrafterError(
+            f"drafter {name!r}{meant} is neither one of {', '.join(NAMES)} nor a draft model: {error}"
+        ) from error
 
 
 def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool = False) -> HeadFiles | None:
@@ -309,7 +323,7 @@ def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool =
         files = open_gguf_module(path)
     if files is None:
         return None
-    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # it works only with its own model
+    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # such a module works only with its own model
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_part):
         return None
     if kind not in (None, files.kind):

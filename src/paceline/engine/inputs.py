@@ -77,15 +77,9 @@ def split_chat_options(options: ChatOptions) -> tuple[dict[str, Any], RequestOpt
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts. A string, a list of ids or a mapping is one prompt, anything else a list of prompts.
-
-    Raises:
-        RequestError: the list is empty.
-    """
+    """Return a list of prompts. A string, a list of ids or a mapping is one prompt, anything else a list of prompts."""
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and not hasattr(prompts[0], "__len__")):
         return [cast(Prompt, prompts)]
-    if len(prompts) == 0:
-        raise RequestError("there is no prompt: give a string, a list of token ids, or a list of these", parameter="prompt")
     return cast(Sequence[Prompt], prompts)
 
 

@@ -1,6 +1,5 @@
 """Read the facts of a checkpoint from headers and tokenizer files; no weights are read, no heavy library is imported."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from paceline.errors import CheckpointError, library_errors, memory_errors
 from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
-from paceline.models.tensor_names import tensor_shapes
+from paceline.models.tensor_names import num_parameters
 from paceline.models.weights import Weights
 from paceline.small_files import TOKENIZER_BYTES, read_small
 from paceline.tokenizer.backend import TokenizerBackend
@@ -93,7 +92,7 @@ def read_checkpoint_facts(path: Path, max_model_len: int | None = None) -> Check
         config,
         weights,
         sum(file.stat().st_size for file in weight_files(path)),
-        sum(map(math.prod, tensor_shapes(config).values())),
+        num_parameters(config),
         f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
         read_tokenizer(path),
     )

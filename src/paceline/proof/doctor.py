@@ -15,7 +15,7 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.quantize import matrix_bits
+from paceline.models.quantize import mean_weight_bits
 from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -178,7 +178,7 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
             f"max_model_len is {question.max_model_len}, the model's limit is {found.target.config.max_positions}: lower max_model_len"
         )
     try:
-        options = HeadOptions.of(question.drafter_options)
+        options = HeadOptions.parse(question.drafter_options)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
@@ -204,12 +204,12 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
 
 def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions) -> None:
     for name in question.drafters:
-        found.drafters.append(examine_drafter(name, target, question, options, found.problems))
+        found.drafters.append(examine_drafter(name, target, question, options, found.problems, found.notes))
     for name in dict.fromkeys(name for name in question.drafters if question.drafters.count(name) > 1):
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
         try:
-            options.check_read(drafter.name for drafter in found.drafters)
+            options.check_all_used_by(drafter.name for drafter in found.drafters)
             check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
         except PacelineError as error:
             found.problems.append(str(error))
@@ -223,9 +223,9 @@ def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], ar
     """
     notes = []
     for drafter, name in zip(drafters, names, strict=True):
-        if drafter.head is not None and drafter.head.open_switches:
+        if drafter.head is not None and drafter.head.ambiguous_options:
             alone = {**arguments, "drafter": drafter.name if name == "auto" else name}
-            found = search_layout(drafter.head.open_switches, **alone)
+            found = search_layout(drafter.head.ambiguous_options, **alone)
             given = " ".join(f"--drafter-options {option}={_option_text(value)}" for option, value in found.items())
             notes += [f"the {drafter.name} head drafts better with {given}"] * bool(found)
     return notes
@@ -280,16 +280,19 @@ def _read_adapter(name: str, directory: Path, model: CheckpointFacts, read: Call
 
 
 def examine_drafter(
-    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str]
+    name: str, target: CheckpointFacts, question: DoctorOptions, options: HeadOptions, problems: list[str], notes: list[str]
 ) -> DrafterDiagnosis:
     """Return the facts of one drafter and whether it fits a target.
 
     Args:
         name: as `paceline run` takes it.
         problems: gets a line where it cannot work.
+        notes: gets a line where "auto" leaves a drafter out.
     """
     try:
         prepared = prepare_one(name, target.path, offline=True)
+        if prepared is not None and prepared.notice:
+            notes.append(prepared.notice)
         if prepared is None or prepared.path is None:
             return DrafterDiagnosis(name if prepared is None else prepared.name)
         if prepared.head is not None:
@@ -372,7 +375,7 @@ def _device(question: DoctorOptions) -> str:
 
 
 def _draft_quant(target: CheckpointFacts, question: DoctorOptions) -> QuantOptions | None:
-    bits = matrix_bits(target.weights, question.quantization)
+    bits = mean_weight_bits(target.weights, question.quantization)
     return draft_quant_options(question.draft_quantization, bits, device=_device(question))
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+from paceline.proof.measured_speedup import MeasuredSpeedup, measure_speedups
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCES = (0.5, 0.7, 0.9)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12)
+_PASS_REPEATS = 9
 _NUM_TEXTS, _PROMPT_WORDS, _TEXT_TOKENS = 4, 8, 24
 _NUM_DRAFT_TOKENS = 4
 _LAYOUT_TEXTS, _LAYOUT_TOKENS = 8, 48
@@ -62,6 +64,7 @@ class ProbeResult:
         peak_bytes: most memory this process ever held.
         predictions: one for each of `ACCEPTANCES`.
         trial: None without a drafter.
+        measured: speedups on new prose and on copying; none without a drafter.
         notices: of loading, and whether a head seems to be trained for another model.
     """
 
@@ -73,6 +76,7 @@ class ProbeResult:
     predictions: tuple[Prediction, ...]
     trial: Trial | None
     notices: tuple[str, ...]
+    measured: tuple[MeasuredSpeedup, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -88,6 +92,7 @@ class ProbeResult:
             ],
             "drafting_steps": 0 if self.trial is None else self.trial.num_steps,
             "drafting_steps_with_accepted": 0 if self.trial is None else self.trial.num_kept,
+            "measured": [one.as_dict() for one in self.measured],
             "notices": list(self.notices),
         }
 
@@ -122,11 +127,9 @@ def best_draft_length(acceptance_rate: float, pass_s: Mapping[int, float], draft
         pass_s: seconds by rows; 1 row and those of each draft length (drafts + 1).
         acceptance_rate, draft_s, proposal_s: as in `expected_speedup`.
     """
-    rows_in_order = sorted(pass_s)
-    # more rows never cost less: where they seem to, another program was running
-    pass_s = dict(zip(rows_in_order, accumulate((pass_s[rows] for rows in rows_in_order), max), strict=True))
+    pass_s = _rising(pass_s)
     best = Prediction(acceptance_rate, 0, 1.0)
-    for rows in rows_in_order[1:]:
+    for rows in sorted(pass_s)[1:]:
         speedup = expected_speedup(acceptance_rate, rows - 1, pass_s[1], pass_s[rows], draft_s, proposal_s)
         if speedup > best.speedup:
             best = Prediction(acceptance_rate, rows - 1, speedup)
@@ -149,15 +152,22 @@ def probe(**arguments: Any) -> ProbeResult:
     llm = LLM(**arguments)
     load_s = time.perf_counter() - start
     rows = (1, *(count + 1 for count in DRAFT_LENGTHS))
-    pass_s = time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len)
+    pass_s = _rising(time_passes(llm.runtime, llm.engine.cache, rows, max_model_len=llm.max_model_len, repeats=_PASS_REPEATS))
     model = getattr(llm.drafter, "model", llm.drafter)  # of a drafter that translates text
     runtime, cache = getattr(model, "runtime", None), getattr(model, "cache", None)
     draft_s = 0.0 if runtime is None or cache is None else time_passes(runtime, cache, (1,), max_model_len=llm.max_model_len)[1]
+    measured = measure_speedups(llm)
     trial = None if llm.drafter is None else _try_drafts(llm, llm.drafter)
     if trial is not None and draft_s == 0.0:
         draft_s = trial.draft_s
     notices = (*llm.notices, *_match_notice(llm.drafter, trial))
-    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices)
+    return ProbeResult(load_s, llm.numerics, pass_s, draft_s, _peak_bytes(), predict(pass_s, draft_s), trial, notices, measured)
+
+
+def _rising(pass_s: Mapping[int, float]) -> dict[int, float]:
+    """Return times that never fall: more rows never cost less, and where they seem to, another program was running."""
+    rows = sorted(pass_s)
+    return dict(zip(rows, accumulate((pass_s[one] for one in rows), max), strict=True))
 
 
 def _try_drafts(
@@ -207,7 +217,7 @@ def search_layout(switches: Sequence[tuple[str, Sequence[object]]], **arguments:
     """Try other values of the drafter options that a head's files leave open, one option after another.
 
     Args:
-        switches: options with the values to try, as of `open_switches`.
+        switches: options with the values to try, as of `ambiguous_options`.
         arguments: of `paceline.LLM`, with the head as the only drafter. The model is loaded once for each value.
 
     Returns:

@@ -19,7 +19,7 @@ from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
 from paceline.models.layers import ExpertMLP
-from paceline.models.quantize import schemes_for
+from paceline.models.quantize import quantization_schemes
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.probe import Prediction, best_draft_length
 from paceline.small_files import read_json
@@ -225,21 +225,19 @@ def suggest_drafters(
     suggested = []
     for drafter, method, location, parameters in found:
         quantization = model_quantization if method == DRAFT_MODEL else head_quantization
-        ends = None if costs is None else _predict(method, location, parameters, costs, quantization)
+        ends = None if costs is None else _predict(method, parameters, costs, quantization)
         suggested.append(SuggestedDrafter(drafter, method, location, parameters, ACCEPTANCE[method], *(ends or ())))
     return sorted(suggested, key=lambda one: 0.0 if one.slowest is None else -round(one.slowest.speedup, 2))
 
 
 def _predict(
-    method: str, location: str, parameters: float | None, costs: PassCosts, quantization: QuantOptions | None
+    method: str, parameters: float | None, costs: PassCosts, quantization: QuantOptions | None
 ) -> tuple[Prediction, Prediction] | None:
-    if parameters is None and location != "built_in":
+    if parameters is None:  # lookup brings what the text repeats, which no table knows; --probe measures it
         return None
-    pass_s = 0.0
-    if parameters is not None:
-        num_bytes = parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
-        num_bytes += costs.lm_head_bytes if method in _READS_LM_HEAD else 0.0
-        pass_s = _SMALL_NETWORK_FACTOR * num_bytes * costs.pass_s[1] / costs.row_bytes
+    num_bytes = parameters * (2.0 if quantization is None else quantization.bits / 8 + 2 / quantization.group)
+    num_bytes += costs.lm_head_bytes if method in _READS_LM_HEAD else 0.0
+    pass_s = _SMALL_NETWORK_FACTOR * num_bytes * costs.pass_s[1] / costs.row_bytes
     token_s, fixed_s = (0.0, _PROPOSE_S + pass_s) if method in _PARALLEL_METHODS else (pass_s, _PROPOSE_S)
     low, high = (best_draft_length(rate, costs.pass_s, token_s, fixed_s) for rate in (ACCEPTANCE[method].low, ACCEPTANCE[method].high))
     return low, high
@@ -261,7 +259,7 @@ def pass_costs(target: CheckpointFacts, quantization: QuantOptions | None, pass_
 
     Embeddings are not counted, because a pass looks up one row. Of experts only the chosen share is counted.
     """
-    schemes = {} if quantization is None else schemes_for(target.weights, quantization)
+    schemes = {} if quantization is None else quantization_schemes(target.weights, quantization)
     facts = {name: target.weights.info(name) for name in target.weights}
     sizes = {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
     tables = {"layer_embedding.weight", *(() if target.config.tied_embeddings else ("embedding.weight",))}
@@ -272,7 +270,7 @@ def pass_costs(target: CheckpointFacts, quantization: QuantOptions | None, pass_
 def _read_share(name: str, config: ModelConfig) -> float:
     match = _EXPERT.match(name)
     mlp = config.layers[int(match[1])].mlp if match is not None else None
-    return mlp.routing.num_chosen / mlp.routing.num_experts if isinstance(mlp, ExpertMLP) else 1.0
+    return mlp.routing.num_experts_per_token / mlp.routing.num_experts if isinstance(mlp, ExpertMLP) else 1.0
 
 
 def model_names(model: str, path: Path | None) -> tuple[str, ...]:

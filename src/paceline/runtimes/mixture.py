@@ -1,6 +1,6 @@
 """X-LoRA, a mixture of LoRA adapters: a pass with constant weights (the scaling pass) decides how much each adapter counts in a row.
 
-The scaling pass runs only the rows with such an adapter, before the real pass, and has keys and values of its own. Its final hidden
+The scaling pass runs only the rows with such an adapter, before the pass for logits, and has keys and values of its own. Its final hidden
 states go through the mixture's classifier. The result, a row's scalings, multiplies the output of each adapter's down projection.
 
 Source: Buehler and Buehler 2024, "X-LoRA"; PEFT 0.21, `XLoraClassifier` and `XLoraLayer.get_maybe_topk_scalings`.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
-from paceline.models.adapters.adapter import Adapter, Mixture
+from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange
 
@@ -30,7 +30,7 @@ class Classifier(ABC):
         pass_scaling: the constant scaling during the scaling pass; 0 = that pass runs without adapters.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: XLoraMixture) -> None:
         self._mixture, self.pass_scaling = mixture, mixture.pass_scaling
 
     @abstractmethod
@@ -38,12 +38,12 @@ class Classifier(ABC):
         """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
 
     def constant(self, num_rows: int) -> FloatArray:
-        """Return the scalings [rows, L * K] of a scaling pass."""
+        """Return the constant scalings [rows, L * K] that adapters have in the scaling pass (L layers, K adapters)."""
         return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
 
-    @np.errstate(over="ignore", invalid="ignore")  # rows that are not finite are reported after the pass
+    @np.errstate(over="ignore", invalid="ignore")  # rows with NaN or infinity are reported after the pass
     def scalings(self, hidden_states: Any) -> FloatArray:
-        """Return the scalings [rows, L * K] of the real pass."""
+        """Return the scalings [rows, L * K] of the adapters in the pass that computes logits, from the scaling pass's hidden states."""
         mixture, found = self._mixture, self.logits(hidden_states)
         num_rows, width = found.shape
         found = found.reshape(-1, mixture.num_layers, mixture.num_adapters)
@@ -65,8 +65,8 @@ def row_scalings(
     """Run the scaling pass of a batch and return the scalings of its rows; no pass if no row has a mixture.
 
     Args:
-        classifiers: of all loaded mixtures, by adapter number.
-        inputs, batch: of the real pass.
+        classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
+        inputs, batch: of the pass that computes logits.
         run_pass: runs the scaling pass from inputs, rows and constant scalings; returns hidden states [rows, E].
     """
     ranges, taken, rows, start = list[RowRange](), list[NDArray[np.int32]](), dict[int, list[NDArray[np.int32]]](), 0
@@ -86,17 +86,17 @@ def row_scalings(
     return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in own_rows.items()}
 
 
-def check_supports_mixtures(config: ModelConfig) -> None:
+def check_supports_xlora(config: ModelConfig) -> None:
     """Raise ConfigError if the model's layers cannot run a scaling pass."""
-    if config.recurrents:
+    if config.recurrent_layers:
         raise ConfigError(
             "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
         )
 
 
-def check_mixture_enabled(network: Network, adapter: Adapter) -> None:
+def check_xlora_enabled(network: Network, adapter: Adapter) -> None:
     """Raise ConfigError if `adapter` is a mixture and the network has no cache for scaling passes."""
-    if adapter.mixture is not None and not network.supports_mixtures:
+    if adapter.mixture is not None and not network.supports_xlora:
         raise ConfigError(
             f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is planned when a model is opened: give it, "
             "or another X-LoRA adapter, in adapters= (--adapter) then"

@@ -170,7 +170,8 @@ def _message(service: Service, fields: MessagesFields) -> "_Message":
     limit = token_limit("max_tokens", fields.max_tokens)
     form = fields.output_config.format if fields.output_config is not None else None
     grammar = None if form is None else schema_grammar("output_config.format", form.json_schema, service.settings)
-    params = sampling_params(fields, service.settings, max_tokens=limit, stop=fields.stop_sequences, grammar=grammar)
+    defaults = service.sampling_defaults.chat
+    params = sampling_params(fields, service.settings, defaults, max_tokens=limit, stop=fields.stop_sequences, grammar=grammar)
     request = _chat_request(fields, service, params, adapter, takes_the_rest=limit is None)
     return _Message(service, fields, request)
 

@@ -29,6 +29,7 @@ from paceline.server.responses import response_routes
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
 from paceline.server.token_texts import TokenTexts
+from paceline.server.unserved import unserved_routes
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> FastAPI:
@@ -66,6 +67,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings | None = None) -> F
         ollama_routes,
         adapter_routes,
         state_routes,
+        unserved_routes,
     ):
         app.include_router(routes(service))
     app.include_router(page_routes())

@@ -27,7 +27,8 @@ from paceline.server.service import LATEST, Service
 from paceline.server.settings import ServerSettings
 
 API_VERSION = "0.12.11"  # the release whose dialect this is; clients compare it with the one that brought a feature
-_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's
+DOCUMENTED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Ollama's defaults."""
 _SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
@@ -225,7 +226,7 @@ def _sampling(fields: RequestFields) -> SamplingFields:
     given = {name: value for name in _SAME_NAMES if (value := getattr(options, name)) is not None}
     if given.get("seed") == -1:
         del given["seed"]  # a fresh one
-    return SamplingFields(**{**_DEFAULTS, **given}, repetition_penalty=options.repeat_penalty, speculation=fields.speculation)
+    return SamplingFields(**given, repetition_penalty=options.repeat_penalty, speculation=fields.speculation)
 
 
 def _generation(fields: RequestFields, service: Service, adapter: str | None) -> dict[str, Any]:
@@ -234,9 +235,11 @@ def _generation(fields: RequestFields, service: Service, adapter: str | None) ->
     if options.num_ctx is not None and not 1 <= options.num_ctx <= longest:
         fields.ignore("options.num_ctx")  # Ollama's clients send one of their own, and Ollama clamps it
     limit, sampling = token_limit("options.num_predict", options.num_predict, unlimited=(0, -1, -2)), _sampling(fields)
+    is_raw = isinstance(fields, GenerateFields) and bool(fields.raw)
     params = sampling_params(
         sampling,
         service.settings,
+        service.sampling_defaults.completion(DOCUMENTED) if is_raw else service.sampling_defaults.chat,
         max_tokens=limit,
         stop=options.stop,
         grammar=_grammar(fields, service),

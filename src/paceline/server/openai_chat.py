@@ -154,7 +154,7 @@ class TextFields(FormFields):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def params(self, settings: ServerSettings, max_tokens: int | None, **more: Any) -> SamplingParams:
+    def params(self, settings: ServerSettings, defaults: Mapping[str, Any], max_tokens: int | None, **more: Any) -> SamplingParams:
         """Return how tokens are chosen, with the errors of `sampling_params` and `form`."""
         form = self.form(settings)
         own: dict[str, Any] = {
@@ -163,7 +163,7 @@ class TextFields(FormFields):
             "include_stop": bool(self.include_stop_str_in_output),
             "grammar": form and form[1],
         }
-        return sampling_params(self, settings, max_tokens=max_tokens, **own, **more)
+        return sampling_params(self, settings, defaults, max_tokens=max_tokens, **own, **more)
 
     def check_prompt_logprobs(self) -> None:
         """Raise HttpError if log-probabilities of the prompt are requested of a stream."""
@@ -233,6 +233,7 @@ def _chat(service: Service, fields: ChatFields) -> "_Chat":
         template_options=_template_options(fields, service),
         params=fields.params(
             service.settings,
+            service.sampling_defaults.chat,
             limit,
             logprobs=num_top_logprobs(logprobs=fields.logprobs, top_logprobs=fields.top_logprobs),
             prompt_logprobs=fields.prompt_logprobs,

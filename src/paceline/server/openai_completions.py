@@ -20,6 +20,8 @@ from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
 
+DOCUMENTED = {"temperature": 1.0}
+"""OpenAI's default."""
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
@@ -70,6 +72,7 @@ def _completion(service: Service, fields: CompletionFields) -> "_Completion":
     check_prediction(fields.prediction, is_read=service.reads_predictions)
     params = fields.params(
         settings,
+        service.sampling_defaults.completion(DOCUMENTED),
         1 if limit == 0 else limit,  # a pass over the prompt always ends with a token, which is then not shown
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if fields.echo and fields.prompt_logprobs is None else fields.prompt_logprobs,

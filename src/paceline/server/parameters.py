@@ -9,9 +9,9 @@ from paceline.server.errors import HttpError, invalid, unsupported
 from paceline.server.fields import SamplingFields
 from paceline.server.settings import ServerSettings
 
-DEFAULT_TEMPERATURE = 1.0  # OpenAI's and Anthropic's
 MAX_BIASES = 1024
 _SAME_NAMES = (
+    "temperature",
     "top_p",
     "top_k",
     "min_p",
@@ -28,6 +28,7 @@ _SAME_NAMES = (
 def sampling_params(
     fields: SamplingFields,
     settings: ServerSettings,
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
     n: int | None = None,
@@ -37,6 +38,7 @@ def sampling_params(
     """How the tokens of a request are chosen.
 
     Args:
+        defaults: of parameters that the request leaves open.
         max_tokens: None = as many as fit; see `generation.GenerationRequest.takes_the_rest`.
         n: None = one.
         stop: empty texts are left out.
@@ -47,15 +49,14 @@ def sampling_params(
     """
     stops = [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
     _check_limits(fields, settings, n, stops)
-    given: dict[str, Any] = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
+    given: dict[str, Any] = dict(defaults) | {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.seed is not None:
         check_range("seed", fields.seed, -(2**63), 2**64 - 1)
         given["seed"] = fields.seed % 2**64
     if fields.logit_bias:
         given["logit_bias"] = _biases(fields.logit_bias)
-    temperature = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
     limit = MAX_INT if max_tokens is None else max_tokens
-    return SamplingParams(**given, **more, temperature=temperature, n=1 if n is None else n, stop=stops, max_tokens=limit)
+    return SamplingParams(**given, **more, n=1 if n is None else n, stop=stops, max_tokens=limit)
 
 
 def token_limit(name: str, *limits: int | None, low: int = 1, unlimited: Sequence[int] = (-1,)) -> int | None:

@@ -162,7 +162,14 @@ def _response(service: Service, fields: ResponsesFields) -> "_Response":
         **tool_choice(fields.tool_choice, checked_tools(fields.tools, service.settings), within=""),
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         template_options=service.chat.thinking_options(fields, effort=None if fields.reasoning is None else fields.reasoning.effort),
-        params=sampling_params(fields, service.settings, max_tokens=limit, stop=fields.stop, grammar=_grammar(fields, service.settings)),
+        params=sampling_params(
+            fields,
+            service.settings,
+            service.sampling_defaults.chat,
+            max_tokens=limit,
+            stop=fields.stop,
+            grammar=_grammar(fields, service.settings),
+        ),
         options=request_options(fields, adapter=adapter),
         takes_the_rest=limit is None,
     )

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError
 from paceline.parsing.registry import check_parser_names
+from paceline.sampling.params import SamplingParams
 from paceline.server.admission import AdmissionControl
 from paceline.server.app import create_app
 from paceline.server.connection import connection_class
@@ -48,7 +49,9 @@ def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, qui
                 say(notice)
             app = create_app(engine, settings)
             if not quiet:
+                defaults = engine.loaded.sampling_defaults
                 say(engine.loaded.banner)
+                say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
                 say(engine.loaded.cache_banner)
             serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
         finally:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
+from paceline.sampling.defaults import SamplingDefaults
 from paceline.server.admission import AdmissionControl
 from paceline.server.chat import ChatService
 from paceline.server.errors import HttpError
@@ -61,6 +62,11 @@ class Service:
     def is_own_name(self, name: str) -> bool:
         """Whether a name means the model itself in some dialect: Ollama's may end with a tag."""
         return name.removesuffix(LATEST) == self.model.removesuffix(LATEST)
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling parameters for requests that leave them open."""
+        return self.engine.loaded.sampling_defaults
 
     @property
     def drafters(self) -> Collection[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 
-MIN_KEY_LEN = 16
+MIN_KEY_LEN = 8
+SAFE_KEY_LEN = 16
 MAX_KEY_LEN = 512
 MAX_KEY_FILE_BYTES = 1_000_000
 MAX_HEAD_BYTES = 16_384
@@ -129,6 +130,14 @@ class ServerSettings:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def notices(self) -> list[str]:
+        """Lines for the person who starts the server."""
+        shortest = min(map(len, self.api_keys), default=SAFE_KEY_LEN)
+        if shortest >= SAFE_KEY_LEN:
+            return []
+        return [f"a key has {shortest} characters: use {SAFE_KEY_LEN} or more where others can reach the server"]
 
     @property
     def max_body_bytes(self) -> int:

@@ -17,7 +17,7 @@ FREE_PREFILL_TOKENS = 16
 """Tokens whose prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
 MAX_CATCH_UP_TOKENS = 128
 """Most tokens that a lookup drafter reads in `has_candidates`; `propose` reads longer texts."""
-NEW_SAMPLE_WEIGHT = 0.25  # of the running average of prefill times
+NEW_SAMPLE_WEIGHT = 0.25  # weight of a new sample in the running average of prefill times
 RESERVED_NAMES = ("none", "auto", "grammar")
 
 
@@ -31,8 +31,8 @@ class DraftBudget:
         layout: how the tree is laid out in the cache, which decides the rows of a branch (`num_rows` of kv_cache/row_plan.py).
         needs_draft_probs: whether tokens must be drawn from the drafter's distribution, for `acceptance="rejection"`: with `draft` noise
             (`paceline.sampling.residual.draw_distinct`), not the target's, and with the distributions in `DraftTree.draft_probs`.
-        min_reach: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length must
-            not depend on the tokens drawn.
+        min_path_prob: probability of a path below which a further token costs more time than it saves. 0 for drawn drafts, whose length
+            must not depend on the tokens drawn.
         rate_of: returns the acceptance rate of tokens with this probability under the drafter; None = they are equal.
     """
 
@@ -40,7 +40,7 @@ class DraftBudget:
     max_depth: int
     layout: TreeLayout = TreeLayout.PATHS
     needs_draft_probs: bool = False
-    min_reach: float = 0.0
+    min_path_prob: float = 0.0
     rate_of: Callable[[float], float] | None = None
 
     @property
@@ -67,7 +67,7 @@ class DrafterNeeds:
 
     @classmethod
     def union(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
-        """Return what several drafters need together."""
+        """Return the union of what several drafters need."""
         layers = {layer for drafter in drafters for layer in drafter.needs.layers}
         return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
 
@@ -109,7 +109,7 @@ class CommittedRows:
     collected_hidden_states: FloatArray | None = None
 
     def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
-        """Return the rows with a part of the collected layer boundaries, in the order of `wanted`."""
+        """Return the rows with the hidden states of the layer boundaries `wanted` only, in that order."""
         if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
             return self
         indices = [collected.index(layer) for layer in wanted]
@@ -127,7 +127,7 @@ class PrefillTime:
         self.token_s = token_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add a measurement; one of few tokens is ignored."""
+        """Add a measured prefill time to the running average; a short prefill is ignored."""
         if num_tokens > FREE_PREFILL_TOKENS:
             token_s = seconds / num_tokens
             self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
@@ -168,19 +168,19 @@ class RequestState(Generic[StateT]):
 
     def get(self, request: Request) -> StateT | None:
         """Return the state of a request, or None."""
-        state: StateT | None = request.drafting.get(self)
+        state: StateT | None = request.drafter_states.get(self)
         return state
 
     def __getitem__(self, request: Request) -> StateT:
-        state: StateT = request.drafting[self]
+        state: StateT = request.drafter_states[self]
         return state
 
     def __setitem__(self, request: Request, state: StateT) -> None:
-        request.drafting[self] = state
+        request.drafter_states[self] = state
 
     def pop(self, request: Request) -> StateT | None:
         """Remove and return the state of a request, or None."""
-        state: StateT | None = request.drafting.pop(self, None)
+        state: StateT | None = request.drafter_states.pop(self, None)
         return state
 
 
@@ -206,7 +206,7 @@ class Drafter(ABC):
         """Return a tree under each request's last token, or None for no draft. Trees that exceed the budget are trimmed."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Take the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
+        """Receive the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
 
     def has_candidates(self, request: Request) -> bool:
         """Return whether there may be a draft. Called in every step, so it must take microseconds."""

@@ -67,11 +67,11 @@ class Proposer:
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        # names are read once, because a property of a drafter may raise later
+        # read once, because a drafter's property may raise later
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._pauses: dict[str, FailurePause] = {}  # by name of a drafter that failed the last time it was called
+        self._pauses: dict[str, FailurePause] = {}  # per drafter whose last call failed
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
@@ -87,14 +87,14 @@ class Proposer:
         with self._guard:
             reason = policy.begin_step(batch)
         for rows in batch:
-            rows.skip_reason, rows.limit = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
+            rows.skip_reason, rows.max_budget = self._skip_reason_or_budget(rows, policy, is_rejection=is_rejection)
             with self._guard:
                 constrain_draft(rows)
         if reason is None:
             for name, drafter in self._drafters:
                 self._call_drafter_guarded(name, drafter, batch, policy, max_rows)
         for rows in batch:
-            if rows.limit is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
+            if rows.max_budget is not None and rows.skip_reason is None and rows.num_draft_tokens == 0:
                 rows.skip_reason = reason or SkipReason.NO_MATCH
             with self._guard:
                 constrain_draft(rows)
@@ -159,7 +159,7 @@ class Proposer:
             elif not drafter.has_candidates(rows.request):
                 rows.skip(SkipReason.NO_MATCH)
             else:
-                rows.budget = rows.limit
+                rows.budget = rows.max_budget
         if all(rows.budget is None for rows in batch):
             return False
         policy.plan(batch, drafter, max_rows)
@@ -181,7 +181,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # its time is no measure of later drafts
+        if not has_prefill:  # a call that prefills does not measure the time of later drafts
             policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 
@@ -192,7 +192,7 @@ def _may_draft(rows: RequestRows, name: str) -> bool:
     A drawn draft is final. To replace it depending on the tokens drawn would change the distribution that rejection sampling preserves.
     """
     is_drawn = rows.tree is not None and bool(rows.tree.draft_probs)
-    return rows.limit is not None and rows.request.drafter in (None, name) and not is_drawn
+    return rows.max_budget is not None and rows.request.drafter in (None, name) and not is_drawn
 
 
 def fit_rows(batch: Sequence[RequestRows], available: int) -> None:

@@ -16,7 +16,7 @@ from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.noise import Purpose, step_uniform
 from paceline.sampling.residual import TokenProbs, acceptance, block_threshold, excess, residual
-from paceline.speculation.commit import FinishLookahead
+from paceline.speculation.commit import FinishCheck
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree, Proposal
 from paceline.speculation.verify import VerifyResult, verify
@@ -66,7 +66,7 @@ def verify_rejection(tree: DraftTree, logits: FloatArray, request: Request) -> V
     def target_probs(node: int, path: Sequence[int]) -> TokenProbs:
         return TokenProbs.from_distribution(request.processor.process(logits[node], path))
 
-    return RejectionSampler(tree, target_probs, lambda: FinishLookahead(request), SeededDecisions(request)).verify()
+    return RejectionSampler(tree, target_probs, lambda: FinishCheck(request), SeededDecisions(request)).verify()
 
 
 class RejectionSampler:
@@ -74,7 +74,7 @@ class RejectionSampler:
 
     Args:
         target_probs: (node, tokens from the root to it, root excluded) -> the target's distribution of the next token.
-        new_lookahead: returns a look-ahead for the token that finishes the request; nothing after it is accepted.
+        new_finish_check: returns a check for the token that finishes the request; nothing after it is accepted.
         decisions: tests enumerate them instead of drawing.
     """
 
@@ -82,16 +82,16 @@ class RejectionSampler:
         self,
         tree: DraftTree,
         target_probs: Callable[[int, Sequence[int]], TokenProbs],
-        new_lookahead: Callable[[], FinishLookahead],
+        new_finish_check: Callable[[], FinishCheck],
         decisions: SeededDecisions,
     ) -> None:
         self._tree, self._target_probs, self._decisions = tree, target_probs, decisions
-        self._new_lookahead, self._lookahead = new_lookahead, new_lookahead()
+        self._new_finish_check, self._finish_check = new_finish_check, new_finish_check()
         self._accepted: list[int] = []
         self._token_ids: list[int] = []
 
     def verify(self) -> VerifyResult:
-        """Return the accepted nodes and the tokens."""
+        """Verify the tree; return the accepted nodes and the tokens."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:
@@ -99,7 +99,7 @@ class RejectionSampler:
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
     def _verify_children(self, node: int) -> int | None:
-        """Add the token after `node`; return the accepted child, or None at the end."""
+        """Accept a child of `node` or draw another token; return the accepted child, or None at the end."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
@@ -111,16 +111,16 @@ class RejectionSampler:
         draft = tree.draft_probs.get(node)
         if draft is None:
             token = self._decisions.draw(target, depth)
-            return self._add(token, tree.child(node, token))
+            return self._append_token(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # the drafter had no further token with a probability above 0
+            if draft is None:  # no further token had a probability above 0
                 break
             if self._decisions.accepts(acceptance(target, draft, token), depth, index):
-                return self._add(token, child)
+                return self._append_token(token, child)
             target = residual(target, excess(target, draft))
             draft = draft.without(token)
-        return self._add(self._decisions.draw(target, depth), None)
+        return self._append_token(self._decisions.draw(target, depth), None)
 
     def _verify_block(self, length: int) -> int | None:
         """Accept the longest prefix of `length` drawn tokens; return the last node if that is all of them.
@@ -133,7 +133,7 @@ class RejectionSampler:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # the row may never be needed: verify only the tokens before it
+            except BaseException as error:  # an invalid row may never be needed: verify only the tokens before it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -148,22 +148,22 @@ class RejectionSampler:
         is_whole = self._decisions.accepts(share, length - 1, 0)
         node: int | None = 0
         for child in range(1, (length if is_whole else num_kept) + 1):
-            node = self._add(tree.token_ids[child], child)
-        return node if is_whole else self._add(self._decisions.draw(residual(after, left), num_kept), None)
+            node = self._append_token(tree.token_ids[child], child)
+        return node if is_whole else self._append_token(self._decisions.draw(residual(after, left), num_kept), None)
 
     def _block_length(self) -> int:
         """Return the number of drawn tokens from the root on, up to the one that finishes the request."""
-        length, lookahead = 0, self._new_lookahead()
+        length, lookahead = 0, self._new_finish_check()
         while length in self._tree.draft_probs:
             length += 1
             if lookahead.finishes_with(self._tree.token_ids[length]):
                 break
         return length
 
-    def _add(self, token_id: int, child: int | None) -> int | None:
-        """Add a token; return `child` if verification goes on there."""
+    def _append_token(self, token_id: int, child: int | None) -> int | None:
+        """Append a token to the result; return `child` if verification goes on there, else None."""
         self._token_ids.append(token_id)
-        if child is None or self._lookahead.finishes_with(token_id):
+        if child is None or self._finish_check.finishes_with(token_id):
             return None
         self._accepted.append(child)
         return child

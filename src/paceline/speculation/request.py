@@ -47,7 +47,7 @@ class StopMatcher(Protocol):
         """Add a token; return whether a stop string is complete."""
 
     def finish(self) -> str:
-        """Return the whole text, after which no token follows."""
+        """End the text, as no token follows, and return all of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +70,8 @@ class Request:
         has_mixture_pass: whether the adapter is an X-LoRA one, with which each row runs twice.
         error: why it failed. No other request is affected.
         draft_histories: by drafter, what the policy learned about drafts for this request.
-        origins: of each output token.
-        drafting: per-request state of drafters (`speculation.drafter.RequestState`).
+        origins: origin of each output token.
+        drafter_states: per-request state of drafters (`speculation.drafter.RequestState`).
     """
 
     token_ids: list[int]
@@ -98,7 +98,7 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     draft_histories: dict[str, DraftHistory] = field(default_factory=dict)
     origins: list[TokenOrigin] = field(default_factory=list)
-    drafting: dict[object, Any] = field(default_factory=dict)
+    drafter_states: dict[object, Any] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
 
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether tokens may be drafted for it; otherwise no drafter sees its rows."""
+        """Whether drafts are allowed. If not, drafters are not even shown the rows of the request."""
         return self.num_speculative_tokens != 0
 
     def limit_draft(self, row_budget: int, max_depth: int) -> tuple[int, int]:

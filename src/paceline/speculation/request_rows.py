@@ -28,7 +28,7 @@ class RequestRows:
         num_new_tokens: tokens of the request that run; 1 while decoding, more for a chunk of the prompt.
         tree: draft under the last token; None for a chunk that ends before the last token, which emits nothing.
         skip_reason: why there is no draft.
-        limit: most that may be drafted in this step; None = nothing.
+        max_budget: most that may be drafted for the request in this step; None = nothing.
         budget: what the drafter being called may draft; None = nothing.
         expected_tokens: number of tokens the request was expected to emit when its draft was chosen; None = unknown.
         expected_speedup: expected speedup of the whole step over one without drafts; for a plain step, that of the best draft.
@@ -47,7 +47,7 @@ class RequestRows:
     num_new_tokens: int
     tree: DraftTree | None
     skip_reason: SkipReason | None = None
-    limit: DraftBudget | None = None
+    max_budget: DraftBudget | None = None
     budget: DraftBudget | None = None
     expected_tokens: float | None = None
     expected_speedup: float | None = None
@@ -102,7 +102,7 @@ class RequestRows:
         return () if self.tree is None else range(self.root, end)
 
     def set_output(self, output: PlanOutput, logits: FloatArray) -> None:
-        """Take the request's part of the pass's output.
+        """Store the request's part of the output of the whole pass.
 
         Args:
             logits: [R, V] of the whole pass, without padding ids.
@@ -122,7 +122,11 @@ class RequestRows:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
-        """Set what is left of a draft of `num_before` tokens, and count the dropped ones."""
+        """Replace the draft, which had `num_before` tokens, by what is left of it, and count the tokens dropped.
+
+        Args:
+            reason_if_empty: why the step is plain if nothing is left.
+        """
         num_left = 0 if tree is None else tree.num_draft_tokens
         self.request.stats.num_dropped_tokens += max(0, num_before - num_left)
         if tree is not None and num_left > 0:
@@ -131,11 +135,11 @@ class RequestRows:
             self.drop_draft(reason_if_empty)
 
     def drop_draft(self, reason: SkipReason) -> None:
-        """Make the request's step a plain one."""
+        """Drop the draft, so that the request's step is a plain one, and record the reason."""
         self.tree, self.skip_reason = DraftTree.root_only(self.request.token_ids[-1]), reason
 
     def skip(self, reason: SkipReason) -> None:
-        """Set why the drafter being called does not draft. NO_MATCH is replaced by the reason of a later drafter, others are kept."""
+        """Record why a drafter does not draft. A later drafter's reason replaces NO_MATCH, but no other one."""
         self.budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):
             self.skip_reason = reason

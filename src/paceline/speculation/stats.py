@@ -108,7 +108,7 @@ class SpeculationStats:
             self.num_accepted_tokens_by_position[index] += 1
 
     def add(self, other: "SpeculationStats") -> None:
-        """Add another request's counters to these."""
+        """Add the counters of another request."""
         self._extend_positions(len(other.num_draft_tokens_by_position))
         for name in (own.name for own in fields(self)):
             value, added = getattr(self, name), getattr(other, name)
@@ -120,7 +120,7 @@ class SpeculationStats:
             self.skip_counts[reason] += count
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
+        """Return the values as a dictionary that JSON can hold."""
         return {
             "acceptance": self.acceptance,
             "steps": self.steps,
@@ -167,7 +167,7 @@ class StepRecord:
     expected_speedup: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
+        """Return the values as a dictionary that JSON can hold."""
         values: dict[str, Any] = {own.name: getattr(self, own.name) for own in fields(self)}
         for name, value in values.items():
             if isinstance(value, tuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from paceline.errors import is_interrupt
 from paceline.runtimes.base import FloatArray
 from paceline.sampling.path_sampler import PathRequest, SampledPath
-from paceline.speculation.commit import FinishLookahead, cannot_finish
+from paceline.speculation.commit import FinishCheck, cannot_finish
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
@@ -46,7 +46,7 @@ def verify(tree: DraftTree, logits: FloatArray, request: Request, path: SampledP
     """
     if path is not None:
         return _cut_at_finish(path, request)
-    lookahead, node = FinishLookahead(request), 0
+    lookahead, node = FinishCheck(request), 0
     accepted, token_ids = list[int](), list[int]()
     while True:
         try:
@@ -78,6 +78,6 @@ def _cut_at_finish(path: SampledPath, request: Request) -> VerifyResult:
     token_ids, nodes = path
     count = len(nodes)
     if nodes and not cannot_finish(request, token_ids[:-1]):
-        lookahead = FinishLookahead(request)
+        lookahead = FinishCheck(request)
         count = next((index for index, token in enumerate(token_ids[:-1]) if lookahead.finishes_with(token)), count)
     return VerifyResult(tuple(nodes[:count]), tuple(token_ids[: count + 1]))

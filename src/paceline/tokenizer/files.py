@@ -32,6 +32,13 @@ def open_pretrained(directory: Path) -> Any:
         return kind.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
 
 
+def holds_template_file(directory: Path) -> bool:
+    """Return whether a directory has files that hold a chat template, without opening the tokenizer."""
+    if any(is_file(directory / name) for name in ("chat_template.jinja", "chat_template.json")) or (directory / _TEMPLATES).is_dir():
+        return True
+    return bool((read_json(directory / "tokenizer_config.json", TOKENIZER_BYTES) or {}).get("chat_template"))
+
+
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Silence the note of transformers that its models cannot run without torch; they are not used here."""
@@ -62,9 +69,9 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
     _check_added(added if isinstance(added, dict) else (), directory)
-    if added is None:  # then transformers takes them from tokenizer.json
+    if added is None:  # transformers takes the added tokens from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
-        with suppress(ValueError, RecursionError):  # the tokenizers library reports these when it reads the file
+        with suppress(ValueError, RecursionError):  # the tokenizers library reports damaged JSON when it reads the file
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings

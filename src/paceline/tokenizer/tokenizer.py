@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError, RequestError, library_errors, memor
 from paceline.tokenizer.backend import TokenizerBackend
 from paceline.tokenizer.chat_template import ChatTemplate
 from paceline.tokenizer.control_text import ControlTexts
-from paceline.tokenizer.files import open_pretrained
+from paceline.tokenizer.files import holds_template_file, open_pretrained
 from paceline.tokenizer.gguf import GgufTokenizer, read_gguf_tokenizer
 
 _MAX_WINDOW_TOKENS = 32
@@ -271,12 +271,25 @@ def _num_open_bytes(pieces: Sequence[str]) -> int:
         if not _BYTE_PIECE.fullmatch(piece):
             break
         run.insert(0, _byte(piece))
-    _, num_closed = utf_8_decode(run, "replace", False)  # False: more bytes may follow
+    _, num_closed = utf_8_decode(run, "replace", False)  # False: an incomplete character at the end is not consumed
     return len(run) - num_closed
 
 
 def _byte(piece: str) -> int:
     return int(piece[3:5], 16)
+
+
+def holds_chat_template(path: Path) -> bool:
+    """Return whether the files of a checkpoint hold a chat template, without opening its tokenizer.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        from paceline.models.gguf.file import open_gguf
+
+        return any(name.startswith("tokenizer.chat_template") for name in open_gguf(path).metadata)
+    return holds_template_file(path)
 
 
 class _GgufPretrained:
@@ -309,8 +322,8 @@ class IncrementalDetokenizer:
         self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
-        self._read_from = 0  # index in the window of the first token whose text is not returned yet
-        self._num_returned = 0  # number of characters of the window's text that are returned
+        self._read_from = 0  # index in the window of the first token whose text was not returned yet
+        self._num_returned = 0  # number of characters of the window's text that were returned
         self._parts: list[str] = []
 
     def copy(self) -> "IncrementalDetokenizer":
@@ -353,7 +366,7 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # special tokens are excluded when the window is filled
 
     def _num_open(self, text: str) -> int:
         """Return the number of characters at the end that the next token may change: incomplete bytes, or a replacement character."""

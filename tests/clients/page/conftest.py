@@ -88,20 +88,25 @@ def browser(chromium: str) -> Iterator[Any]:
         browser.close()
 
 
+def is_problem(message: Any) -> bool:
+    """Whether a line of the console is an error or a warning of the page's, not Playwright's own about what these tests forbid."""
+    return message.type in ("error", "warning") and "blocked by Playwright" not in message.text
+
+
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """Opens pages; at the end nothing may have gone wrong in them, and nobody but their server may have been asked."""
     contexts, problems = [], []
 
     def open_page(url: str, *, expects_faults: bool = False, **options: Any) -> Any:
-        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, "service_workers": "block", **options})
         contexts.append(context)
         context.set_default_timeout(20_000)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith(f"{url}/") else problems.append(request.url))
         if not expects_faults:
-            page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
+            page.on("console", lambda message: problems.append(message.text) if is_problem(message) else None)
         page.goto(url)
         page.get_by_role("heading", name="paceline").wait_for()
         return page

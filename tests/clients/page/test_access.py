@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import Step, script, scripted_stream, send, wait
+from harness.page_driver import Step, open_settings, script, scripted_stream, send, show_tokens, wait
 
-NARROW = {"viewport": {"width": 360, "height": 740}}
+NARROW = {"viewport": {"width": 390, "height": 844}}
 LONG: Sequence[Step] = [
     (["W" * 90], [], 0),
     ([" long", "est" * 30, " of", " all"], [" long", "est" * 30, " of", " them"], 3),
-    (["\n```\n", "code_" * 40, "\n```\n"], [], 0),
+    (["\n```python\n", "def code_(): # " + "code_" * 40 + "\n    return 'text', 12, None", "\n```\n"], [], 0),
     (["https://example.com/" + "a" * 120], [], 0),
     (["\n\n| a | b | c |\n|---|---|---|\n| " + "wide " * 9 + "| " + "b" * 60 + " | c |\n"], [], 0),
 ]
@@ -31,7 +31,7 @@ CONTRASTS = """nodes => nodes.map(node => {
   const both = [luminance(getComputedStyle(node).color), luminance(getComputedStyle(ground).backgroundColor)].sort((a, b) => b - a);
   return [node.textContent.trim().slice(0, 30), (both[0] + 0.05) / (both[1] + 0.05)];
 })"""
-TOO_WIDE = """nodes => nodes.filter(node => !node.closest('.scrolls, .strip') && node.getBoundingClientRect().right > 360.5)
+TOO_WIDE = """nodes => nodes.filter(node => !node.closest('.scrolls, .strip, pre') && node.getBoundingClientRect().right > 390.5)
   .map(node => node.outerHTML)"""
 # its label, its aria-label, or the text of it that is read out
 NAMELESS = """nodes => nodes.filter(node => {
@@ -39,25 +39,35 @@ NAMELESS = """nodes => nodes.filter(node => {
   for (const hidden of copy.querySelectorAll("[aria-hidden=true]")) hidden.remove();
   return !(node.ariaLabel || node.labels?.length || copy.textContent.trim());
 }).map(node => node.outerHTML)"""
-TEXTS = ".token, .node, h1, h2, h3, p, dt, dd, th, td, li > button, label, summary, .markdown, .numbers dd, button:enabled"
+TEXTS = ".token, .node, h1, h2, h3, p, dt, dd, th, td, li > button, label, summary, .markdown, .numbers dd, button:enabled, "
+TEXTS += ".code-head span, [class^=hljs], .clock, .note, .verdict, legend, .versions span"
 
 
 def states(page: Any) -> Any:
-    """The page empty, with its settings, answered with a tree open, compared, and while a message is edited."""
-    settings = page.get_by_role("button", name="Settings")
-    if settings.get_attribute("aria-expanded") == "false":
-        settings.click()
+    """The page empty, with its settings, answered with a tree open, compared, while a message is edited, and with its chats."""
     yield "empty"
+    open_settings(page)
+    page.get_by_label("JSON schema of").fill("{")
+    yield "settings"
+    page.get_by_role("button", name="Reset the settings").click()
+    page.keyboard.press("Escape")
     script(page, scripted_stream(LONG))
     send(page, "A question " + "that is long " * 9 + "y" * 99)
     wait(page)
+    show_tokens(page)
     page.locator(".strip .step").nth(1).click()
     yield "answered"
+    page.get_by_role("button", name="Retry").click()
+    wait(page)
     page.get_by_role("button", name="Compare without drafts").click()
     page.locator(".verdict.same").wait_for()
+    page.locator(".ids > summary").click()
     yield "compared"
     page.get_by_role("button", name="Edit").click()
     yield "edited"
+    page.keyboard.press("Control+k")
+    page.get_by_role("button", name="Delete “").click()
+    yield "chats"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -65,7 +75,7 @@ def test_nothing_is_wider_than_a_narrow_screen(open_page: Any, server: Any, sche
     page = open_page(server.url, color_scheme=scheme, **NARROW)
     for state in states(page):
         width, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-        assert (width, seen) == (360, 360), state
+        assert (width, seen) == (390, 390), state
         wide = page.locator("button:visible, input:visible, select:visible, textarea:visible").evaluate_all(TOO_WIDE)
         assert wide == [], state
 
@@ -92,9 +102,10 @@ def test_the_page_has_the_parts_that_screen_readers_jump_to(page: Any) -> None:
     for role, count in {"main": 1, "banner": 1, "status": 1, "article": 2}.items():
         assert page.get_by_role(role).count() == count, role
     levels = page.locator("h1, h2, h3").evaluate_all("nodes => nodes.map(node => node.tagName)")
-    assert levels == ["H1", "H2", "H2"]
+    assert levels == ["H1", "H2", "H2", "H2"]
     assert page.locator("[aria-live], [role=status], [role=alert], [role=log]").count() == 1, "one line is read out, not every token"
     assert page.get_by_role("status").inner_text() == "The answer is there: 10 tokens."
+    show_tokens(page)
     legend = page.get_by_label("Where tokens came from")
     assert legend.locator("li").all_text_contents() == ["accepted", "bonus", "plain"]
 
@@ -114,7 +125,9 @@ def test_a_conversation_needs_no_mouse(page: Any) -> None:
     wait(page)
     assert page.locator(".typed").inner_text() == "One line\nand another"
     assert page.evaluate("document.activeElement.id") == "message"
-    go_to(page, "Step 1", "Shift+Tab")
+    go_to(page, "10 tokens", "Shift+Tab")
+    page.keyboard.press("Enter")
+    go_to(page, "Step 1", "Tab")
     page.keyboard.press("ArrowRight")
     assert focused(page).startswith("Step 2")
     page.keyboard.press("Enter")
@@ -130,7 +143,7 @@ def test_a_conversation_needs_no_mouse(page: Any) -> None:
     page.keyboard.press("Escape")
     assert page.locator(".tree").count() == 0
     assert focused(page).startswith("Step 1")
-    go_to(page, "Retry", "Shift+Tab")
+    go_to(page, "Retry", "Tab")
     page.keyboard.press("Enter")
     wait(page)
     assert page.evaluate("document.activeElement.id") == "message", "the focus is not lost with the button"
@@ -196,3 +209,37 @@ def test_the_page_follows_the_system_until_its_switch_says_else(open_page: Any, 
 def ground(page: Any) -> list[int]:
     """The colour behind everything."""
     return [int(value) for value in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))]
+
+
+# where the focus is: [its place among all elements, its outline, whether nothing lies over its middle, its markup]
+FOCUS = """() => {
+  const node = document.activeElement;
+  const box = node.getBoundingClientRect();
+  const [x, y] = [box.x + box.width / 2, Math.min(box.y + box.height / 2, innerHeight - 1)];
+  const top = document.elementFromPoint(x, y);
+  const style = getComputedStyle(node);
+  const isSeen = top !== null && (node.contains(top) || top.contains(node));
+  return [[...document.querySelectorAll("*")].indexOf(node), style.outlineStyle + style.outlineWidth, isSeen, node.outerHTML.slice(0, 99)];
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_tab_goes_through_the_page_in_its_order_and_is_always_seen(open_page: Any, server: Any, width: int) -> None:
+    page = open_page(server.url, viewport={"width": width, "height": 844})
+    script(page, scripted_stream([*LONG, (["\n\nline\n\n"] * 40, [], 0)]))
+    send(page, "A question")
+    wait(page)
+    show_tokens(page)
+    page.get_by_role("link", name="Skip to the message").focus()
+    places = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        place, outline, is_seen, markup = page.evaluate(FOCUS)
+        if places and place <= places[-1]:
+            break
+        places.append(place)
+        assert outline == "solid2px", markup
+        assert is_seen, markup
+    else:
+        raise AssertionError("Tab does not come to the end of the page")
+    assert len(places) >= 10

@@ -5,16 +5,33 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from harness.page_driver import CHAT, Step, record, script, script_slowly, scripted_stream, send, until, wait
+import pytest
+
+from harness.page_driver import (
+    CHAT,
+    TAXI,
+    Step,
+    open_settings,
+    record,
+    script,
+    script_slowly,
+    scripted_stream,
+    send,
+    show_tokens,
+    until,
+    wait,
+)
 
 HELLO: Sequence[Step] = [(["Hel"], [], 0), (["lo", " wor", "ld"], ["lo", " wor", "k"], 2), (["!"], ["?", "?"], 0)]
 
 
 def test_every_token_is_coloured_by_who_guessed_it_as_the_api_says(page: Any, server: Any) -> None:
     asked = record(page)
+    open_settings(page)
     page.get_by_label("Temperature").fill("0")
     send(page, "Write a Python function that adds two numbers.")
     wait(page)
+    show_tokens(page)
     stats = server.answer(asked[0])["speculation"]
     shown = page.locator(".strip .token")
     titles = [title.split(", id ") for title in shown.evaluate_all("nodes => nodes.map(node => node.title)")]
@@ -22,13 +39,16 @@ def test_every_token_is_coloured_by_who_guessed_it_as_the_api_says(page: Any, se
     # how much is drafted follows measured times, so the steps of two runs may differ; the tokens may not
     assert {origin for origin, _ in titles} <= {"accepted", "bonus", "plain"}
     assert all("".join(classes.split()) == f"token{origin}" for classes, (origin, _) in zip(classes_of(shown), titles, strict=True))
+    line = page.locator(".tokens > summary").inner_text()
     numbers = dict(zip(page.locator(".numbers dt").all_text_contents(), page.locator(".numbers dd").all_text_contents(), strict=True))
     counts = Counter(origin for origin, _ in titles)
     steps = page.locator(".strip .step").count()
     assert numbers["drafts accepted"].split()[0] == str(counts["accepted"])
     assert (numbers["tokens"], numbers["steps"]) == (str(len(titles)), str(steps))
     assert numbers["mean acceptance length"] == f"{len(titles) / steps:.2f}"
-    assert float(numbers["tokens/s"]) > 0
+    num_tokens, rate, per_step = (float(part.split()[0]) for part in line.split(" · "))
+    assert (num_tokens, per_step) == (len(titles), round(len(titles) / steps, 1))
+    assert rate > 0
 
 
 def classes_of(nodes: Any) -> list[str]:
@@ -40,6 +60,7 @@ def test_a_step_is_one_group_and_opens_its_tree(page: Any) -> None:
     script(page, scripted_stream(HELLO))
     send(page)
     wait(page)
+    show_tokens(page)
     steps = page.locator(".strip .step")
     assert steps.all_text_contents() == ["Hel", "lo world", "!"]
     step = page.get_by_role("button", name="Step 2: “lo world”, 2 of 3 draft tokens accepted")
@@ -72,10 +93,17 @@ def test_the_same_without_drafts_has_the_same_token_ids(page: Any) -> None:
     ids = "nodes => nodes.map(node => node.title.split(', id ')[1])"
     assert left.evaluate_all(ids) == right.evaluate_all(ids) != []
     assert set(classes_of(right)) == {"token plain"}
-    assert page.locator(".verdict").inner_text() == f"✓ The same {left.count()} token ids, compared one by one."
-    rows = page.locator(".comparison tbody tr").all_inner_texts()
-    assert all(float(row.split("\t")[1]) > 0 for row in rows), rows
-    assert page.locator(".comparison tfoot").inner_text().endswith("×")
+    verdict = page.locator(".verdict").inner_text()
+    assert verdict.startswith(f"✓ The same {left.count()} token ids, compared one by one.")
+    seconds = [float(clock.removesuffix(" s")) for clock in page.locator(".lane .clock").all_inner_texts()]
+    assert float(verdict.split(".", 1)[1].removesuffix(" × the speed")) == pytest.approx(seconds[1] / seconds[0], abs=0.02)
+    page.get_by_text("The token ids, side by side").click()
+    page.locator(".ids tbody tr").first.wait_for()
+    rows = [row.split("\t") for row in page.locator(".ids tbody tr").all_inner_texts()]
+    assert [row[2] for row in rows] == [row[3] for row in rows] == left.evaluate_all(ids)
+    assert {row[4] for row in rows} == {"✓"}
+    page.get_by_role("button", name="Close the comparison").click()
+    assert page.locator(".comparison").count() == 0
 
 
 def test_the_first_difference_is_shown_if_there_is_one(page: Any) -> None:
@@ -108,8 +136,10 @@ def test_stop_keeps_what_is_there_and_the_rest_can_be_compared(page: Any) -> Non
         route.continue_(post_data=json.dumps({**asked[-1], "ignore_eos": True, "max_tokens": min(asked[-1]["max_tokens"], 1500)}))
 
     page.route(CHAT, endless)
+    open_settings(page)
     page.get_by_label("Max tokens").fill("1800")
     send(page)
+    show_tokens(page)
     page.locator(".strip .step").nth(5).wait_for()
     page.get_by_role("button", name="Stop").click()
     page.get_by_text("Stopped.", exact=True).first.wait_for()
@@ -151,6 +181,7 @@ def test_a_retry_draws_another_seed_and_a_given_seed_repeats_the_answer(page: An
     wait(page)
     assert asked[0]["seed"] != asked[1]["seed"]
     assert {**asked[0], "seed": 0} == {**asked[1], "seed": 0}
+    open_settings(page)
     page.get_by_label("Seed").fill("7")
     texts = []
     for _ in range(2):
@@ -166,7 +197,7 @@ def test_the_whole_conversation_is_sent_and_a_new_one_begins_empty(page: Any) ->
     send(page, "One")
     wait(page)
     send(page, "Two")
-    until(page, lambda: page.locator(".answer .numbers").count() == 2)
+    until(page, lambda: page.locator(".answer .tokens").count() == 2)
     turns = [(message["role"], message["content"]) for message in asked[1]["messages"]]
     assert turns == [("user", "One"), ("assistant", "Hello world!"), ("user", "Two")]
     page.get_by_role("button", name="New chat").click()
@@ -178,21 +209,71 @@ def test_the_whole_conversation_is_sent_and_a_new_one_begins_empty(page: Any) ->
 
 def test_what_is_chosen_is_what_is_sent(page: Any) -> None:
     asked = script(page, scripted_stream(HELLO))
+    open_settings(page)
     options = page.get_by_label("Drafter").locator("option").all_text_contents()
     assert options == ["draft_model+ngram", "draft_model", "ngram", "none (plain)"]
-    for label, value in {"Temperature": "0.3", "Top p": "0.9", "Max tokens": "33", "Seed": "5", "Draft tokens a step": "2"}.items():
-        page.get_by_label(label).fill(value)
+    numbers = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 33, "Seed": 5, "Min tokens": 2}
+    numbers |= {"Repetition": 1.1, "Presence": 0.5, "Frequency": -0.5, "Draft tokens a step": 2}
+    texts = {"Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}', "JSON schema of": '{"type": "object"}'}
+    for label, value in {**numbers, **texts, "System prompt": "Be short."}.items():
+        page.get_by_label(label).fill(str(value))
     for drafter in ("ngram", "none"):
         page.get_by_label("Drafter").select_option(drafter)
         send(page)
         wait(page)
         page.get_by_role("button", name="New chat").click()
-    chosen = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 33, "seed": 5}
-    assert all({name: fields[name] for name in chosen} == chosen for fields in asked)
+    chosen = {"temperature": 0.3, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "max_tokens": 33, "seed": 5, "min_tokens": 2}
+    chosen |= {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["END", "STOP"], "bad_words": ["bad"]}
+    chosen |= {"logit_bias": {"7": -100}}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+    assert all({**fields, **chosen, "response_format": schema} == fields for fields in asked)
+    assert [message["content"] for message in asked[0]["messages"]] == ["Be short.", TAXI]
     assert [fields["speculation"] for fields in asked] == [
         {"trees": True, "drafter": "ngram", "num_speculative_tokens": 2},
         {"enabled": False, "trees": True},
     ]
+
+
+def test_what_is_left_empty_is_left_to_the_server(page: Any) -> None:
+    asked = script(page, scripted_stream(HELLO))
+    send(page)
+    wait(page)
+    assert set(asked[0]) == {"model", "messages", "stream", "stream_options", "max_tokens", "seed", "speculation"}
+
+
+def test_every_setting_is_one_that_the_server_takes(page: Any) -> None:
+    asked = record(page)
+    open_settings(page)
+    values = {"Temperature": 0.3, "Top p": 0.9, "Top k": 40, "Min p": 0.05, "Max tokens": 9, "Min tokens": 2, "Repetition": 1.1}
+    texts = {"Presence": 0.5, "Frequency": -0.5, "Stop texts": "END\nSTOP", "Banned words": "bad", "Logit bias": '{"7": -100}'}
+    for label, value in {**values, **texts, "System prompt": "Be short."}.items():
+        page.get_by_label(label).fill(str(value))
+    send(page)
+    wait(page)
+    assert page.get_by_role("alert").count() == 0
+    page.get_by_label("Min tokens").fill("")
+    page.get_by_label("Banned words").fill("")
+    page.get_by_label("Max tokens").fill("40")
+    page.get_by_label("JSON schema of").fill('{"enum": ["yes", "no"]}')
+    page.get_by_role("button", name="Retry").click()
+    until(page, lambda: len(asked) == 2)
+    wait(page)
+    assert page.get_by_role("alert").count() == 0
+    assert page.locator(".markdown").inner_text() in ('"yes"', '"no"')
+
+
+def test_a_setting_that_is_no_json_is_reported_and_no_message_is_lost(page: Any) -> None:
+    open_settings(page)
+    field = page.get_by_label("JSON schema of")
+    field.fill('{"type": ')
+    assert field.get_attribute("aria-invalid") == "true"
+    page.get_by_label("Message", exact=True).fill("Hello")
+    page.keyboard.press("Enter")
+    assert page.get_by_role("alert").inner_text().startswith("JSON schema of the answer is not JSON: ")
+    assert page.get_by_label("Message", exact=True).input_value() == "Hello"
+    assert page.locator(".turn").count() == 0
+    page.get_by_role("button", name="Reset the settings").click()
+    assert (field.input_value(), page.get_by_label("Max tokens").input_value()) == ("", "1024")
 
 
 def test_an_answer_is_copied_as_the_model_wrote_it(open_page: Any, server: Any) -> None:
@@ -208,6 +289,7 @@ def test_spaces_line_ends_and_parts_of_characters_can_be_seen(page: Any) -> None
     script(page, scripted_stream([(["a\n"], [], 0), (["\t", "  b", "bytes:\\xe2\\x82"], ["\t", "  b"], 2)]))
     send(page)
     wait(page)
+    show_tokens(page)
     assert page.locator(".strip .token").all_text_contents() == ["a↵", "→", "  b", "⟨e2 82⟩"]
 
 
@@ -243,10 +325,12 @@ def test_a_growing_answer_is_followed_until_somebody_scrolls_up(page: Any) -> No
 def test_numbers_are_there_while_the_answer_comes(page: Any) -> None:
     script_slowly(page, scripted_stream([(["a", "b"], ["a"], 1)] * 60), pause_ms=30)
     send(page)
+    show_tokens(page)
     until(page, lambda: page.locator(".strip .step").count() > 5)
     assert page.get_by_role("button", name="Stop").is_visible()
-    numbers = page.locator(".numbers dd").all_text_contents()
-    assert float(numbers[0]) > 0
-    assert numbers[1] == "2.00"
+    line = page.locator(".tokens > summary")
+    _, rate, per_step = line.inner_text().split(" · ")
+    assert float(rate.split()[0]) > 0
+    assert per_step == "2.0 tokens a step"
     wait(page)
-    assert page.locator(".numbers dd").all_text_contents()[0] == "236", "118 tokens behind the first step in half a second, the server says"
+    assert line.inner_text() == "120 tokens · 236 tokens/s · 2.0 tokens a step", "118 in half a second, by the server's clock"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.page_driver import CHAT, record, script, scripted_stream, send, until, wait
+from harness.page_driver import CHAT, open_settings, record, script, scripted_stream, send, show_tokens, until, wait
 
 KEY = "key-of-the-page's-own"
 HOSTILE = """<img src=x onerror="window.pwned=1"><script>window.pwned=1</script><svg onload="window.pwned=1">
@@ -49,6 +49,7 @@ def test_html_in_an_answer_is_text_and_links_lead_to_web_pages_only(page: Any) -
     assert '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>' in answer.inner_text()
     assert "[script](javascript:window.pwned=1)" in answer.inner_text()
     assert "!picture" in answer.inner_text()
+    show_tokens(page)
     assert page.locator(".strip .token").inner_text() == HOSTILE.replace("\n", "↵").replace("\t", "→")
     assert page.evaluate("window.pwned") is None
 
@@ -94,6 +95,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(open_page: Any, serve: An
     field.fill(KEY)
     page.keyboard.press("Enter")
     alert.wait_for(state="detached")
+    page.keyboard.press("Escape")
     send(page)
     wait(page)
     assert page.locator(".markdown").inner_text() != ""
@@ -107,6 +109,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(open_page: Any, serve: An
 
 def test_what_the_server_refuses_is_said_in_its_words(open_page: Any, server: Any) -> None:
     page = open_page(server.url, expects_faults=True)
+    open_settings(page)
     page.get_by_label("Temperature").fill("-1")
     send(page)
     wait(page)
@@ -142,8 +145,10 @@ def test_a_server_that_dies_costs_the_rest_of_the_answer_and_no_more(open_page: 
     server = serve()
     page = open_page(server.url, expects_faults=True)
     page.route(CHAT, lambda route: route.continue_(post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})))
+    open_settings(page)
     page.get_by_label("Max tokens").fill("1800")
     send(page)
+    show_tokens(page)
     page.locator(".strip .step").nth(5).wait_for()
     server.kill()
     wait(page)
@@ -157,5 +162,5 @@ def test_a_server_that_dies_costs_the_rest_of_the_answer_and_no_more(open_page: 
     serve(port=server.port)
     page.get_by_label("Max tokens").fill("20")
     page.get_by_role("button", name="Retry").click()
-    until(page, lambda: page.locator(".numbers").count() == 1 and page.get_by_role("button", name="Retry").count() == 1)
+    until(page, lambda: page.locator(".tokens").count() == 1 and page.get_by_role("button", name="Retry").count() == 1)
     assert page.locator(".answer").get_by_role("alert").count() == 0

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from paceline.speculation.tree import DraftTree
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, top_p=0.9, seed=4)
 PROMPT = [5, 6, 7, 8] * 20
-BLOCK = 32
 
 
 class Spy(Drafter):
@@ -43,56 +41,12 @@ class Spy(Drafter):
 # Cached prompts
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_the_second_time_a_prompt_is_found_and_gives_the_same_tokens(open_llm: Open, drafter: str) -> None:
-    llm = open_llm(40, drafter)
-    for params in (GREEDY, SAMPLED):
-        (first,) = open_llm(40, enable_prefix_caching=False).generate([PROMPT], params)
-        outputs = [llm.generate([PROMPT], params)[0] for _ in range(2)]
-        assert [output.token_ids for output in outputs] == [first.token_ids] * 2
-        assert outputs[1].usage.num_cached_tokens == 2 * BLOCK, "80 tokens fill two blocks"
-        assert first.usage.num_cached_tokens == 0
-    assert_clean(llm)
-
-
-def test_answers_are_found_too_and_a_last_token_always_runs(open_llm: Open) -> None:
-    llm = open_llm(40)
-    (answer,) = llm.generate([PROMPT], GREEDY)
-    talk = PROMPT + answer.token_ids[:-1]
-    assert llm.generate([talk], GREEDY)[0].usage.num_cached_tokens == len(talk) // BLOCK * BLOCK == 96
-    assert llm.generate([PROMPT[:64]], GREEDY)[0].usage.num_cached_tokens == 32
-    assert llm.generate([PROMPT[:65]], GREEDY)[0].usage.num_cached_tokens == 64
-
-
 def test_only_requests_with_one_salt_share_their_prompts(open_llm: Open) -> None:
     llm = open_llm(40)
     found = [llm.generate([PROMPT], GREEDY, cache_salt=salt)[0].usage.num_cached_tokens for salt in (None, "a", "a", b"a", "b", None)]
     assert found == [0, 0, 64, 64, 0, 64]
     with pytest.raises(RequestError, match="cache_salt is 5"):
         llm.generate([PROMPT], GREEDY, cache_salt=5)  # type: ignore[arg-type]
-
-
-def test_a_draft_model_finds_a_known_prompt_too(open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = open_llm(40, str(directory))
-    llm.engine.speculator.policy = FixedDraftLength(4)
-    runtime = llm.drafter.runtime  # type: ignore[union-attr]
-    rows: list[int] = []
-    forward = runtime.forward
-    monkeypatch.setattr(runtime, "forward", lambda *asked: rows.append(len(asked[1].positions)) or forward(*asked))
-    for params, first in ((GREEDY, len(PROMPT) + 1), (SAMPLED, len(PROMPT) % BLOCK + 1)):
-        rows.clear()
-        (output,) = llm.generate([PROMPT], params)
-        assert rows[0] == first
-        assert output.speculation.acceptance_rate == 1.0
-    rows.clear()
-    llm.generate([PROMPT], GREEDY, cache_salt="mine")
-    assert rows[0] == len(PROMPT) + 1
-
-
-def test_a_cache_that_is_switched_off_remembers_nothing(open_llm: Open) -> None:
-    llm = open_llm(40, enable_prefix_caching=False)
-    assert [llm.generate([PROMPT], GREEDY)[0].usage.num_cached_tokens for _ in range(2)] == [0, 0]
-    assert llm.engine.cache.pool.num_indexed == 0
 
 
 # Samples
@@ -125,7 +79,7 @@ def test_unseeded_samples_share_a_seed_that_gives_them_again(open_llm: Open) -> 
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:2]]
 
 
-def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
+def test_aborting_the_first_sample_keeps_the_others(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
     samples = llm._loaded.requests([PROMPT], replace(SAMPLED, n=3), {}, is_streamed=False)
@@ -137,7 +91,7 @@ def test_the_other_samples_go_on_without_the_first(open_llm: Open) -> None:
     assert_clean(llm)
 
 
-def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> None:
+def test_stream_chunks_contain_their_sample_index(open_llm: Open) -> None:
     llm = open_llm(40)
     expected = [output.token_ids for output in llm.generate([PROMPT], replace(SAMPLED, n=3))]
     tokens: list[list[int]] = [[], [], []]
@@ -154,32 +108,6 @@ def test_a_stream_of_samples_says_which_one_each_chunk_is_of(open_llm: Open) -> 
 
 
 # Log-probabilities
-
-
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_logprobs_are_the_same_whatever_drafts_and_end_with_the_output(open_llm: Open, directory: Path, mode: str) -> None:
-    params = replace(SAMPLED, logprobs=3, logprobs_mode=mode, presence_penalty=0.4)
-    plain = open_llm(40)
-    (expected,) = plain.generate([PROMPT], params)
-    stop = expected.token_ids[6]
-    text = plain.tokenizer.decode(expected.token_ids[8:10]).strip()  # ends a block that goes on
-    for drafter in ("ngram", str(directory)):
-        llm = open_llm(40, drafter)
-        llm.engine.speculator.policy = FixedDraftLength(4)
-        (output,) = llm.generate([PROMPT], params)
-        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
-        (cut,) = llm.generate([PROMPT], replace(params, stop_token_ids=[stop]))
-        count = expected.token_ids.index(stop) + 1
-        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
-        (cut,) = llm.generate([PROMPT], replace(params, stop=text, max_tokens=12))
-        count = len(cut.token_ids)
-        assert count < 12
-        assert (cut.token_ids, cut.logprobs) == (expected.token_ids[:count], expected.logprobs[:count])
-        chunks = list(llm.stream(PROMPT, params))
-        assert [one for chunk in chunks for one in chunk.logprobs] == expected.logprobs
-    assert [one.token_id for one in expected.logprobs] == expected.token_ids
-    assert all(len(one.top) == 3 for one in expected.logprobs) or mode == "processed"
-    assert plain.generate([PROMPT], SAMPLED)[0].logprobs is None
 
 
 def _rows(llm: LLM, token_ids: list[int]) -> np.ndarray:
@@ -209,27 +137,10 @@ def test_prompt_logprobs_come_from_the_rows_before_each_token(open_llm: Open, pr
     assert output.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
 
 
-def test_prompt_logprobs_of_a_request_that_was_preempted_on_its_way_are_whole(open_llm: Open) -> None:
-    llm = open_llm(40)
-    prompt = [11, 12, 13] * 70
-    (expected,) = llm.generate([prompt], replace(GREEDY, prompt_logprobs=1))
-    request = make(llm, prompt, replace(GREEDY, prompt_logprobs=1))
-    llm.engine.add(request)
-    for _ in range(3):
-        llm.engine.step()
-        if request.sequence.committed_len < len(prompt):
-            llm.engine.scheduler.preempt(request)
-            llm.engine.step()
-    run_to_end(llm)
-    assert request.num_preemptions > 1
-    assert request.prompt_logprobs == expected.prompt_logprobs
-    assert list(request.output_token_ids) == expected.token_ids
-
-
 # How a request is drafted for
 
 
-def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -> None:
+def test_request_without_speculation_calls_no_drafter(open_llm: Open) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
     expected = open_llm(40).generate([[5], [6]], GREEDY)
@@ -249,7 +160,7 @@ def test_a_request_without_speculation_is_no_drafters_business(open_llm: Open) -
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])
-def test_a_request_may_have_fewer_drafts_than_its_neighbours(open_llm: Open, limit: int) -> None:
+def test_num_speculative_tokens_of_a_request_limits_its_drafts(open_llm: Open, limit: int) -> None:
     spy = Spy()
     llm = open_llm(40, spy)
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -280,7 +191,7 @@ def test_a_request_may_name_one_of_several_drafters(open_llm: Open) -> None:
     assert_clean(llm)
 
 
-def test_only_the_one_that_a_request_names_is_looked_at(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_named_drafter_is_called(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     members, looked_at = [Spy("first"), Spy("second")], list[str]()
     for one in members:
         monkeypatch.setattr(one, "has_candidates", lambda request, name=one.name: looked_at.append(name) or name == "first")
@@ -315,12 +226,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "name"), WRONG, ids=str)
-def test_a_speculation_that_is_none_is_refused(wrong: object, name: str) -> None:
+def test_invalid_speculation_option_is_refused(wrong: object, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         SpeculationOptions.parse(wrong)  # type: ignore[arg-type]
     assert caught.value.parameter == name
 
 
-def test_the_rule_of_acceptance_is_told(open_llm: Open) -> None:
+def test_acceptance_rule_is_reported(open_llm: Open) -> None:
     (output,) = open_llm(40, "ngram").generate([5], GREEDY)
     assert output.speculation.as_dict()["acceptance"] == output.speculation.acceptance == "match"

@@ -68,43 +68,14 @@ def spare(llm: LLM, count: int) -> LLM:
     return llm
 
 
-def test_no_more_run_at_once_than_may_and_all_come_to_an_end(open_llm: Open, solo: list[list[int]], steps: list[list[Request]]) -> None:
+def test_max_num_seqs_limits_running_requests(open_llm: Open, solo: list[list[int]], steps: list[list[Request]]) -> None:
     llm = open_llm(40, max_num_seqs=2)
     assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == solo
     assert max(map(len, steps)) == 2
     assert llm.stats().num_preemptions == 0
 
 
-@pytest.mark.spread(0.4)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-def test_preempted_requests_get_the_tokens_they_get_alone(
-    open_llm: Open, directory: Path, enable_prefix_caching: bool, drafter: str
-) -> None:
-    alone = open_llm(40)
-    expected = [alone.generate([prompt], LONG)[0] for prompt in PROMPTS]
-    llm = spare(
-        open_llm(5, str(directory) if drafter == "self" else drafter, enable_prefix_caching=enable_prefix_caching, max_model_len=160), 0
-    )
-    outputs = llm.generate(PROMPTS, LONG)
-    for output, one in zip(outputs, expected, strict=True):
-        assert (output.token_ids, output.logprobs, output.text) == (one.token_ids, one.logprobs, one.text)
-        stats = output.speculation
-        assert (
-            stats.num_emitted_tokens
-            == stats.num_accepted_tokens + stats.num_bonus_tokens
-            == len(output.token_ids)
-            == output.usage.completion_tokens
-        )
-        assert stats.plain_steps <= stats.steps <= stats.num_emitted_tokens, "rows that run again are no steps of their own"
-    stats = llm.stats()
-    assert stats.num_preemptions > 1
-    assert stats.speculation.skip_counts[SkipReason.RESUMED] > 0
-    assert (stats.num_finished, stats.completion_tokens) == (len(PROMPTS), 60 * len(PROMPTS))
-    assert_clean(llm)
-
-
-def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(open_llm: Open) -> None:
+def test_preempted_request_matches_its_own_rows_again(open_llm: Open) -> None:
     llm = open_llm(40)
     request = make(llm, [7] * 100, LONG)
     llm.engine.add(request)
@@ -122,7 +93,7 @@ def test_a_preempted_request_finds_its_own_rows_again_unless_they_were_needed(op
 
 
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 7, 9, 40])
-def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: Open, solo: list[list[int]], num_blocks: int) -> None:
+def test_drafts_never_take_blocks_of_committed_tokens(open_llm: Open, solo: list[list[int]], num_blocks: int) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, solo, strict=True)}
     with opened_as("paths"):  # each with blocks of its own
         llm = open_llm(num_blocks, BushyDrafter(answers), max_model_len=110)
@@ -136,7 +107,7 @@ def test_guesses_never_take_the_blocks_of_another_requests_own_tokens(open_llm: 
     assert_clean(llm)
 
 
-def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prompt_is_counted_once_in_cache_statistics(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = spare(open_llm(9, max_model_len=200), 2)
     prompts = [[5] * 64 + [6], [5] * 64 + [7, *range(20, 50)], [9] * 3, [5] * 64 + [8]]
     refusals = []
@@ -151,9 +122,7 @@ def test_a_prompt_that_waits_for_room_is_counted_once(open_llm: Open, monkeypatc
     assert_clean(llm)
 
 
-def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
-    open_llm: Open, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_fill_a_pass_next_to_decoding_requests(open_llm: Open, steps: list[list[Request]], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(200)
     rows: list[int] = []
     forward = llm.runtime.forward
@@ -168,7 +137,7 @@ def test_prompts_share_a_pass_until_it_is_full_and_decoding_never_waits(
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 9, 14])
-def test_guesses_take_what_known_tokens_leave_of_a_pass(
+def test_drafts_take_the_rows_left_in_a_pass(
     open_llm: Open, directory: Path, solo: list[list[int]], max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(40, str(directory), max_num_batched_tokens=max_num_batched_tokens)
@@ -183,15 +152,7 @@ def test_guesses_take_what_known_tokens_leave_of_a_pass(
     assert all(output.speculation.num_draft_tokens > 0 for output in outputs) or max_num_batched_tokens == 5
 
 
-def test_a_cache_smaller_than_the_context_is_noticed(open_llm: Open) -> None:
-    assert open_llm(4).max_model_len == 512
-    assert "the cache holds 128 tokens, less than the context of 512" in open_llm(4).notices[-1]
-    plenty = open_llm(16)
-    assert plenty.max_model_len == 512
-    assert [notice for notice in plenty.notices if not notice.startswith("threads is 2")] == []
-
-
-def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_llm: Open) -> None:
+def test_capacity_error_if_blocks_are_held_outside_the_engine(open_llm: Open) -> None:
     llm = open_llm(4)
     (expected,) = llm.generate([[8] * 40], GREEDY)
     held = llm.engine.cache.new_sequence()
@@ -205,7 +166,7 @@ def test_a_request_finds_no_room_only_where_others_than_requests_hold_it(open_ll
 
 
 @pytest.mark.parametrize("num_prompt", [1, 100, 127])
-def test_an_output_ends_where_the_cache_is_full(open_llm: Open, num_prompt: int) -> None:
+def test_output_ends_where_the_cache_is_full(open_llm: Open, num_prompt: int) -> None:
     llm = open_llm(4, "ngram")
     (expected,) = open_llm(40).generate([[5] * num_prompt], replace(GREEDY, max_tokens=128 - num_prompt))
     (output,) = llm.generate([[5] * num_prompt], replace(GREEDY, max_tokens=400))
@@ -217,7 +178,7 @@ def test_an_output_ends_where_the_cache_is_full(open_llm: Open, num_prompt: int)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 9])
-def test_an_abort_frees_everything_and_touches_nobody(open_llm: Open, solo: list[list[int]], num_steps: int) -> None:
+def test_abort_frees_blocks_and_leaves_other_requests(open_llm: Open, solo: list[list[int]], num_steps: int) -> None:
     llm = open_llm(40, "ngram", max_num_seqs=2)
     requests = [make(llm, prompt, GREEDY) for prompt in PROMPTS]
     victims = [make(llm, [7] * 300, GREEDY), make(llm, [9, 9, 9], GREEDY)]
@@ -239,7 +200,7 @@ def test_an_abort_frees_everything_and_touches_nobody(open_llm: Open, solo: list
     assert_clean(llm)
 
 
-def test_an_abort_from_within_a_step_ends_with_the_step(open_llm: Open, solo: list[list[int]]) -> None:
+def test_abort_within_a_step_takes_effect_after_it(open_llm: Open, solo: list[list[int]]) -> None:
     llm = open_llm(40)
     requests: list[Request] = []
 
@@ -261,35 +222,6 @@ def test_an_abort_from_within_a_step_ends_with_the_step(open_llm: Open, solo: li
     assert_clean(llm)
 
 
-def test_requests_that_come_go_and_are_preempted_at_random_leave_nothing_behind(open_llm: Open, seed: int, large_counts: bool) -> None:
-    generator = np.random.default_rng(seed)
-    alone, llm = open_llm(40), spare(open_llm(7, "ngram", max_model_len=120, max_num_seqs=5), 0)
-    expected = {index: alone.generate([prompt], LONG)[0].token_ids for index, prompt in enumerate(PROMPTS)}
-    live: dict[Request, int] = {}
-    num_finished = 0
-    for _ in range(10_000 if large_counts else 600):
-        event = generator.random()
-        if event < 0.25 and len(live) < 12:
-            index = int(generator.integers(len(PROMPTS) - 1))
-            request = make(llm, PROMPTS[index], LONG)
-            llm.engine.add(request)
-            live[request] = index
-        elif event < 0.28 and live:
-            llm.engine.abort(list(live)[int(generator.integers(len(live)))])
-        elif event < 0.34 and llm.engine.scheduler.running:
-            llm.engine.scheduler.preempt(llm.engine.scheduler.running[-1])
-        else:
-            llm.engine.step()
-        llm.engine.cache.check()
-        for request in [request for request in live if request.is_finished]:
-            index = live.pop(request)
-            assert expected[index][: request.num_output_tokens] == request.output_token_ids
-            num_finished += request.finish_reason is FinishReason.LENGTH
-    assert num_finished > 5
-    run_to_end(llm)
-    assert_clean(llm)
-
-
 # Requests and passes that fail
 
 
@@ -299,7 +231,7 @@ def fail_processor(token_ids: Sequence[int], scores: np.ndarray) -> np.ndarray:
     return scores
 
 
-def test_a_request_that_fails_ends_alone_and_its_error_reaches_its_caller(open_llm: Open, solo: list[list[int]]) -> None:
+def test_failing_request_ends_alone_with_its_error(open_llm: Open, solo: list[list[int]]) -> None:
     llm = open_llm(40, "ngram")
     other = llm.stream(PROMPTS[1], GREEDY)
     tokens = next(other).token_ids
@@ -313,7 +245,7 @@ def test_a_request_that_fails_ends_alone_and_its_error_reaches_its_caller(open_l
     assert_clean(llm)
 
 
-def test_a_stream_that_fails_raises_also_where_others_took_the_step(open_llm: Open) -> None:
+def test_failing_stream_raises_if_another_call_ran_the_step(open_llm: Open) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], replace(GREEDY, processors=[fail_processor]))
     assert len(next(stream).token_ids) == 1
@@ -323,7 +255,7 @@ def test_a_stream_that_fails_raises_also_where_others_took_the_step(open_llm: Op
     assert_clean(llm)
 
 
-def test_a_row_of_nan_ends_its_own_request_and_nobody_finds_what_it_left(tmp_path: Path, open_llm: Open) -> None:
+def test_nan_row_ends_its_request_and_is_not_reused_as_prefix(tmp_path: Path, open_llm: Open) -> None:
     from safetensors.numpy import load_file, save_file
 
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=2)
@@ -346,28 +278,7 @@ def test_a_row_of_nan_ends_its_own_request_and_nobody_finds_what_it_left(tmp_pat
     assert_clean(llm)
 
 
-def test_a_pass_that_fails_ends_those_in_it_and_the_engine_goes_on(
-    open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = open_llm(40, max_num_seqs=2)
-    requests = [make(llm, prompt, GREEDY) for prompt in PROMPTS]
-    for request in requests:
-        llm.engine.add(request)
-    llm.engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.runtime, "forward", lambda *_: (_ for _ in ()).throw(OSError("the device went away")))
-        llm.engine.step()
-        llm.engine.cache.check()
-    assert [str(request.error) for request in requests[:2]] == ["the device went away"] * 2
-    run_to_end(llm)
-    assert [list(request.output_token_ids) for request in requests[2:]] == solo[2:]
-    assert llm.stats().num_failed == 2
-    assert_clean(llm)
-
-
-def test_a_pass_that_finds_no_room_costs_the_youngest_its_rows_not_its_life(
-    open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_without_memory_preempts_the_youngest_request(open_llm: Open, solo: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     real, num_calls = llm.runtime.forward, 0
 
@@ -392,7 +303,7 @@ def interrupt(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("drafter", ["none", "ngram", "self", ["ngram", "suffix"]], ids=str)
 @pytest.mark.parametrize("params", [GREEDY, LONG], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("is_behind_pass", [False, True])
-def test_an_interrupt_within_the_targets_pass_harms_nobody_else(
+def test_interrupt_in_the_pass_leaves_other_streams(
     is_behind_pass: bool, params: SamplingParams, drafter: Any, open_llm: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams are open; one is interrupted, and other calls are before that."""
@@ -428,7 +339,7 @@ def test_an_interrupt_within_the_targets_pass_harms_nobody_else(
 
 
 @pytest.mark.parametrize("function", ["commit", "reserve", "assemble"])
-def test_an_interrupt_before_or_behind_the_pass_ends_those_in_it(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_outside_the_pass_ends_its_requests(function: str, open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(40)
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)

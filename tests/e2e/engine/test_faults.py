@@ -116,7 +116,7 @@ def run(engine: AsyncEngine, work: Callable[[AsyncEngine], Awaitable[None]]) -> 
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_requests_own_fault_ends_that_request_alone_in_an_engines_thread(open_llm: Open, solo: list[list[int]], kind: type) -> None:
+def test_failing_request_in_the_engine_thread_ends_alone(open_llm: Open, solo: list[list[int]], kind: type) -> None:
     async def work(engine: AsyncEngine) -> None:
         other = asyncio.create_task(engine.generate(PROMPTS[1], GREEDY))
         for _ in range(2):
@@ -130,7 +130,7 @@ def test_a_requests_own_fault_ends_that_request_alone_in_an_engines_thread(open_
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_called_directly_only_what_is_meant_for_the_program_passes_through(open_llm: Open, solo: list[list[int]], kind: type) -> None:
+def test_direct_call_raises_only_exits_and_interrupts(open_llm: Open, solo: list[list[int]], kind: type) -> None:
     llm = open_llm(60)
     with pytest.raises(kind if kind in FOR_THE_PROGRAM else RequestError, match="out of a request"):
         llm.generate([PROMPTS[0]], failing(kind))
@@ -138,7 +138,7 @@ def test_called_directly_only_what_is_meant_for_the_program_passes_through(open_
     assert llm.generate([PROMPTS[0]], GREEDY)[0].token_ids == solo[0]
 
 
-def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends_it_alone(open_llm: Open, solo: list[list[int]]) -> None:
+def test_system_exit_of_a_signal_is_raised(open_llm: Open, solo: list[list[int]]) -> None:
     llm = open_llm(60)
 
     def leave(*_: object) -> None:
@@ -167,7 +167,7 @@ def test_an_exit_that_a_signal_asks_for_passes_through_and_one_of_a_request_ends
 @pytest.mark.parametrize("is_chosen", [True, False], ids=["as much as pays", "four tokens"])
 @pytest.mark.parametrize("where", ["propose", "observe", "prefill_s", "has_candidates", "release"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], kind: type, where: str, is_chosen: bool) -> None:
+def test_drafter_failures_leave_the_text_unchanged(open_llm: Open, solo: list[list[int]], kind: type, where: str, is_chosen: bool) -> None:
     async def work(engine: AsyncEngine) -> None:
         outputs = await engine.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in outputs] == solo
@@ -177,9 +177,19 @@ def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], ki
 
 @pytest.mark.parametrize(
     "where",
-    ["begin_step", "skip_reason", "plan", "prefers", "select", "observe_verified", "observe_draft_time", "observe_step_time", "release"],
+    [
+        "begin_step",
+        "skip_reason",
+        "plan",
+        "prefers",
+        "prune_drafts",
+        "observe_verified",
+        "observe_draft_time",
+        "observe_step_time",
+        "release",
+    ],
 )
-def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], where: str) -> None:
+def test_policy_failures_leave_the_text_unchanged(open_llm: Open, solo: list[list[int]], where: str) -> None:
     """Also a mistake of our own there costs guesses, no request."""
 
     async def work(engine: AsyncEngine) -> None:
@@ -191,9 +201,7 @@ def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_pass_that_fails_in_any_way_ends_those_in_it_and_the_next_are_served(
-    open_llm: Open, solo: list[list[int]], kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_pass_ends_its_requests_only(open_llm: Open, solo: list[list[int]], kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(engine: AsyncEngine) -> None:
         real = engine.loaded.engine.runtime.forward
 
@@ -212,7 +220,7 @@ def test_a_pass_that_fails_in_any_way_ends_those_in_it_and_the_next_are_served(
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("function", ["assemble", "commit"])
-def test_a_fault_elsewhere_in_a_step_leaves_a_living_thread(
+def test_fault_in_a_step_keeps_the_engine_thread(
     open_llm: Open, solo: list[list[int]], kind: type, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -229,7 +237,7 @@ def test_a_fault_elsewhere_in_a_step_leaves_a_living_thread(
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_the_end_of_the_thread_wakes_everybody_and_later_calls_raise_at_once(open_llm: Open, kind: type) -> None:
+def test_end_of_the_engine_thread_wakes_all_callers(open_llm: Open, kind: type) -> None:
     """Even what is there to keep the thread alive may fail."""
 
     async def work(engine: AsyncEngine) -> None:
@@ -253,7 +261,7 @@ def test_the_end_of_the_thread_wakes_everybody_and_later_calls_raise_at_once(ope
     run(serve(open_llm), work)
 
 
-def test_what_cannot_be_answered_is_an_error_to_who_asked(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswerable_request_raises_in_its_caller(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(engine: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("paceline.engine.engine.deepcopy", FaultyDrafter(PanicException, "release").release)
@@ -265,7 +273,7 @@ def test_what_cannot_be_answered_is_an_error_to_who_asked(open_llm: Open, monkey
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_an_engine_that_nobody_holds_any_more_ends_its_thread(open_llm: Open, is_used: bool) -> None:
+def test_unreferenced_engine_ends_its_thread(open_llm: Open, is_used: bool) -> None:
     engine = serve(open_llm)
     thread, worker = engine._worker.thread, weakref.ref(engine._worker)
     if is_used:
@@ -284,7 +292,7 @@ def test_an_engine_that_nobody_holds_any_more_ends_its_thread(open_llm: Open, is
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_forked_process_is_told_that_the_engine_is_not_there(open_llm: Open, is_busy: bool) -> None:
+def test_forked_process_gets_an_error(open_llm: Open, is_busy: bool) -> None:
     engine = serve(open_llm)
 
     def child_learns() -> bool:

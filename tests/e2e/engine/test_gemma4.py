@@ -50,7 +50,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(1, 90, length).tolist()
 
 
-def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_of_those_that_share(open_llm: Open) -> None:
+def test_gemma4_cache_holds_global_rows_and_local_windows(open_llm: Open) -> None:
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "prefill_chunk_size": 64}
     llm = open_llm(drafter="none", kv_cache_gb=0.006, max_model_len=None, **smallest)
     (local,) = (memory for memory in llm.engine.cache.layer_caches if isinstance(memory, SlidingWindowCache))
@@ -70,7 +70,7 @@ def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_o
 def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(700), prompt_of(40, 1), [*prompt_of(700), 3, 4]]
     held, drafted = (open_llm(drafter=drafter).generate(prompts, GREEDY) for drafter in ("none", "ngram"))
-    monkeypatch.setattr(NativeNetwork, "frees_outside_window", False)
+    monkeypatch.setattr(NativeNetwork, "has_window_eviction", False)
     everything = open_llm(drafter="none").generate(prompts, GREEDY)
     for one, other, expected in zip(held, drafted, everything, strict=True):
         assert one.token_ids == other.token_ids == expected.token_ids
@@ -83,7 +83,7 @@ def test_doctor_counts_what_each_kind_of_layer_keeps(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_ids_that_the_checkpoint_suppresses_are_never_said(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
+def test_suppressed_ids_are_never_sampled(open_llm: Open, directory: Path, tmp_path: Path, drafter: str) -> None:
     (free,) = open_llm(drafter=drafter).generate([prompt_of(50)], GREEDY)
     said = sorted(set(free.token_ids))[:3]
     shutil.copytree(directory, tmp_path / "model")

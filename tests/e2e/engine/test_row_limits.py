@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from harness.engine_targets import make, run_to_end
 from paceline import LLM, ConfigError, Grammar, SamplingParams
 from paceline.config import MAX_PASS_ROWS, EngineConfig
 from paceline.drafters.draft_model import CATCH_UP_ROWS
@@ -27,7 +26,7 @@ def count_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_draft_model_catches_up_on_more_prompts_than_one_pass_holds(mini_dir: Path) -> None:
+def test_draft_model_prefills_more_prompts_than_one_pass(mini_dir: Path) -> None:
     prompts = [[100 + index] * 240 for index in range(1 + MAX_PASS_ROWS // 240)]
     llm = LLM(
         str(mini_dir), drafter="draft_model", max_num_seqs=32, max_num_batched_tokens=4096, max_model_len=300, kv_cache_gb=0.5, threads=2
@@ -47,9 +46,7 @@ def plan_nothing(batch: Any, drafter: Any, max_rows: int | None) -> None:
 
 @pytest.mark.spread(0.6)
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 7, 20])
-def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
-    mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forced_tokens_fit_the_rows_of_a_pass(mini_dir: Path, max_num_batched_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for requests whose drafting does not pay: what is forced is guessed for them all the same."""
     pytest.importorskip("llguidance")
     params = SamplingParams(max_tokens=40, grammar=Grammar.choice(["the whole of this long sentence is forced, to its very end."]))
@@ -62,41 +59,6 @@ def test_what_grammars_force_takes_no_more_rows_than_a_pass_has(
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert max(rows) <= max_num_batched_tokens
     assert (sum(output.speculation.num_accepted_tokens for output in outputs) > 20) == (max_num_batched_tokens > 3)
-
-
-def test_a_long_prompt_goes_on_beside_older_requests_that_decode(mini_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks shrink to the rows that are left, and the limit holds."""
-    llm = LLM(str(mini_dir), drafter="none", max_num_batched_tokens=16, max_model_len=600, kv_cache_gb=0.1, threads=2)
-    rows = count_rows(llm, monkeypatch)
-    older = llm.stream("Once upon a time", SamplingParams(max_tokens=300, ignore_eos=True))
-    next(older)
-    (output,) = llm.generate([[7] * 400], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert output.usage.completion_tokens == 2
-    assert max(rows) == 16
-    assert sum(chunk.output is not None for chunk in older) == 1
-
-
-@pytest.mark.parametrize("num_long", [1, 2, 5])
-def test_a_short_prompt_gets_its_first_token_in_the_next_pass(mini_dir: Path, num_long: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(
-        str(mini_dir), drafter="none", max_num_batched_tokens=64, prefill_chunk_size=32, max_model_len=600, kv_cache_gb=0.2, threads=2
-    )
-    short = [100 + token for token in range(12)]
-    (alone,) = llm.generate([short], SamplingParams(max_tokens=4, ignore_eos=True))
-    rows = count_rows(llm, monkeypatch)
-    for number in range(num_long):
-        llm.engine.add(make(llm, [200 + number] * 500, SamplingParams(max_tokens=2, ignore_eos=True)))
-        llm.engine.step()
-    requests = []
-    for _ in range(3):
-        requests.append(make(llm, short, SamplingParams(max_tokens=4, ignore_eos=True), cache_salt=str(len(requests))))
-        llm.engine.add(requests[-1])
-        llm.engine.step()
-        assert requests[-1].num_output_tokens == 1
-    run_to_end(llm)
-    assert [list(request.output_token_ids) for request in requests] == [alone.token_ids] * 3
-    assert max(rows) <= 32 + num_long + 3
-    assert sum(rows) == num_long * (500 + 1) + 3 * (12 + 3)
 
 
 @pytest.mark.parametrize("name", ["prefill_chunk_size", "max_num_batched_tokens"])

@@ -110,7 +110,7 @@ def test_drawn_drafts_kept_by_rejection_are_what_a_step_emitted(open_llm: Open, 
         assert {source for step in output.steps or () for source in step.sources} == {"draft_model"}
 
 
-def test_a_stream_hands_each_step_out_once_with_its_tokens(open_llm: Open) -> None:
+def test_stream_contains_each_step_once(open_llm: Open) -> None:
     known = answers(open_llm, [SAMPLED])
     llm = open_llm(60, ChaosDrafter(known, VOCAB_SIZE, eos=12, raises=False))
     llm.engine.speculator.policy = FixedDraftLength(4)
@@ -138,7 +138,7 @@ def test_samples_streamed_by_the_asyncio_front_have_steps_of_their_own(directory
     asyncio.run(ask())
 
 
-def test_a_record_is_json() -> None:
+def test_step_records_are_json() -> None:
     record = StepRecord(3, (7, 8), (7, 9), (0, 0), ("ngram", "ngram"), (1,))
     assert record.as_dict() == {
         "start": 3,

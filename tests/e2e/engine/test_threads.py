@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from harness.engine_targets import Open, assert_clean
-from paceline import LLM, ConfigError, RequestError, SamplingParams
+from paceline import ConfigError, RequestError, SamplingParams
 from paceline.outputs import RequestOutput
 from paceline.runtimes.base import ForwardOutput
-from paceline.speculation.draft_length.policy import FixedDraftLength
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.2, seed=4, logprobs=1)
@@ -30,39 +29,10 @@ def solo(open_llm: Open) -> dict[int, list[RequestOutput]]:
     return {index: [llm.generate([prompt], params)[0] for prompt in PROMPTS] for index, params in enumerate((GREEDY, SAMPLED))}
 
 
-def open_drafting(open_llm: Open, drafter: str) -> LLM:
-    llm = open_llm(80, drafter)
-    llm.engine.speculator.policy = FixedDraftLength(3)
-    return llm
-
-
 def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
     """What each returns; none may take longer than our patience."""
     with ThreadPoolExecutor(len(works)) as pool:
         return [future.result(PATIENCE_S) for future in [pool.submit(work) for work in works]]
-
-
-@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])
-def test_threads_that_share_a_model_get_what_each_gets_alone(open_llm: Open, solo: dict[int, list[RequestOutput]], drafter: str) -> None:
-    llm = open_drafting(open_llm, drafter)
-
-    def generate(turn: int) -> None:
-        for index in range(3):
-            kind = (turn + index) % 2
-            outputs = llm.generate(PROMPTS[turn:], (GREEDY, SAMPLED)[kind])
-            for output, alone in zip(outputs, solo[kind][turn:], strict=True):
-                assert (output.token_ids, output.text, output.logprobs) == (alone.token_ids, alone.text, alone.logprobs)
-
-    def stream(turn: int) -> None:
-        for _ in range(3):
-            alone, text, tokens, logprobs = solo[1][turn], "", list[int](), list[Any]()
-            for chunk in llm.stream(PROMPTS[turn], SAMPLED):
-                text, tokens, logprobs = text + chunk.text, tokens + chunk.token_ids, logprobs + chunk.logprobs
-            assert (text, tokens, logprobs) == (alone.text, alone.token_ids, alone.logprobs)
-
-    in_threads([lambda turn=turn, work=work: work(turn) for turn in range(3) for work in (generate, stream)])
-    assert_clean(llm)
-    assert llm.stats().num_failed == 0
 
 
 def test_threads_run_their_requests_together(open_llm: Open) -> None:
@@ -73,29 +43,7 @@ def test_threads_run_their_requests_together(open_llm: Open) -> None:
     assert llm.stats().num_steps < 3 * 400
 
 
-def test_an_error_reaches_the_thread_it_belongs_to(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
-    llm = open_llm(80, "ngram")
-
-    def fail_late(token_ids: Sequence[int], scores: Any) -> Any:
-        if len(token_ids) > 12:
-            raise ValueError("no more")
-        return scores
-
-    def failing(is_streamed: bool) -> None:
-        for _ in range(5):
-            params = replace(GREEDY, processors=[fail_late])
-            with pytest.raises(RequestError, match="no more"):
-                list(llm.stream(PROMPTS[0], params)) if is_streamed else llm.generate([PROMPTS[0]], params)
-
-    def fine() -> None:
-        for _ in range(5):
-            assert llm.generate([PROMPTS[1]], GREEDY)[0].token_ids == solo[0][1].token_ids
-
-    in_threads([fine, lambda: failing(False), fine, lambda: failing(True)])
-    assert_clean(llm)
-
-
-def test_a_stream_that_is_dropped_while_another_thread_steps_leaves_nothing(open_llm: Open) -> None:
+def test_dropped_stream_frees_blocks_while_another_thread_steps(open_llm: Open) -> None:
     llm = open_llm(80)
     busy = threading.Thread(target=lambda: llm.generate([5], replace(GREEDY, max_tokens=700)))
     busy.start()
@@ -111,7 +59,7 @@ def test_a_stream_that_is_dropped_while_another_thread_steps_leaves_nothing(open
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_a_call_from_within_a_step_fails_the_request_that_makes_it_and_nothing_hangs(open_llm: Open, call: str) -> None:
+def test_call_from_within_a_step_fails_its_request(open_llm: Open, call: str) -> None:
     llm = open_llm(80)
 
     def greedy_caller(token_ids: Sequence[int], scores: Any) -> Any:
@@ -153,7 +101,7 @@ def forked() -> Callable[[Callable[[], bool]], int]:
     return run
 
 
-def test_a_forked_process_goes_on_with_a_model_nobody_was_using(
+def test_forked_process_can_use_an_idle_model(
     open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
 ) -> None:
     llm = open_llm(80, "ngram")
@@ -162,7 +110,7 @@ def test_a_forked_process_goes_on_with_a_model_nobody_was_using(
     assert llm.generate([PROMPTS[0]], SAMPLED)[0].token_ids == solo[1][0].token_ids
 
 
-def test_what_other_threads_asked_for_does_not_run_in_a_forked_process(
+def test_forked_process_runs_no_requests_of_other_threads(
     open_llm: Open, solo: dict[int, list[RequestOutput]], forked: Callable[[Callable[[], bool]], int]
 ) -> None:
     llm = open_llm(80)
@@ -183,7 +131,7 @@ def test_what_other_threads_asked_for_does_not_run_in_a_forked_process(
     assert_clean(llm)
 
 
-def test_a_target_is_not_exchanged_while_another_thread_prepares_a_call(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
+def test_requantize_while_another_thread_prepares_a_call_is_refused(open_llm: Open, solo: dict[int, list[RequestOutput]]) -> None:
     llm = open_llm(80, "ngram")
     is_preparing, may_go_on = threading.Event(), threading.Event()
 
@@ -207,7 +155,7 @@ def test_a_target_is_not_exchanged_while_another_thread_prepares_a_call(open_llm
     assert llm.engine.is_idle
 
 
-def test_a_process_forked_within_another_threads_step_is_told_so(
+def test_process_forked_during_a_step_gets_an_error(
     open_llm: Open, forked: Callable[[Callable[[], bool]], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = open_llm(80)

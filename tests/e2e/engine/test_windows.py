@@ -72,12 +72,12 @@ def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: b
     assert 0 < most[0] * BLOCK_SIZE <= WINDOW + 1024
     assert memory_of(llm).num_bytes < llm.engine.cache.max_slots * 2 * 2 * 2 * 16 * 4 / 10
     check_clean(llm)
-    monkeypatch.setattr(NativeNetwork, "frees_outside_window", False)
+    monkeypatch.setattr(NativeNetwork, "has_window_eviction", False)
     (everything,) = open_llm(drafter="none").generate([prompt_of(length)], GREEDY)
     assert held.token_ids == everything.token_ids
 
 
-def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_llm: Open) -> None:
+def test_continued_conversations_match_cached_prefixes(open_llm: Open) -> None:
     llm, alone = open_llm(max_num_seqs=1), open_llm(enable_prefix_caching=False)
     talk = prompt_of(900)
     for count in (900, 940, 300, 33, 901, 64, 970):
@@ -91,7 +91,7 @@ def test_talks_that_go_on_are_found_again_and_others_at_least_say_the_same(open_
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
-def test_drafting_needs_no_more_blocks_than_there_are_when_a_model_is_opened(open_llm: Open, tmp_path: Path, drafter: str) -> None:
+def test_profiling_fits_the_blocks_of_a_small_engine(open_llm: Open, tmp_path: Path, drafter: str) -> None:
     """Passes are profiled with more rows and sequences than the steps of this engine will have."""
     smallest = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_size": 1}
     if drafter == "eagle3":

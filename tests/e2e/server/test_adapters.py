@@ -68,7 +68,7 @@ def test_an_adapter_answers_by_its_name_in_every_dialect(name: str, client: Http
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_an_unknown_model_is_refused_with_the_names_that_are_known(name: str, client: HttpClient) -> None:
+def test_unknown_model_is_refused_with_the_known_names(name: str, client: HttpClient) -> None:
     path, fields = REQUESTS[name]
     answer = client.post(path, {"model": "second", **fields})
     assert answer.status_code == 404
@@ -76,9 +76,7 @@ def test_an_unknown_model_is_refused_with_the_names_that_are_known(name: str, cl
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_an_adapter_that_is_removed_while_a_request_is_read_is_not_there(
-    name: str, client: HttpClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_removed_during_a_request_is_not_found(name: str, client: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AsyncEngine, "adapters", ("first", "second"))  # what the request saw
     path, fields = REQUESTS[name]
     assert client.post(path, {"model": "second", **fields}).status_code == 404
@@ -117,7 +115,7 @@ def test_requests_load_and_remove_adapters_where_that_is_switched_on(served: Cal
     assert client.post("/v1/completions", {"model": "second", **fields}).status_code == 404
 
 
-def test_of_two_loads_of_one_name_the_slower_is_told_so(
+def test_second_load_of_an_adapter_name_is_refused(
     served: Callable[..., HttpClient], engine: AsyncEngine, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = engine.load_adapter
@@ -134,13 +132,13 @@ def test_of_two_loads_of_one_name_the_slower_is_told_so(
     assert answer.json()["error"]["param"] == "lora_name"
 
 
-def test_without_the_switch_there_are_no_such_requests(client: HttpClient, second: Path) -> None:
+def test_adapter_loading_is_off_by_default(client: HttpClient, second: Path) -> None:
     for path, fields in (("load", {"lora_name": "second", "lora_path": str(second)}), ("unload", {"lora_name": "first"})):
         assert client.post(f"/v1/{path}_lora_adapter", fields).status_code == 404
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["mini", "first"]
 
 
-def test_without_a_key_the_switch_is_refused() -> None:
+def test_adapter_loading_without_api_key_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapter_loading lets requests read directories of this machine and needs a key"):
         ServerSettings(adapter_loading=True)
 
@@ -159,13 +157,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_request_for_an_adapter_says_what_is_wrong(name: str, served: Callable[..., HttpClient]) -> None:
+def test_invalid_adapter_request_names_the_reason(name: str, served: Callable[..., HttpClient]) -> None:
     path, fields, status, parameter = WRONG[name]
     answer = served({"x-api-key": KEY}, **ALLOWED).post(f"/v1/{path}_lora_adapter", fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
 
 
-def test_an_adapter_without_memory_for_it_is_no_mistake_of_the_request(
+def test_adapter_larger_than_memory_is_a_server_error(
     served: Callable[..., HttpClient], second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, fields = served({"x-api-key": KEY}, **ALLOWED), {"lora_name": "second", "lora_path": str(second)}
@@ -191,7 +189,7 @@ def test_an_adapter_with_the_models_name_is_refused(name: str, engine: AsyncEngi
 
 
 @pytest.mark.parametrize(("drain_s", "status"), [(30.0, 200), (0.05, 503)])
-def test_a_drain_waits_for_an_adapter_that_is_loaded(
+def test_drain_waits_for_a_loading_adapter(
     drain_s: float, status: int, engine: AsyncEngine, second: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, goes_on = create_app(engine, ServerSettings(**ALLOWED)), asyncio.Event()
@@ -218,7 +216,7 @@ def test_a_drain_waits_for_an_adapter_that_is_loaded(
     asyncio.run(work())
 
 
-def test_what_is_no_path_or_name_is_said(second: Path) -> None:
+def test_invalid_adapter_path_or_name_is_refused(second: Path) -> None:
     with LLM("mini", drafter="none", threads=1) as llm:
         for path in (None, 3, "", b""):
             with pytest.raises(ConfigError, match="the adapter's directory is "):
@@ -230,7 +228,7 @@ def test_what_is_no_path_or_name_is_said(second: Path) -> None:
                 llm.unload_adapter(name)  # type: ignore[arg-type]
 
 
-def test_an_adapter_of_the_settings_and_one_that_is_merged_answer_alike(second: Path) -> None:
+def test_configured_adapter_answers_as_the_merged_one(second: Path) -> None:
     params = SamplingParams(max_tokens=NUM_TOKENS)
     with LLM("mini", drafter="none", threads=1, dtype="f32", adapters={"second": second}) as llm:
         beside = llm.generate(PROMPT, params, adapter="second")[0].token_ids

@@ -26,7 +26,7 @@ def reasons(events: list[dict[str, Any]], index: int = 0) -> list[str]:
     return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
 
 
-def test_an_answer_is_what_the_engine_says(client: HttpClient, engine: AsyncEngine) -> None:
+def test_chat_answer_has_the_text_and_usage_of_the_engine(client: HttpClient, engine: AsyncEngine) -> None:
     answer = client.json(PATH, GREEDY)
     input_processor = engine.loaded.input_processor
     assert answer["object"] == "chat.completion"
@@ -71,7 +71,7 @@ def test_streamed_and_whole_answers_are_equal(client: HttpClient, more: dict[str
     assert len({chunk["id"] for chunk in events}) == 1
 
 
-def test_a_stream_begins_with_the_role_and_has_no_usage_unasked(client: HttpClient) -> None:
+def test_stream_begins_with_the_role_and_has_no_usage(client: HttpClient) -> None:
     first, *others = client.events(PATH, GREEDY)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -104,7 +104,7 @@ def test_logprobs_alone_have_no_alternatives(client: HttpClient) -> None:
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
-def test_a_schema_holds_the_answer(client: HttpClient) -> None:
+def test_json_schema_constrains_the_answer(client: HttpClient) -> None:
     schema = {
         "type": "object",
         "properties": {"age": {"type": "integer", "maximum": 99}},
@@ -116,7 +116,7 @@ def test_a_schema_holds_the_answer(client: HttpClient) -> None:
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"age"}
 
 
-def test_without_a_limit_an_answer_may_take_the_rest_of_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_answer_without_limit_may_fill_the_context(short_client: HttpClient, short_engine: AsyncEngine) -> None:
     fields = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
     usage = short_client.json(PATH, fields)["usage"]
     assert usage["total_tokens"] == short_engine.loaded.input_processor.max_model_len
@@ -132,7 +132,7 @@ def test_content_may_come_in_parts_and_developers_are_the_system(client: HttpCli
     assert answers[0] == answers[1]
 
 
-def test_a_prediction_is_guessed_from_and_changes_nothing(client: HttpClient) -> None:
+def test_prediction_is_drafted_and_changes_no_text(client: HttpClient) -> None:
     plain = client.json(PATH, {**GREEDY, "speculation": {"enabled": False}})
     text = plain["choices"][0]["message"]["content"]
     predicted = client.json(PATH, {**GREEDY, "prediction": {"type": "content", "content": [{"type": "text", "text": text}]}})
@@ -141,7 +141,7 @@ def test_a_prediction_is_guessed_from_and_changes_nothing(client: HttpClient) ->
     assert plain["speculation"]["plain_steps"] == plain["speculation"]["steps"]
 
 
-def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> None:
+def test_answer_contains_token_origins_on_request(client: HttpClient) -> None:
     fields = {**GREEDY, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
     answer = client.json(PATH, fields)
     stats = answer["speculation"]
@@ -153,7 +153,7 @@ def test_an_answer_says_on_demand_who_guessed_each_token(client: HttpClient) -> 
     assert "origins" not in client.json(PATH, GREEDY)["speculation"]
 
 
-def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_contains_draft_trees_on_request(client: HttpClient, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loaded.engine.speculator, "policy", FixedDraftLength(4))  # the same guesses every time, whatever they cost
     told = client.json(PATH, GREEDY)["choices"][0]["message"]["content"]
     predicted = {"prediction": {"type": "content", "content": told}}
@@ -176,13 +176,13 @@ def test_an_answer_says_on_demand_what_each_step_guessed(client: HttpClient, eng
     assert ("trees" in alone, alone["steps"]) == (False, len(alone["origins"][0]) - alone["num_accepted_tokens"])
 
 
-def test_the_usage_of_a_stream_says_how_long_the_answer_took(client: HttpClient) -> None:
+def test_usage_of_a_stream_contains_timing(client: HttpClient) -> None:
     *_, last = client.events(PATH, {**GREEDY, "stream_options": {"include_usage": True}})
     assert last["speculation"]["timing"]["prompt_s"] > 0
     assert last["speculation"]["timing"]["decode_s"] > 0
 
 
-def test_fields_that_say_nothing_about_the_text_are_taken(client: HttpClient) -> None:
+def test_fields_without_effect_are_accepted(client: HttpClient) -> None:
     more = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [], "modalities": ["text"]}
     assert client.json(PATH, {**GREEDY, **more})["choices"] == client.json(PATH, GREEDY)["choices"]
 
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
-def test_what_is_wrong_is_named(client: HttpClient, fields: dict[str, Any], name: str, code: str) -> None:
+def test_invalid_field_is_named(client: HttpClient, fields: dict[str, Any], name: str, code: str) -> None:
     for is_streamed in (False, True):
         error = client.refusal(PATH, {**fields, "stream": is_streamed})
         assert (error["param"], error["type"]) == (name, "invalid_request_error")
@@ -250,18 +250,3 @@ def test_another_model_is_not_found(client: HttpClient, served: Callable[..., Ht
     own = served(served_model_name="owner/mine")
     assert own.json(PATH, changed(model="owner/mine"))["model"] == "owner/mine"
     assert own.get("/v1/models/owner/mine").json()["id"] == "owner/mine"
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'{"messages": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 9000 + b"}"]
-)
-def test_a_body_that_is_no_request_is_the_clients_fault(client: HttpClient, body: bytes) -> None:
-    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_half_a_character_is_refused(client: HttpClient) -> None:
-    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-    answer = client.ask("POST", PATH, content=body, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

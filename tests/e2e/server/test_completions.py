@@ -33,7 +33,7 @@ def test_a_completion_is_in_openais_shape(client: HttpClient) -> None:
     assert answer["usage"]["completion_tokens"] <= 12
 
 
-def test_a_prompt_may_be_text_or_ids_alone_or_several(client: HttpClient, engine: AsyncEngine) -> None:
+def test_completion_prompt_is_text_or_ids_or_a_list(client: HttpClient, engine: AsyncEngine) -> None:
     texts = ["The old fisherman", "def add(a, b):"]
     alone = [client.json(PATH, {**GREEDY, "prompt": text})["choices"][0]["text"] for text in texts]
     for prompt in (texts, [ids_of(engine, text) for text in texts]):
@@ -43,7 +43,7 @@ def test_a_prompt_may_be_text_or_ids_alone_or_several(client: HttpClient, engine
     assert client.json(PATH, {**GREEDY, "prompt": ids_of(engine, texts[0])})["choices"][0]["text"] == alone[0]
 
 
-def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise(client: HttpClient) -> None:
+def test_completion_has_16_tokens_by_default(client: HttpClient) -> None:
     fields = {"prompt": "The old fisherman", "temperature": 0, "ignore_eos": True}
     answer = client.json(PATH, fields)
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")
@@ -79,7 +79,7 @@ def test_streamed_and_whole_completions_are_equal(client: HttpClient, more: dict
     assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
 
-def test_an_echo_brings_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
+def test_echo_returns_the_prompt_and_its_logprobs(client: HttpClient, engine: AsyncEngine) -> None:
     (choice,) = client.json(PATH, {**GREEDY, "echo": True, "logprobs": 2})["choices"]
     (plain,) = client.json(PATH, {**GREEDY, "logprobs": 2})["choices"]
     assert choice["text"] == GREEDY["prompt"] + plain["text"]
@@ -93,7 +93,7 @@ def test_an_echo_brings_the_prompt_and_its_logprobs(client: HttpClient, engine: 
     assert len({len(values) for values in logprobs.values()}) == 1
 
 
-def test_no_tokens_wanted_means_the_prompt_is_only_scored(client: HttpClient, engine: AsyncEngine) -> None:
+def test_max_tokens_0_only_scores_the_prompt(client: HttpClient, engine: AsyncEngine) -> None:
     fields = {**GREEDY, "prompt": [GREEDY["prompt"], "Once upon"], "echo": True, "logprobs": 1}
     scored, whole = (client.json(PATH, {**fields, "max_tokens": count}) for count in (0, 4))
     assert scored["usage"]["completion_tokens"] == 0
@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("more", "name", "code"), REFUSED, ids=[f"{name}-{place}" for place, (_, name, _) in enumerate(REFUSED)])
-def test_what_is_wrong_is_named(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
+def test_invalid_field_is_named(client: HttpClient, more: dict[str, Any], name: str, code: str) -> None:
     error = client.refusal(PATH, {**GREEDY, **more})
     assert error["param"].split("[")[0] == name
     assert not code or error["code"] == code
@@ -159,7 +159,7 @@ def test_text_becomes_ids_and_back(client: HttpClient, engine: AsyncEngine) -> N
     assert client.refusal("/detokenize", {"tokens": [10**9]})["param"] == "tokens"
 
 
-def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) -> None:
+def test_completion_contains_draft_trees_on_request(client: HttpClient) -> None:
     fields = {**GREEDY, "speculation": {"trees": True}}
     (trees,) = client.json(PATH, fields)["speculation"]["trees"]
     (token_ids,) = client.json(PATH, fields)["speculation"]["token_ids"]
@@ -168,7 +168,7 @@ def test_a_completion_says_on_demand_what_each_step_guessed(client: HttpClient) 
     assert [one for event in events for tree in event["speculation"]["trees"] for one in tree["token_ids"]] == token_ids
 
 
-def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> None:
+def test_prompt_that_fills_the_context_can_only_be_scored() -> None:
     engine = AsyncEngine.open("mini", drafter="ngram", max_model_len=64, max_num_seqs=2, threads=1)
     client = HttpClient(create_app(engine, ServerSettings()))
     longer = (ids_of(engine, "The old fisherman ") * 30)[:65]
@@ -186,7 +186,7 @@ def test_a_prompt_that_fills_the_context_can_be_scored_and_not_continued() -> No
     asyncio.run(engine.close())
 
 
-def test_an_answer_names_the_drafter_that_was_asked_for(client: HttpClient) -> None:
+def test_completion_names_the_requested_drafter(client: HttpClient) -> None:
     asked: list[tuple[dict[str, Any], str]] = [({}, "prediction+ngram"), ({"drafter": "ngram"}, "ngram"), ({"enabled": False}, "none")]
     for speculation, name in asked:
         assert client.json(PATH, {**GREEDY, "speculation": speculation})["speculation"]["drafter"] == name

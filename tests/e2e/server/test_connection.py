@@ -74,12 +74,12 @@ def is_ended(connection: socket.socket, drip: bytes = b"") -> bool:
 
 
 @pytest.mark.parametrize("drip", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: " + b"x" * 100], ids=["silent", "slow"])
-def test_a_head_that_does_not_come_ends_the_connection(server: LiveServer, drip: bytes) -> None:
+def test_missing_request_head_ends_the_connection(server: LiveServer, drip: bytes) -> None:
     with server.connect() as connection:
         assert is_ended(connection, drip)
 
 
-def test_so_does_the_next_head_behind_an_answer(server: LiveServer) -> None:
+def test_incomplete_next_head_ends_the_connection(server: LiveServer) -> None:
     """Where uvicorn alone stops its clock at the first byte."""
     with server.connect() as connection:
         connection.sendall(HEALTH)
@@ -87,7 +87,7 @@ def test_so_does_the_next_head_behind_an_answer(server: LiveServer) -> None:
         assert is_ended(connection, b"GET /health HTTP/1.1\r\n" + b"x" * 100)
 
 
-def test_a_request_that_takes_longer_than_its_head_may_is_answered(server: LiveServer) -> None:
+def test_request_longer_than_the_head_timeout_is_answered(server: LiveServer) -> None:
     with server.connect() as connection:
         whole = post_of(CHAT, body_of(FIELDS), Connection="close")
         connection.sendall(whole[:-5])
@@ -111,7 +111,7 @@ def test_idle_connections_beyond_the_limit_make_room(engine: AsyncEngine) -> Non
                 connection.close()
 
 
-def test_a_connection_that_was_answered_a_moment_ago_is_kept(engine: AsyncEngine) -> None:
+def test_recently_used_connection_is_kept(engine: AsyncEngine) -> None:
     """Its client may have sent the next request already."""
     with live_server(engine, max_connections=1) as server, server.connect() as first:
         for _ in range(3):
@@ -150,13 +150,13 @@ def test_a_body_beyond_the_limit_is_refused_at_once(small_server: LiveServer, ki
         assert time.monotonic() - started_s < 5
 
 
-def test_the_status_of_a_refused_body_is_read_after_all_of_it_is_sent(small_server: LiveServer) -> None:
+def test_status_of_a_refused_body_is_readable_after_sending_it(small_server: LiveServer) -> None:
     for _ in range(3):
         answer = small_server.sent(post_of(CHAT, b" " * 20_000_000))
         assert (statuses(answer), b"body_too_large" in answer) == ([413], True)
 
 
-def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveServer) -> None:
+def test_idle_connections_time_out(server: LiveServer) -> None:
     opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
     try:
         assert httpx.post(server.url + CHAT, json=FIELDS, timeout=30).status_code == 200
@@ -168,7 +168,7 @@ def test_many_idle_connections_end_by_themselves_and_hinder_nobody(server: LiveS
             connection.close()
 
 
-def test_who_does_not_read_a_stream_is_given_up(engine: AsyncEngine) -> None:
+def test_client_that_does_not_read_a_stream_is_disconnected(engine: AsyncEngine) -> None:
     """Its place and its cache are free again, although the socket never failed."""
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(post_of(CHAT, body_of({**LONG, "n": 4})))
@@ -177,7 +177,7 @@ def test_who_does_not_read_a_stream_is_given_up(engine: AsyncEngine) -> None:
         assert not read_all(connection).endswith(b"0\r\n\r\n"), "the answer did not end"
 
 
-def test_who_does_not_read_whole_answers_is_given_up(engine: AsyncEngine) -> None:
+def test_client_that_does_not_read_answers_is_disconnected(engine: AsyncEngine) -> None:
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         asked = 200
         connection.sendall(head_of("/openapi.json") * asked)
@@ -186,7 +186,7 @@ def test_who_does_not_read_whole_answers_is_given_up(engine: AsyncEngine) -> Non
         assert len(statuses(begin + read_all(connection))) < asked
 
 
-def test_who_reads_slowly_is_served_to_the_end(engine: AsyncEngine) -> None:
+def test_slow_reader_is_served_completely(engine: AsyncEngine) -> None:
     with live_server(engine, send_timeout_s=0.5, send_bytes=4096) as server, server.connect(receive_bytes=4096) as connection:
         connection.sendall(head_of("/openapi.json") * 7 + head_of("/openapi.json", Connection="close"))
         answer, started_s = b"", time.monotonic()
@@ -204,7 +204,7 @@ def test_requests_sent_ahead_are_answered_in_their_order_and_once(server: LiveSe
 
 
 @pytest.mark.parametrize("more", [{"X_Long": "x" * 20_000}, {f"X-{place}": "x" for place in range(200)}], ids=["long", "many"])
-def test_headers_beyond_what_is_kept_are_refused(server: LiveServer, more: dict[str, str]) -> None:
+def test_too_long_headers_are_refused(server: LiveServer, more: dict[str, str]) -> None:
     """However they come: h11 alone counts only what it has not understood yet."""
     assert statuses(server.sent(head_of("/health", **more) + HEALTH)) == [431]
     with server.connect() as connection:
@@ -215,7 +215,7 @@ def test_headers_beyond_what_is_kept_are_refused(server: LiveServer, more: dict[
         assert statuses(read_all(connection)) in ([400], [431])
 
 
-def test_a_target_beyond_what_is_kept_is_refused(server: LiveServer) -> None:
+def test_too_long_request_target_is_refused(server: LiveServer) -> None:
     assert statuses(server.sent(head_of("/health?" + "x" * 20_000) + HEALTH)) == [431]
 
 
@@ -242,12 +242,12 @@ SMUGGLED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_a_request_that_two_servers_may_read_differently_is_refused_and_ends_the_connection(server: LiveServer, name: str) -> None:
+def test_ambiguous_request_framing_is_refused(server: LiveServer, name: str) -> None:
     (status,) = statuses(server.sent(SMUGGLED[name] + HEALTH))
     assert status in (400, 501)
 
 
-def test_who_is_not_let_in_cannot_send_a_body_for_ever(closed_server: LiveServer) -> None:
+def test_unauthorised_client_cannot_send_an_endless_body(closed_server: LiveServer) -> None:
     """Of a refused request nothing more is read: the connection ends, and what follows is no request either."""
     for head in (head_of(CHAT, method="POST", Content_Length="100000000"), head_of("/v1/models", **CHUNKED)):
         with closed_server.connect() as connection:
@@ -259,7 +259,7 @@ def test_who_is_not_let_in_cannot_send_a_body_for_ever(closed_server: LiveServer
     assert statuses(closed_server.sent(kept)) == [401, 200], "without a body it stays"
 
 
-def test_what_is_no_http_is_neither_logged_nor_a_fault(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_http_is_neither_logged_nor_an_error(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for rest in (
         SECRET + b"\r\n\r\n",
@@ -276,7 +276,7 @@ def test_what_is_no_http_is_neither_logged_nor_a_fault(server: LiveServer, caplo
 
 
 @pytest.mark.parametrize(("path", "kind"), [(CHAT, "openai"), ("/v1/messages", "anthropic"), ("/api/chat", "ollama")])
-def test_what_is_refused_below_the_application_has_the_shape_of_its_dialect(server: LiveServer, path: str, kind: str) -> None:
+def test_protocol_errors_have_the_shape_of_the_dialect(server: LiveServer, path: str, kind: str) -> None:
     wrong = {
         400: head_of(path).replace(b"\r\n\r\n", b"\r\nHost: evil.example\r\n\r\n"),
         431: head_of(path, X_Long="x" * 40_000).removesuffix(b"\r\n\r\n"),
@@ -295,7 +295,7 @@ def test_what_is_refused_below_the_application_has_the_shape_of_its_dialect(serv
     assert json.loads(server.sent(late).partition(b"\r\n\r\n")[2]).keys() == shapes[kind]
 
 
-def test_a_target_that_is_a_whole_address_is_served_where_its_host_is_known(server: LiveServer, closed_server: LiveServer) -> None:
+def test_absolute_request_target_with_a_known_host_is_served(server: LiveServer, closed_server: LiveServer) -> None:
     for target in (f"http://127.0.0.1:{server.port}/health", "HTTP://localhost/health", "https://[::1]:1/health"):
         assert statuses(server.sent(head_of(target, Connection="close"))) == [200]
     assert statuses(server.sent(head_of("http://127.0.0.1", Connection="close"))) == [200], "the page"
@@ -306,12 +306,12 @@ def test_a_target_that_is_a_whole_address_is_served_where_its_host_is_known(serv
 
 
 @pytest.mark.parametrize("path", ["//health", "/health/", "ftp://127.0.0.1/health", "/%2e%2e/health"])
-def test_a_path_that_only_resembles_an_open_one_takes_a_key(closed_server: LiveServer, path: str) -> None:
+def test_path_similar_to_an_open_one_needs_a_key(closed_server: LiveServer, path: str) -> None:
     assert statuses(closed_server.sent(head_of(path, Connection="close"))) == [401]
     assert statuses(closed_server.sent(head_of(path, Connection="close", x_api_key=KEY))) == [404], "and leads nowhere"
 
 
-def test_a_server_that_ends_while_connections_are_open_ends(engine: AsyncEngine) -> None:
+def test_server_with_open_connections_can_shut_down(engine: AsyncEngine) -> None:
     ended: Callable[[], object]
     with live_server(engine) as server:
         connection = socket.create_connection(("127.0.0.1", server.port))

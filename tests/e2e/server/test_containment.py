@@ -63,7 +63,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_no_file_host_or_program_is_what_a_request_names(client: HttpClient, watch: Watch) -> None:
+def test_request_reads_no_file_host_or_program(client: HttpClient, watch: Watch) -> None:
     for fields in REQUESTS:
         assert client.post(CHAT, fields).status_code in (200, 400, 404)
     for path in (f"/v1/models/../../{MARK}", f"/v1/models/%2e%2e%2f{MARK}", f"/{MARK}", f"/..%5c{MARK}"):
@@ -72,14 +72,14 @@ def test_no_file_host_or_program_is_what_a_request_names(client: HttpClient, wat
     assert [line for line in watch.seen if MARK in line] == []
 
 
-def test_the_watch_would_see_it(watch: Watch) -> None:
+def test_audit_hook_sees_file_access(watch: Watch) -> None:
     with pytest.raises(FileNotFoundError):
         Path(f"/{MARK}").read_text()
     assert any(MARK in line for line in watch.seen)
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
-def test_what_looks_like_a_template_is_text(client: HttpClient, role: str) -> None:
+def test_template_syntax_in_messages_is_text(client: HttpClient, role: str) -> None:
     messages = [{"role": role, "content": TEMPLATE}, {"role": "user", "content": "Hello"}]
     ids = client.json("/tokenize", {"messages": messages})["tokens"]
     text = client.json("/detokenize", {"tokens": ids})["prompt"]

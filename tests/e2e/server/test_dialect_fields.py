@@ -188,7 +188,7 @@ def test_json_without_a_schema_constrains_the_answer(client: HttpClient) -> None
         assert text.startswith("{")
 
 
-def test_a_message_has_the_reason_of_its_end(client: HttpClient, short_client: HttpClient, short_engine: AsyncEngine) -> None:
+def test_message_has_its_stop_reason(client: HttpClient, short_client: HttpClient, short_engine: AsyncEngine) -> None:
     text = MESSAGES.said(MESSAGES.whole(client, asked(MESSAGES)))[0][1]
     stopped = client.json(MESSAGES.path, asked(MESSAGES, stop_sequences=["nowhere", text[3:8]]))
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[3:8])
@@ -245,7 +245,7 @@ def test_ollama_streams_by_default(client: HttpClient) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
-def test_a_body_without_json_type_is_accepted_from_ollamas_clients_only(client: HttpClient, kind: dict[str, str]) -> None:
+def test_body_without_json_content_type_is_accepted_only_by_ollama(client: HttpClient, kind: dict[str, str]) -> None:
     body = json.dumps(asked(OLLAMA, stream=False)).encode()
     answer = client.ask("POST", OLLAMA.path, content=body, headers=kind)
     assert answer.status_code == 200

@@ -57,7 +57,7 @@ def plain(said: Said) -> Said:
 
 
 @pytest.mark.parametrize("piece_len", [1, 7, 1000])
-def test_thoughts_texts_and_calls_are_told_apart(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
+def test_reasoning_text_and_calls_are_separated(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str, piece_len: int) -> None:
     write_down(monkeypatch, WRITTEN, piece_len=piece_len)
     dialect = DIALECTS[name]
     whole, events = dialect.whole(talking, asked(name)), dialect.stream(talking, asked(name))
@@ -67,7 +67,7 @@ def test_thoughts_texts_and_calls_are_told_apart(talking: HttpClient, monkeypatc
     assert dialect.ending(whole)[0] == dialect.streamed_ending(events)[0] == REASONS[name]
 
 
-def test_an_answer_that_breaks_off_within_a_call_says_so(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_answer_cut_within_a_call_ends_with_length(talking: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_down(monkeypatch, WRITTEN[:-30], finish_reason="length")
     dialect: Spoken = DIALECTS[name]
     fields = asked(name)
@@ -115,7 +115,7 @@ def test_events_come_in_the_order_of_the_dialect(talking: HttpClient, monkeypatc
     assert kinds(Responses().stream(talking, asked("responses"))) == RESPONSE_ORDER
 
 
-def test_a_block_of_thoughts_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinking_block_ends_with_a_signature(talking: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
     write_down(monkeypatch, WRITTEN)
     deltas = [event["delta"]["type"] for event in Messages().stream(talking, asked("messages")) if event["type"] == "content_block_delta"]
     assert deltas.count("signature_delta") == 1
@@ -130,7 +130,7 @@ FORCED = {
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClient, name: str) -> None:
+def test_required_call_fits_its_schema_in_every_dialect(talking: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = asked(name, **FORCED[name])
     whole, events = dialect.whole(talking, fields), dialect.stream(talking, fields)
@@ -142,14 +142,15 @@ def test_a_call_that_is_asked_for_is_made_and_fits_its_schema(talking: HttpClien
 
 
 @pytest.mark.parametrize("name", FORCED, indirect=True)
-def test_a_schema_of_a_tool_that_cannot_be_enforced_is_named(talking: HttpClient, name: str) -> None:
+def test_invalid_tool_schema_is_named_by_its_place_in_the_dialect(talking: HttpClient, name: str) -> None:
     wrong = {"type": "object", "properties": {"city": {"type": 7}}}
     tools: Any = copy.deepcopy(TOOLS[name]["tools"])
     tools[0].update({"input_schema": wrong} if name == "messages" else {})
     tools[0].get("function", tools[0]).update({} if name == "messages" else {"parameters": wrong})
     answer = talking.post(DIALECTS[name].path, asked(name, **FORCED[name], tools=tools))
     assert answer.status_code == 400
-    assert "tools" in answer.text
+    places = {"chat": "tools[0].function.parameters", "messages": "tools[0].input_schema", "responses": "tools[0].parameters"}
+    assert places[name] in DIALECTS[name].message_of(answer.json())
 
 
 HISTORY = [
@@ -202,7 +203,7 @@ def test_a_conversation_with_calls_is_the_same_in_every_dialect() -> None:
     assert ollama.conversation(ollama.ChatFields.model_validate({"model": "mini", "messages": told}), settings) == HISTORY
 
 
-def test_a_result_whose_call_was_cut_off_is_kept() -> None:
+def test_tool_result_without_its_call_is_kept() -> None:
     """Agents cut old turns off. Whether such a result can be rendered is up to the chat template."""
     settings, result = ServerSettings(), {"role": "tool", "tool_call_id": "b", "content": "rain"}
     block = {"type": "tool_result", "tool_use_id": "b", "content": "rain"}
@@ -227,7 +228,7 @@ THINKING: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", THINKING, indirect=True)
-def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
+def test_thinking_option_reaches_the_template(talking: HttpClient, client: HttpClient, name: str) -> None:
     dialect = DIALECTS[name]
     fields = dialect.fields(MESSAGES, max_tokens=1)
     untold = dialect.ending(dialect.whole(talking, fields))[1]
@@ -241,7 +242,7 @@ def test_whether_to_think_is_told_to_the_template(talking: HttpClient, client: H
             assert any(name == field or name.startswith(f"{field}.") for field in more for name in ignored), "without a variable"
 
 
-def test_ollamas_clients_are_told_what_a_model_can(talking: HttpClient, client: HttpClient) -> None:
+def test_ollama_show_lists_capabilities(talking: HttpClient, client: HttpClient) -> None:
     assert talking.json("/api/show", {"model": "mini"})["capabilities"] == ["completion", "tools", "thinking"]
     assert client.json("/api/show", {"model": "mini:latest"})["capabilities"] == ["completion"]
 

@@ -66,12 +66,12 @@ def test_streamed_and_whole_answers_are_the_text_of_the_engine(client: HttpClien
     assert dialect.ending(whole)[1:] == (output.usage.prompt_tokens, output.usage.completion_tokens)
 
 
-def test_a_conversation_is_what_the_engine_is_told(client: HttpClient, llm: LLM, dialect: Spoken) -> None:
+def test_conversation_in_every_dialect_gives_the_text_of_the_engine(client: HttpClient, llm: LLM, dialect: Spoken) -> None:
     output = llm.chat(TALK, SamplingParams(**SAMPLED))
     assert dialect.said(dialect.whole(client, dialect.fields(TALK, **SAMPLED))) == [("text", output.text)]
 
 
-def test_whether_drafts_were_made_changes_no_text_and_is_told(client: HttpClient, dialect: Spoken) -> None:
+def test_drafts_change_no_text_and_are_reported(client: HttpClient, dialect: Spoken) -> None:
     fields = dialect.fields(MESSAGES, **SAMPLED)
     plain = dialect.whole(client, {**fields, "speculation": {"enabled": False}})
     drafted = {**fields, "speculation": {"origins": True, "drafter": "ngram", "num_speculative_tokens": 3}}
@@ -83,7 +83,7 @@ def test_whether_drafts_were_made_changes_no_text_and_is_told(client: HttpClient
     assert dialect.speculation(whole)["seed"] == SAMPLED["seed"]
 
 
-def test_a_stream_is_never_held_back_by_a_proxy_and_says_what_it_is(client: HttpClient, new_dialect: Spoken) -> None:
+def test_stream_headers_forbid_buffering(client: HttpClient, new_dialect: Spoken) -> None:
     answer = client.post(new_dialect.path, {**new_dialect.fields(MESSAGES, max_tokens=2), "stream": True})
     kind = "application/x-ndjson" if new_dialect.path.startswith("/api/") else "text/event-stream"
     assert answer.headers["content-type"].startswith(kind)
@@ -129,7 +129,7 @@ def test_keys_are_taken_as_each_client_sends_them(served: Served, new_dialect: S
         assert client.post(new_dialect.path, new_dialect.fields(MESSAGES, max_tokens=1), headers=headers).status_code == 200
 
 
-def test_errors_before_and_beside_the_routes_have_the_shape_too(client: HttpClient, new_dialect: Spoken) -> None:
+def test_middleware_errors_have_the_shape_of_the_dialect(client: HttpClient, new_dialect: Spoken) -> None:
     path = new_dialect.path
     answers = {
         400: client.ask("POST", path, content=b"{", headers={"Content-Type": "application/json"}),
@@ -143,7 +143,7 @@ def test_errors_before_and_beside_the_routes_have_the_shape_too(client: HttpClie
         assert new_dialect.message_of(answer.json())
 
 
-def test_what_fails_within_a_stream_is_its_last_event(served: Served, new_dialect: Spoken) -> None:
+def test_failure_within_a_stream_is_its_last_event(served: Served, new_dialect: Spoken) -> None:
     client = served(request_timeout_s=0.2)
     fields = new_dialect.fields([{"role": "user", "content": "Hello"}], max_tokens=1900, temperature=1.9, min_tokens=1900)
     if new_dialect.path == "/api/chat":

@@ -10,7 +10,6 @@ import pytest
 
 from harness.dialects import Chat, Messages, OllamaChat, Responses, Spoken
 from harness.http_client import HttpClient
-from harness.tool_model import write_tool_model
 from paceline import AsyncEngine
 from paceline.server.app import create_app
 from paceline.server.settings import ServerSettings
@@ -91,9 +90,7 @@ SAID: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "text"), SAID, ids=[f"{case[0].path} {at}" for at, case in enumerate(SAID)])
-def test_an_error_names_the_field_its_value_and_what_is_wanted(
-    client: HttpClient, dialect: Spoken, more: dict[str, Any], text: str
-) -> None:
+def test_error_names_field_value_and_expected_value(client: HttpClient, dialect: Spoken, more: dict[str, Any], text: str) -> None:
     limit = {} if dialect is CHAT else {"max_tokens": 4}
     message, name = refusal(client, dialect, {**dialect.fields(TURNS, **limit), **more})
     assert text in message
@@ -119,7 +116,7 @@ HALVES: list[tuple[Spoken, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dialect", "more", "place"), HALVES, ids=[f"{case[0].path} {case[2]}" for case in HALVES])
-def test_half_a_character_is_refused_where_it_stands(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
+def test_half_surrogate_pair_is_refused_with_its_field(client: HttpClient, dialect: Spoken, more: dict[str, Any], place: str) -> None:
     message, name = refusal(client, dialect, {**dialect.fields(TURNS, max_tokens=2), **more})
     assert message.startswith(f"{place} holds half of a surrogate pair")
     assert name in (None, place)
@@ -165,7 +162,7 @@ def body_with(dialect: Spoken, name: str, value: float) -> dict[str, Any]:
 
 @pytest.mark.spread(0.3)
 @pytest.mark.parametrize(("dialect", "name"), CASES, ids=[f"{dialect.path} {name}" for dialect, name in CASES])
-def test_limits_that_are_told_are_the_ones_applied(short_client: HttpClient, dialect: Spoken, name: str) -> None:
+def test_limits_in_error_texts_are_those_applied(short_client: HttpClient, dialect: Spoken, name: str) -> None:
     """Both are taken, and the next number beyond each of them is refused with the same words."""
     is_whole = bool(WHOLE.search(name.rpartition(".")[2]))
     number: Callable[[str], float] = int if is_whole else float
@@ -187,7 +184,7 @@ def test_limits_that_are_told_are_the_ones_applied(short_client: HttpClient, dia
         refusal(short_client, dialect, body_with(dialect, name, low))
 
 
-def test_token_ids_that_no_model_has_are_told_no_limit_that_is_not_this_models(client: HttpClient, engine: AsyncEngine) -> None:
+def test_token_id_error_names_the_vocabulary_of_this_model(client: HttpClient, engine: AsyncEngine) -> None:
     last = engine.loaded.input_processor.vocab_size - 1
     for token_id in (-1, last + 1, 2**31 - 1, 2**31):
         for more in (
@@ -205,7 +202,7 @@ def test_several_prompts_that_do_not_fit_name_the_prompt(served: Callable[..., H
         assert refusal(client, COMPLETIONS, more)[1] == name
 
 
-def test_a_prediction_that_nobody_reads_is_told_of_the_option_that_reads_it() -> None:
+def test_unused_prediction_is_refused_with_the_drafter_option() -> None:
     import asyncio
 
     engine = AsyncEngine.open("mini", drafter="ngram", threads=1)
@@ -216,24 +213,7 @@ def test_a_prediction_that_nobody_reads_is_told_of_the_option_that_reads_it() ->
     asyncio.run(engine.close())
 
 
-def test_the_schema_of_a_tool_is_named_where_it_stands_in_its_dialect(mini_dir: Any, tmp_path: Any) -> None:
-    import asyncio
-
-    engine = AsyncEngine.open(str(write_tool_model(mini_dir, tmp_path / "mini")), drafter="none", threads=1)
-    client = HttpClient(create_app(engine, ServerSettings(served_model_name="mini", grammar_timeout_s=600)))
-    schema = {"type": "object", "properties": {"a": {"type": "strange"}}}
-    asked: list[tuple[Spoken, dict[str, Any], str]] = [
-        (MESSAGES, {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
-        (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"}, "tools[0].parameters"),
-    ]
-    for dialect, more, place in asked:
-        message, name = refusal(client, dialect, {**dialect.fields(TURNS, max_tokens=4), **more})
-        assert message.startswith(f"{place} is no schema")
-        assert name in (None, place)
-    asyncio.run(engine.close())
-
-
-def test_a_path_that_takes_another_method_says_which(client: HttpClient) -> None:
+def test_wrong_method_names_the_allowed_one(client: HttpClient) -> None:
     for dialect in (CHAT, MESSAGES, RESPONSES, OLLAMA):
         answer = client.get(dialect.path)
         assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

@@ -128,7 +128,7 @@ def test_turns_of_a_chat_reach_one_replica(front: Front) -> None:
     assert len(pool.chosen) == 1
 
 
-def test_the_front_checks_what_one_server_checks(front: Front) -> None:
+def test_front_applies_the_checks_of_a_server(front: Front) -> None:
     fronted, pool = front(api_keys=(KEY,), max_body_mb=0.001)
     assert fronted.refusal(CHAT, FIELDS, 401)["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -146,7 +146,7 @@ def test_the_front_checks_what_one_server_checks(front: Front) -> None:
 
 
 @pytest.mark.parametrize("lost_after", [0, 1])
-def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_after: int) -> None:
+def test_lost_replica_is_one_error_with_a_way_out(front: Front, lost_after: int) -> None:
     fronted, _ = front(lost_after=lost_after)
     answer = fronted.post(CHAT, FIELDS)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
@@ -154,7 +154,7 @@ def test_a_replica_that_ends_is_one_error_with_the_way_out(front: Front, lost_af
     assert "send the request again" in answer.json()["error"]["message"]
 
 
-def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> None:
+def test_stream_of_a_lost_replica_ends_with_an_error_event(front: Front) -> None:
     fronted, _ = front(lost_after=3)
     answer = fronted.post(CHAT, {**FIELDS, "stream": True})
     *events, last, rest = answer.text.split("\n\n")
@@ -163,13 +163,13 @@ def test_a_stream_whose_replica_ends_says_so_in_its_last_event(front: Front) -> 
     assert front(lost_after=0)[0].refusal(CHAT, {**FIELDS, "stream": True}, 503)["code"] == "replica_lost"
 
 
-def test_without_a_replica_a_request_is_told_to_come_again(front: Front) -> None:
+def test_request_without_replicas_is_503_with_retry_after(front: Front) -> None:
     fronted, _ = front(replicas=0)
     assert fronted.refusal(CHAT, FIELDS, 503)["code"] == "no_replica"
     assert (fronted.get("/health").status_code, fronted.get("/ready").status_code) == (200, 503)
 
 
-def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> None:
+def test_front_counts_open_requests_until_their_streams_end(front: Front) -> None:
     fronted, _ = front(max_queue=0)
     admission = fronted.app.state.service.admission
 
@@ -191,7 +191,7 @@ def test_what_a_front_holds_is_counted_until_its_streams_end(front: Front) -> No
     assert asyncio.run(both()) == (1, 503, 0)
 
 
-def test_a_client_that_goes_away_frees_its_replica(front: Front, engine: AsyncEngine) -> None:
+def test_disconnected_client_frees_its_replica(front: Front, engine: AsyncEngine) -> None:
     fronted, _ = front()
     endless = json.dumps({**FIELDS, "max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
 
@@ -220,7 +220,7 @@ def test_metrics_of_all_replicas_stand_on_one_page(front: Front, monkeypatch: py
     assert fronted.get("/metrics").status_code == 200
 
 
-def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
+def test_replica_sends_status_headers_and_body() -> None:
     replica = Replica({"model": "mini", "drafter": "none", "threads": 1, "max_num_seqs": 2}, ServerSettings())
 
     async def answers() -> tuple[list[ResponseHead | bytes], dict[str, object]]:
@@ -245,7 +245,7 @@ def test_a_replica_gives_status_and_headers_and_then_the_body() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_parts_that_come_close_to_one_another_are_sent_as_one_and_none_is_lost(fails: bool) -> None:
+def test_close_stream_parts_are_merged_without_loss(fails: bool) -> None:
     async def source() -> AsyncGenerator[bytes, None]:
         for index in range(30):
             yield b"%d " % index

@@ -35,7 +35,7 @@ def test_a_schema_that_takes_too_long_is_refused(served_in: Callable[[float], Ht
     assert (error["param"], "longer than 0.7 s" in error["message"]) == ("response_format", True)
 
 
-def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: Callable[[float], HttpClient]) -> None:
+def test_other_schemas_wait_seconds_at_most(served_in: Callable[[float], HttpClient]) -> None:
     client = served_in(1.0)
     known = {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"], "additionalProperties": False}
     expected = client.json(CHAT, asking(known))["choices"]
@@ -50,7 +50,7 @@ def test_who_asks_for_other_schemas_meanwhile_waits_seconds_at_most(served_in: C
         hostile.join(30)
 
 
-def test_who_waits_too_long_for_a_turn_is_told_to_come_again(client: HttpClient, engine: AsyncEngine) -> None:
+def test_waiting_too_long_for_a_grammar_is_503(client: HttpClient, engine: AsyncEngine) -> None:
     sandbox = engine.loaded.input_processor.compiler.sandbox = CompileSandbox(0.02)
     with sandbox._lock:
         answer = client.post(CHAT, asking({"title": "one that nobody asked for before"}))
@@ -73,7 +73,7 @@ def test_a_grammar_that_needs_too_much_memory_is_refused(monkeypatch: pytest.Mon
         CompileSandbox(30.0).check('{"grammars": [{"json_schema": {"type": "object"}}]}')
 
 
-def test_nobody_waits_for_a_compilation_once_the_engine_ends() -> None:
+def test_closing_the_engine_ends_grammar_compilations() -> None:
     """A thread that waits holds the end of the process up, and one turn after the other may take a minute."""
     sandbox, outcomes = CompileSandbox(60.0), list[str | None]()
 
@@ -103,7 +103,7 @@ def nested(depth: int) -> bytes:
     return json.dumps(asking({"place": 0})).replace('{"place": 0}', schema).encode()
 
 
-def test_a_schema_that_is_nested_too_deeply_is_the_clients_fault(client: HttpClient) -> None:
+def test_too_deep_schema_is_a_client_error(client: HttpClient) -> None:
     """Also where it can be read, and not be written again."""
     for depth in range(400, 500):
         answer = client.ask("POST", CHAT, content=nested(depth), headers={"Content-Type": "application/json"})

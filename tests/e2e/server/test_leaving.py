@@ -57,7 +57,7 @@ async def until_running(engine: AsyncEngine, count: int) -> None:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, path: str, is_streamed: bool) -> None:
+def test_disconnected_client_is_aborted_within_a_step(engine: AsyncEngine, path: str, is_streamed: bool) -> None:
     prompt = {"prompt": "Hello"} if path == "/v1/completions" else {}
     fields = {name: value for name, value in ENDLESS.items() if name != "messages" or not prompt} | prompt
 
@@ -81,7 +81,7 @@ def test_a_client_that_goes_away_is_given_up_within_a_step(engine: AsyncEngine, 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("name", ["messages", "responses", "ollama"])
-def test_a_client_that_goes_away_is_given_up_in_every_dialect(engine: AsyncEngine, name: str, is_streamed: bool) -> None:
+def test_disconnected_client_is_aborted_in_every_dialect(engine: AsyncEngine, name: str, is_streamed: bool) -> None:
     dialect = DIALECTS[name]
     fields = dialect.fields(ENDLESS["messages"], max_tokens=1900, temperature=100.0, seed=1, top_p=1.0)  # it hardly ever ends by itself
 
@@ -99,7 +99,7 @@ def test_a_client_that_goes_away_is_given_up_in_every_dialect(engine: AsyncEngin
     run(work)
 
 
-def test_a_client_that_goes_away_together_with_a_token_is_given_up(engine: AsyncEngine) -> None:
+def test_client_that_disconnects_during_a_token_is_aborted(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         for _ in range(20):
@@ -113,7 +113,7 @@ def test_a_client_that_goes_away_together_with_a_token_is_given_up(engine: Async
     run(work)
 
 
-def test_a_full_queue_says_when_to_come_again(engine: AsyncEngine) -> None:
+def test_full_queue_is_429_with_retry_after(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine, ServerSettings(max_queue=2))
         num_seqs = engine.loaded.config.max_num_seqs
@@ -133,7 +133,7 @@ def test_a_full_queue_says_when_to_come_again(engine: AsyncEngine) -> None:
     run(work)
 
 
-def test_who_waits_is_answered_as_if_alone(engine: AsyncEngine) -> None:
+def test_queued_request_gets_the_same_answer(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, timeout=60) as client:
@@ -151,7 +151,7 @@ def test_who_waits_is_answered_as_if_alone(engine: AsyncEngine) -> None:
     run(work)
 
 
-def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine: AsyncEngine) -> None:
+def test_draining_server_finishes_and_refuses_new_requests(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         admission = app.state.service.admission
@@ -173,7 +173,7 @@ def test_a_server_that_drains_finishes_what_it_has_and_takes_nothing_new(engine:
     run(work)
 
 
-def test_a_drain_has_an_end(engine: AsyncEngine) -> None:
+def test_drain_ends_after_its_timeout(engine: AsyncEngine) -> None:
     async def work() -> None:
         app = create_app(engine)
         visitor = Visitor(app, CHAT, ENDLESS)
@@ -185,7 +185,7 @@ def test_a_drain_has_an_end(engine: AsyncEngine) -> None:
     run(work)
 
 
-def test_who_is_cut_off_by_the_end_of_the_engine_is_told_so() -> None:
+def test_request_cut_off_by_shutdown_gets_an_error() -> None:
     own = AsyncEngine.open("mini", drafter="none", threads=1)
 
     async def work() -> None:

@@ -175,7 +175,7 @@ def attacks(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", attacks(BODIES))
-def test_a_body_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
+def test_parsing_a_large_body_does_not_stall_a_stream(server: Server, stream: Stream, name: str) -> None:
     path, make = BODIES[name]
     body = make()
     assert len(body) < 8 * MB, "the size is not what it is refused for"

@@ -72,7 +72,7 @@ def test_times_of_every_sample_are_counted(client: HttpClient) -> None:
     assert 0 < growth("time_to_first_token_seconds_sum") < growth("e2e_request_latency_seconds_sum")
 
 
-def test_an_idle_engine_has_nothing_running(client: HttpClient) -> None:
+def test_metrics_of_an_idle_engine_are_zero(client: HttpClient) -> None:
     numbers = read(client)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert numbers[name, ()] == 0
@@ -89,12 +89,12 @@ def test_names_that_dashboards_know_are_there(client: HttpClient, engine: AsyncE
 
 
 @pytest.mark.parametrize(("model", "name"), [("mini", "mini"), ("owner/name", "owner/name"), ("/usr/lib/", "lib"), (".", None)])
-def test_a_path_is_served_by_its_last_part(model: str, name: str | None) -> None:
+def test_served_model_name_is_the_last_part_of_its_path(model: str, name: str | None) -> None:
     assert "/" not in served_model_name(model) or model == "owner/name"
     assert name is None or served_model_name(model) == name
 
 
-def test_every_pause_between_tokens_is_counted(client: HttpClient) -> None:
+def test_inter_token_latency_counts_every_gap(client: HttpClient) -> None:
     """One for each step of a sample behind its first; their sum is its time of decoding, whether it was streamed or not."""
     answers: list[dict[str, Any]] = []
     growth = grown(client, lambda: answers.extend([client.json(CHAT, FIELDS), *client.events(CHAT, FIELDS)]))
@@ -128,7 +128,7 @@ DASHBOARD = json.loads((REPOSITORY / "docs/grafana/paceline.json").read_text(enc
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
-def test_every_number_of_the_dashboard_is_one_of_ours(client: HttpClient) -> None:
+def test_dashboard_uses_only_existing_metrics(client: HttpClient) -> None:
     client.json(CHAT, FIELDS)
     names = {f"paceline:{name}" for name, _ in read(client)}
     asked = set(re.findall(r"paceline:\w+", json.dumps(DASHBOARD)))
@@ -136,7 +136,7 @@ def test_every_number_of_the_dashboard_is_one_of_ours(client: HttpClient) -> Non
     assert asked - names == set()
 
 
-def test_the_dashboard_shows_every_number_that_is_no_sum_of_others(client: HttpClient) -> None:
+def test_dashboard_shows_every_metric(client: HttpClient) -> None:
     client.json(CHAT, FIELDS)
     families = {name for name, _ in read(client)}
     families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in families}
@@ -144,7 +144,7 @@ def test_the_dashboard_shows_every_number_that_is_no_sum_of_others(client: HttpC
     assert {name for name in families if name not in shown} == {"request_time_per_output_token_seconds", "request_inference_time_seconds"}
 
 
-def test_the_dashboard_is_one_that_grafana_loads() -> None:
+def test_dashboard_is_valid_for_grafana() -> None:
     """What its importer needs: ids that differ, places that do not overlap, targets with queries whose brackets close."""
     assert {"title", "uid", "schemaVersion", "templating", "time"} <= DASHBOARD.keys()
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

@@ -305,13 +305,19 @@ def test_an_empty_environment_holds_no_key() -> None:
 
 def test_a_key_that_cannot_be_used_is_told_by_its_place(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"# two\n{KEYS[0]}\n\nshort-one\n")
+    path.write_text(f"# two\n{KEYS[0]}\n\nshort-1\n")
     with pytest.raises(ConfigError) as caught:
         read_keys(path)
-    assert str(caught.value).startswith(f"line 4 of the key file {path} holds a key of 9 characters")
-    assert "short-one" not in str(caught.value)
+    assert str(caught.value).startswith(f"line 4 of the key file {path} holds a key of 7 characters")
+    assert "short-1" not in str(caught.value)
     with pytest.raises(ConfigError, match="line 2 of PACELINE_API_KEYS"):
-        keys_in(f"{KEYS[0]}\nshort-one", "of PACELINE_API_KEYS")
+        keys_in(f"{KEYS[0]}\nshort-1", "of PACELINE_API_KEYS")
+
+
+def test_a_short_key_is_taken_with_a_notice() -> None:
+    assert ServerSettings(api_keys=(KEYS[0],)).notices == []
+    (notice,) = ServerSettings(api_keys=(KEYS[0], "eight-ch")).notices
+    assert notice == "a key has 8 characters: use 16 or more where others can reach the server"
 
 
 def test_the_description_is_served_and_no_page_that_loads_from_elsewhere(client: HttpClient) -> None:

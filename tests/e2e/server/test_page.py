@@ -1,22 +1,24 @@
-"""The page at `/`: what a browser gets and is allowed to do with it. How it behaves is in tests/clients/test_page.py."""
+"""The page at `/`: what a browser gets and is allowed to do with it. How it behaves is in tests/clients/page."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
 from harness.http_client import HttpClient
-from paceline.server.page.routes import LIBRARIES, MEDIA_TYPES, OWN_FILES, PAGE_PATHS
+from paceline.server.page.routes import LIBRARIES, MEDIA_TYPES, OWN_FILES, PAGE, PAGE_PATHS, SERVICE_WORKER
 
 KEY = "key-of-the-page's-test"
 FOLDER = Path(str(files("paceline.server.page")))
 WEB, VENDOR = FOLDER / "web", FOLDER / "vendor"
 SCRIPTS = sorted(path.name for path in WEB.glob("*.js"))
-MAX_SCRIPT_LINES = 200
-ROW = re.compile(r"^\| ([\w-]+) \| (\d+\.\d+\.\d+) \| ([^|]+) \| `([\w.-]+)` \| `([\w.-]+)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)
+MAX_SCRIPT_LINES = 300
+ROW = re.compile(r"^\| ([\w@/-]+) \| (\d+\.\d+\.\d+) \| ([^|]+) \| `([\w.-]+)` \| `([\w.-]+)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 Served = Callable[..., HttpClient]
 
 
@@ -29,7 +31,8 @@ def content_of(path: str) -> bytes:
 def test_a_file_of_the_page_is_what_is_packaged_and_needs_no_key(served: Served, path: str) -> None:
     client = served(api_keys=(KEY,))
     answer = client.get(path)
-    assert (answer.status_code, answer.content) == (200, content_of(path))
+    first_line = answer.content.split(b"\n")[0] + b"\n" if path == SERVICE_WORKER else b""
+    assert (answer.status_code, answer.content) == (200, first_line + content_of(path))
     assert answer.headers["content-type"] == MEDIA_TYPES["html" if path == "/" else path.rpartition(".")[2]]
     head = client.ask("HEAD", path)
     assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(answer.content)))
@@ -46,11 +49,13 @@ def test_the_page_may_load_and_ask_nothing_but_its_own_server(client: HttpClient
             "style-src": "'self'",
             "img-src": "'self'",
             "connect-src": "'self'",
+            "worker-src": "'self'",
+            "manifest-src": "'self'",
             "base-uri": "'none'",
             "form-action": "'none'",
             "frame-ancestors": "'none'",
             "require-trusted-types-for": "'script'",
-            "trusted-types": "dompurify",
+            "trusted-types": "dompurify paceline-worker",
         }
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
@@ -97,8 +102,8 @@ def test_nothing_is_posted_to_the_page(client: HttpClient) -> None:
 
 
 def test_the_list_of_files_is_the_folder() -> None:
-    assert sorted(OWN_FILES) == sorted(path.name for path in WEB.iterdir() if path.name != "index.html")
-    assert sorted(LIBRARIES) == sorted(path.name for path in VENDOR.glob("*.mjs"))
+    assert sorted(OWN_FILES) == sorted({path.name for path in WEB.iterdir()} - {"index.html", "service_worker.js"})
+    assert sorted(LIBRARIES) == sorted(path.name for path in VENDOR.glob("*js"))
 
 
 def test_the_libraries_are_those_of_the_table_with_their_licences() -> None:
@@ -120,6 +125,21 @@ def test_the_page_has_no_code_of_its_own_and_names_only_its_files() -> None:
     assert {f"/{name}" for name in re.findall(r'(?:src|href)="([^"]+)"', page)} <= set(PAGE_PATHS)
 
 
+def test_the_service_worker_keeps_every_file_of_the_page_and_no_other(client: HttpClient) -> None:
+    answer = client.get(SERVICE_WORKER)
+    found = re.match(r'const FILES = (\[.*?\]), VERSION = "([0-9a-f]{16})";\n', answer.text)
+    assert found
+    kept = {urljoin(SERVICE_WORKER, file) for file in json.loads(found[1])}
+    assert kept == set(PAGE_PATHS) - {SERVICE_WORKER}
+    assert answer.headers["service-worker-allowed"] == "../"
+
+
+def test_the_manifest_names_files_of_the_page(client: HttpClient) -> None:
+    manifest = client.get("/page/manifest.webmanifest").json()
+    assert {urljoin("/page/manifest.webmanifest", manifest[name]) for name in ("id", "start_url", "scope")} == {PAGE}
+    assert {f"/page/{icon['src']}" for icon in manifest["icons"]} <= set(PAGE_PATHS)
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_small_imports_its_neighbours_and_makes_no_markup(name: str) -> None:
     text = (WEB / name).read_text(encoding="utf-8")
@@ -136,4 +156,4 @@ def test_a_script_is_small_imports_its_neighbours_and_makes_no_markup(name: str)
 def test_every_script_is_used() -> None:
     texts = {name: (WEB / name).read_text(encoding="utf-8") for name in SCRIPTS}
     used = {found for text in texts.values() for found in re.findall(r'from "\./([\w.]+\.js)"', text)}
-    assert used | {"app.js"} == set(SCRIPTS)
+    assert used | {"app.js", "service_worker.js"} == set(SCRIPTS)

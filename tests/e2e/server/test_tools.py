@@ -107,7 +107,7 @@ def test_a_required_call_has_arguments_that_match_the_schema(
 
 def test_a_call_may_be_required_of_any_tool(tooled: Callable[..., HttpClient]) -> None:
     fields = {**ASKED, "tool_choice": "required", "temperature": 1.5, "parallel_tool_calls": False}
-    names = {whole(tooled(reasoning_parser="none"), {**fields, "seed": seed})[0][0][1] for seed in range(12)}
+    names = {whole(tooled(reasoning_parser="none"), {**fields, "seed": seed})[0][0][1] for seed in range(8)}
     assert names == {"book", "cancel"}
 
 
@@ -121,7 +121,7 @@ SHORT_CASES = [case for case in CASES if case.output.strip() and not case.is_ope
 
 
 def test_streamed_and_whole_answers_have_what_the_model_wrote(tooled: Callable[..., HttpClient], large_counts: bool) -> None:
-    for case in SHORT_CASES[:: 1 if large_counts else 5]:
+    for case in SHORT_CASES[:: 1 if large_counts else 12]:
         check_case(tooled, case)
 
 
@@ -135,14 +135,14 @@ def check_case(tooled: Callable[..., HttpClient], case: Case) -> None:
         assert streamed(client, fields) == (kinds_in_order(case.expected), reason)
 
 
-def test_an_answer_cut_by_the_limit_ends_so(tooled: Callable[..., HttpClient]) -> None:
+def test_answer_cut_by_max_tokens_ends_with_length(tooled: Callable[..., HttpClient]) -> None:
     with answering(Grammar.choice(['<tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
         said, reason = whole(tooled(), {**ASKED, "max_tokens": 20})
         assert reason == "length"
         assert streamed(tooled(), {**ASKED, "max_tokens": 20}) == (said, reason)
 
 
-def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., HttpClient]) -> None:
+def test_stop_string_within_markup_ends_the_answer(tooled: Callable[..., HttpClient]) -> None:
     with answering(Grammar.choice(['I go. <tool_call>{"name": "book", "arguments": {"kind": "taxi"}}</tool_call>'])):
         for stop, expected in {
             "taxi": [("text", "I go."), ("call", "book", '{"kind": ""}')],
@@ -154,7 +154,7 @@ def test_a_stop_text_ends_an_answer_within_its_markup(tooled: Callable[..., Http
             assert streamed(tooled(), {**ASKED, "stop": stop}) == (expected, "stop")
 
 
-def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: Callable[..., HttpClient]) -> None:
+def test_call_cut_by_a_stop_string_is_incomplete(tooled: Callable[..., HttpClient]) -> None:
     written = '<tool_call>{"name": "book", "arguments": {"seats": 2, "kind": "taxi"}}</tool_call>'
     with answering(Grammar.choice([written])):
         said = ([("call", "book", '{"seats": 2}')], "stop")
@@ -164,7 +164,7 @@ def test_a_call_cut_between_its_arguments_by_a_stop_text_is_incomplete(tooled: C
         assert (item["type"], item["status"]) == ("function_call", "incomplete")
 
 
-def test_a_call_cut_by_a_stop_text_after_a_whole_call_does_not_ask_to_run_them(tooled: Callable[..., HttpClient]) -> None:
+def test_call_cut_by_a_stop_string_has_finish_reason_stop(tooled: Callable[..., HttpClient]) -> None:
     call = '<tool_call>{"name": "book", "arguments": {"seats": %d, "kind": "taxi"}}</tool_call>'
     with answering(Grammar.choice([f"{call % 1}\n{call % 2}"])):
         fields = {**ASKED, "stop": '2, "kind"'}
@@ -202,7 +202,7 @@ def test_reasoning_that_the_prompt_begins_is_reasoning(tooled: Callable[..., Htt
         assert whole(tooled(), {**fields, "reasoning_effort": "none"}) == ([("text", "Hm.\n</think>\n\nYes.")], "stop")
 
 
-def test_a_form_constrains_the_text_after_reasoning(tooled: Callable[..., HttpClient]) -> None:
+def test_response_format_constrains_the_text_after_reasoning(tooled: Callable[..., HttpClient]) -> None:
     form = {
         "type": "json_schema",
         "json_schema": {
@@ -294,7 +294,7 @@ def test_a_wrong_tool_field_is_named(tooled: Callable[..., HttpClient], more: di
         assert not re.search("lark|rule_|%json|start:", error["message"], re.IGNORECASE), "how a grammar is put together"
 
 
-def test_a_required_tool_without_place_in_the_template_is_called(client: HttpClient) -> None:
+def test_required_tool_is_called_if_the_template_knows_no_tools(client: HttpClient) -> None:
     """The embedded model's template knows no tools: calls have the generic form, and are held to the schema."""
     only = {"type": "function", "function": {"name": "book"}}
     said, reason = whole(client, {**ASKED, "tool_choice": only})

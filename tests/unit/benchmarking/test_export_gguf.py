@@ -9,18 +9,16 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from harness.checkpoints import write_checkpoint
-from measure_perplexity import mean_nats
+from harness.parity import open_backend, prompt_logits
 from paceline import LLM, SamplingParams
 from paceline.benchmarking.peers.export_gguf import export_gguf, rope_factors
-from paceline.runtimes.base import Numerics
-from paceline.runtimes.load import RuntimeOptions, load_runtime
 from paceline.tokenizer.tokenizer import Tokenizer
 
 TEXT = "<|im_start|>user\nCan you add 12 and 345, don't you?<|im_end|>\n"
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F32"])
-def test_the_minis_file_says_what_the_mini_says(kind: str, mini_dir: Path, tmp_path: Path) -> None:
+def test_exported_mini_gives_the_same_greedy_text(kind: str, mini_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "mini.gguf"
     export_gguf(mini_dir, file, kind)
     ids = Tokenizer.open(mini_dir).encode(TEXT)
@@ -34,17 +32,16 @@ def test_the_minis_file_says_what_the_mini_says(kind: str, mini_dir: Path, tmp_p
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_families_with_biases_and_norms_of_heads_are_written(family: str, tmp_path: Path) -> None:
+def test_export_with_biases_and_head_norms_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", family)
     (directory / "tokenizer.json").unlink()  # of words, which has no GGUF form
     file = tmp_path / "model.gguf"
     export_gguf(directory, file, "F32")
-    options = RuntimeOptions(numerics=Numerics.EXACT, dtype=None, num_threads=1, max_model_len=64, device="cpu")
-    nats = [mean_nats(load_runtime(path, options).runtime, [[3, 1, 4, 1, 5, 9, 2, 6] * 4], rows=32)[0] for path in (directory, file)]
-    assert nats[0] == pytest.approx(nats[1], rel=1e-6)
+    logits = [prompt_logits(open_backend(path, "native", max_model_len=64), [3, 1, 4, 1, 5, 9, 2, 6] * 4) for path in (directory, file)]
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5)
 
 
-def test_rotary_factors_are_those_of_llama_3() -> None:
+def test_rope_factors_equal_those_of_llama_3() -> None:
     rope = {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -56,7 +53,7 @@ def test_rotary_factors_are_those_of_llama_3() -> None:
     np.testing.assert_allclose(plain / np.array(factors), frequencies.numpy(), rtol=1e-5)
 
 
-def test_what_is_not_written_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_unsupported_model_is_refused_with_a_way_out(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", "gemma2")
     with pytest.raises(ValueError, match=r"gemma2; written as GGUF are llama.*: name a GGUF file instead"):
         export_gguf(directory, tmp_path / "model.gguf", "F32")

@@ -90,7 +90,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Peer:
     return PROGRAM
 
 
-def test_a_peer_that_is_not_installed_says_how_to_install_it(program: Peer, mini_dir: Path) -> None:
+def test_missing_peer_is_refused_with_the_install_command(program: Peer, mini_dir: Path) -> None:
     with pytest.raises(BackendUnavailableError, match=r"some.program is not installed: paceline bench --install-peers some.program"):
         peer_modes(BenchPlan(peers=("some_program",)), mini_dir, "bf16", context=1024)
 

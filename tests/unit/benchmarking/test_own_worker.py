@@ -39,7 +39,7 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"prompt_ids": PROMPT, "max_tokens": 24, "temperature": 0.0, "seed": 5, **fields}
 
 
-def test_it_says_what_it_opened_and_counts_what_it_did(own_kernels: None) -> None:
+def test_own_worker_reports_the_model_and_its_counters(own_kernels: None) -> None:
     answers = io.StringIO()
     serve(
         io.StringIO("\n".join(map(json.dumps, [order("ngram"), request(), request(temperature=0.8), {"wait": True}, request()]))), answers
@@ -83,7 +83,7 @@ def test_a_batch_has_the_tokens_of_its_requests(own_kernels: None) -> None:
     assert together["steps"] >= together["decoding_passes"]
 
 
-def test_a_prediction_is_guessed_from(own_kernels: None) -> None:
+def test_own_worker_drafts_from_a_prediction(own_kernels: None) -> None:
     plain = OwnModel(order()).answer(request())
     assert (plain["num_draft_tokens"], plain["acceptance_length"]) == (0, 1.0)
     guessed = OwnModel(order("prediction")).answer(request(prediction=plain["token_ids"]))

@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_torch_is_installed_first_and_what_stands_alone_last_without_dependencies(cache: Path) -> None:
+def test_peer_environment_installs_torch_first(cache: Path) -> None:
     commands = Commands()
     python = make_environment(PEER, commands)
     assert python == environment_python(PEER) == cache / "peers" / "fake" / "bin" / "python"
@@ -83,7 +83,7 @@ def test_an_environment_of_other_requirements_is_none(cache: Path) -> None:
         assert environment_python(PEER) is None
 
 
-def test_an_installation_that_fails_says_why_and_what_it_needs() -> None:
+def test_failed_peer_installation_reports_its_reason() -> None:
     with pytest.raises(BackendUnavailableError, match=r"fake cannot be installed here: ERROR: no fake==1\.0; it needs a compiler"):
         make_environment(PEER, Commands(refused="fake==1.0"))
 

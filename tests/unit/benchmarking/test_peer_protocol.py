@@ -52,7 +52,7 @@ def in_two_parts(request: WorkerRequest, arrived: Arrived) -> Generated:
     return Generated([5] * request["max_tokens"], 4, 2)
 
 
-def test_a_worker_says_that_it_is_ready_and_answers_each_request() -> None:
+def test_peer_worker_reports_ready_and_answers_requests() -> None:
     ready, first, second = said(in_two_parts, REQUEST, REQUEST)
     assert ready.pop("load_s") >= 0
     assert ready == {"ready": True, "name": "fake", "version": "1", "note": "as told"}
@@ -65,7 +65,7 @@ def test_a_worker_says_that_it_is_ready_and_answers_each_request() -> None:
         assert 0 < answer["rss_bytes"] <= answer["peak_rss_bytes"] or not Path("/proc/self/status").exists()
 
 
-def test_times_that_a_library_says_itself_are_taken() -> None:
+def test_times_reported_by_a_peer_are_used() -> None:
     _, answer = said(lambda *_: Generated([1, 2, 3], times_s=[0.5, 1.0, 1.5]), REQUEST)
     assert answer["times_s"] == [0.5, 1.0, 1.5]
     assert answer["first_token_s"] == 0.5
@@ -105,7 +105,7 @@ def test_wait_ends_a_worker() -> None:
     assert len(said(in_two_parts, {"wait": True}, REQUEST)) == 1
 
 
-def test_every_pool_of_threads_is_told_how_many_before_the_model_is_opened() -> None:
+def test_thread_pools_are_sized_before_the_model_is_opened() -> None:
     seen: dict[str, str] = {}
 
     def look(_: WorkerRequest) -> Opened:

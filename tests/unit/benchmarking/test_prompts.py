@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         file_workload(written(tmp_path / "empty.txt", ""))
 
 
-def test_spec_bench_has_a_workload_for_each_category_and_takes_the_first_turn(tmp_path: Path) -> None:
+def test_spec_bench_has_one_workload_per_category(tmp_path: Path) -> None:
     other = {**QUESTION, "category": "math", "turns": ["1 + 1?"]}
     found = spec_bench_workloads(written(tmp_path / "question.jsonl", QUESTION, other, QUESTION))
     assert [(one.name, len(one.prompts)) for one in found] == [("writing", 2), ("math", 1)]
@@ -198,7 +198,7 @@ def test_prompts_without_room_are_left_out_and_a_line_says_so(tmp_path: Path, to
     found = encode_workloads(BenchPlan(), select_workloads(BenchPlan(prompts=path)), config, tokenizer, (4, 96))
     assert [len(one.prompt_ids) for one in found.prompts["mine"]] == [9]
     assert found.notices == ("1 of 2 prompts of 'mine' are longer than the context: left out",)
-    with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --tokens"):
+    with pytest.raises(ConfigError, match="no prompt of 'mine' leaves room for 96 tokens in a context of 2048: lower --max-tokens"):
         encode_workloads(BenchPlan(), [file_workload(path)], config, tokenizer, (1, 96))
 
 

@@ -11,7 +11,7 @@ from paceline.benchmarking.benchmark import read_bandwidth
 from paceline.benchmarking.provenance import commit, is_grown, load_average, machine_facts, model_facts, shown_command, stored_type
 
 
-def test_files_of_a_model_are_named_with_sizes_and_hashes_of_their_beginnings(mini_dir: Path) -> None:
+def test_provenance_lists_model_files_with_size_and_hash(mini_dir: Path) -> None:
     found = model_facts("mini", mini_dir, "none")
     assert (found.shown, found.precision, found.is_grown) == ("mini", "bf16", False)
     by_name = {file["name"]: file for file in found.files}
@@ -23,7 +23,7 @@ def test_files_of_a_model_are_named_with_sizes_and_hashes_of_their_beginnings(mi
     assert model_facts("mini", mini_dir, "int8").precision == "int8"
 
 
-def test_a_model_that_was_grown_says_so(tmp_path: Path) -> None:
+def test_provenance_marks_a_grown_model(tmp_path: Path) -> None:
     config = write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1) / "config.json"
     assert not is_grown(config.parent)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"paceline_grown": True}))
@@ -31,7 +31,7 @@ def test_a_model_that_was_grown_says_so(tmp_path: Path) -> None:
     assert not is_grown(tmp_path)
 
 
-def test_a_gguf_file_says_what_it_holds(tmp_path: Path) -> None:
+def test_provenance_lists_gguf_block_types(tmp_path: Path) -> None:
     directory = write_byte_level_tokenizer(write_checkpoint(tmp_path / "model", "llama", vocab_size=263, num_hidden_layers=1))
     for number, grown in enumerate(({}, {"paceline_grown": True})):
         file = tmp_path / f"{number}.gguf"
@@ -50,7 +50,7 @@ def test_the_machine_is_described() -> None:
     assert load is None or len(load) == 3
 
 
-def test_a_checkout_says_its_commit_and_other_folders_do_not(tmp_path: Path) -> None:
+def test_provenance_of_a_checkout_contains_its_commit(tmp_path: Path) -> None:
     assert commit(tmp_path) is None
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]

@@ -108,7 +108,7 @@ def test_the_json_is_read_again_and_holds_every_sample(result: BenchResult, tmp_
     assert {one["refusal"] for one in found["cells"]} >= {"", "nothing was drafted"}
 
 
-def test_where_numbers_come_from_is_told(result: BenchResult) -> None:
+def test_report_contains_provenance(result: BenchResult) -> None:
     machine = as_dict(result)["machine"]
     assert machine["versions"]["paceline"]
     assert machine["cores"] >= 1
@@ -136,7 +136,7 @@ def test_a_grown_model_is_called_so(result: BenchResult, written: Any) -> None:
 
 
 @pytest.mark.parametrize("written", [shown, page], ids=["terminal", "page"])
-def test_texts_in_circles_are_marked(result: BenchResult, written: Any) -> None:
+def test_repetitive_texts_are_marked(result: BenchResult, written: Any) -> None:
     looping = [replace(cell, repeat_share=0.5, refusal="looping: 50% of the output repeats itself") for cell in result.cells]
     assert "50% looping" in re.sub(r"\s+", " ", written(replace(result, cells=looping)))
 

@@ -69,14 +69,14 @@ def test_other_tokens_in_the_round_that_is_dropped_count_too() -> None:
     assert cells(samples)["B"].refusal == "1 of 2 outputs differ from plain"
 
 
-def test_without_guesses_there_is_no_speedup() -> None:
+def test_mode_without_drafts_has_no_speedup() -> None:
     samples = [sample("plain", 1), sample("B", 1, num_draft_tokens=0, num_accepted_tokens=0)]
     assert cells(samples)["B"].refusal == "nothing was drafted"
     unknown = [sample("plain", 1), sample("B", 1, num_draft_tokens=None, num_accepted_tokens=None)]
     assert cells(unknown)["B"].refusal == ""
 
 
-def test_a_text_in_circles_counts_for_nothing() -> None:
+def test_repetitive_text_is_excluded() -> None:
     ids = [1, 2] * 20
     found = cells([sample("plain", 1, ids=ids), sample("B", 1, ids=ids, step_s=0.01)])
     assert found["B"].is_looping
@@ -84,7 +84,7 @@ def test_a_text_in_circles_counts_for_nothing() -> None:
     assert [one.speedup for one in summaries(list(found.values()), [PLAIN, GUESSING])] == [None]
 
 
-def test_a_third_of_repeats_is_too_much_and_a_quarter_is_not() -> None:
+def test_text_with_a_third_of_repeats_is_repetitive() -> None:
     quarter = [*range(30), *range(17)]  # 10 of 40 pieces
     third = [*range(30), *range(20)]  # 13 of 43
     for ids, is_looping in ((quarter, False), (third, True)):

@@ -94,7 +94,7 @@ def test_time_that_is_over_ends_the_run_with_what_there_is() -> None:
     assert "raise --minutes" in found.notices[-1]
 
 
-def test_defaults_become_smaller_and_a_line_says_so() -> None:
+def test_defaults_shrink_to_the_time_limit_with_a_notice() -> None:
     found = measured([fake_mode("plain")], plan=BenchPlan(minutes=1e-9))
     assert (found.size.rounds, found.size.tokens, found.size.prompts) == (3, 32, 1)
     assert "would take about" in found.notices[0]

@@ -14,7 +14,7 @@ def sample(times: list[float], **answer: Any) -> Sample:
     return Sample.of({"token_ids": tokens, "times_s": times, "seconds": times[-1], **answer}, **KNOWN)
 
 
-def test_decoding_is_what_comes_behind_the_first_token() -> None:
+def test_decode_time_starts_after_the_first_token() -> None:
     found = sample([1.0, 1.5, 1.5, 2.0])
     assert (found.first_token_s, found.num_decoded, found.decoding_s) == (1.0, 3, 1.0)
 

@@ -37,7 +37,7 @@ def test_a_worker_answers_and_ends() -> None:
     assert not is_running(process.pid)
 
 
-def test_of_one_that_died_the_error_has_its_last_words() -> None:
+def test_error_of_a_dead_worker_contains_its_stderr() -> None:
     with worker("dies=1") as process:
         with pytest.raises(WorkerError, match="fake ended with exit code 3: out of luck") as raised:
             process.send(REQUEST, 30)
@@ -46,7 +46,7 @@ def test_of_one_that_died_the_error_has_its_last_words() -> None:
             process.send(REQUEST, 30)
 
 
-def test_one_that_hangs_is_ended_in_time() -> None:
+def test_hanging_worker_is_ended_in_time() -> None:
     with worker("hangs=1") as process:
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"did not answer within 0.2 s") as raised:
@@ -56,7 +56,7 @@ def test_one_that_hangs_is_ended_in_time() -> None:
         assert not is_running(process.pid)
 
 
-def test_one_that_talks_nonsense_is_ended() -> None:
+def test_worker_with_invalid_output_is_ended() -> None:
     with worker("nonsense") as process:
         with pytest.raises(WorkerError, match="no JSON") as raised:
             process.send(REQUEST, 30)
@@ -71,7 +71,7 @@ def test_an_error_is_an_answer() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_end_with_their_worker(tmp_path: Path) -> None:
     with worker(f"child={tmp_path / 'pid'}") as process:
         child = int((tmp_path / "pid").read_text())
         assert is_running(child)

@@ -112,7 +112,7 @@ def test_a_dspark_drafter_under_dflashs_name_is_one(tmp_path: Path) -> None:
     tensors = block_tensors(markov="vanilla", confidence=True)
     files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
     config = read_block_config(files, TARGET)
-    assert (files.kind, config.drafts_at_anchor, config.confidence_reads_token) == (HeadKind.DSPARK, None, True)
+    assert (files.kind, config.drafts_at_anchor, config.has_markov_confidence) == (HeadKind.DSPARK, None, True)
     assert open_block(files, config, TARGET).tables.keys() == {"markov_w1"}
 
 
@@ -350,6 +350,6 @@ def test_candidates_are_drawn_from_their_own_distribution(acceptance: str, tmp_p
         if acceptance == "rejection":
             assert found.draft_probs is not None
             np.testing.assert_array_equal(found.draft_probs.token_ids, token_ids)
-            np.testing.assert_allclose(found.draft_probs.values, exact / exact.sum(), atol=1e-6)
+            np.testing.assert_allclose(found.draft_probs.probs, exact / exact.sum(), atol=1e-6)
         else:
             assert token == draw(Distribution((scores / 0.8).astype(np.float32), token_ids.astype(np.int64), False), *place)

@@ -91,7 +91,7 @@ def append(request: Request, token_ids: Sequence[int]) -> None:
         request.processor.commit(token)
 
 
-def test_as_many_passes_run_as_tokens_are_drafted(drafter: DraftModelDrafter) -> None:
+def test_draft_model_runs_one_pass_per_draft_depth(drafter: DraftModelDrafter) -> None:
     request = make_request([5, 6, 7])
     for depth in (1, 4, 7):
         before = drafter.runtime.num_passes
@@ -110,7 +110,7 @@ def test_a_long_prompt_is_caught_up_in_chunks(drafter: DraftModelDrafter, twin: 
 
 
 @pytest.mark.parametrize("params", [GREEDY, FREE], ids=["greedy", "sampled"])
-def test_rejections_and_steps_without_a_guess_leave_no_trace(
+def test_rejected_drafts_leave_the_draft_cache_unchanged(
     drafter: DraftModelDrafter, twin: Network, params: SamplingParams, seed: int
 ) -> None:
     """After every mix of accepted, rejected and unasked steps, it proposes what it would for a text it never saw."""
@@ -127,7 +127,7 @@ def test_rejections_and_steps_without_a_guess_leave_no_trace(
         append(request, [*drafts[:kept], *unasked])
 
 
-def test_a_text_longer_than_the_context_is_read_from_its_last_tokens(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
+def test_text_longer_than_the_draft_context_is_read_from_its_end(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
     limit, depth = drafter.runtime.config.max_positions, 8
     tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, limit + 30).tolist()
     request = make_request(tokens[: limit - depth])
@@ -142,7 +142,7 @@ def test_a_text_longer_than_the_context_is_read_from_its_last_tokens(drafter: Dr
         drafter.cache.check()
 
 
-def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
+def test_batch_drafts_equal_those_of_each_request_alone(drafter: DraftModelDrafter, twin: Network, seed: int) -> None:
     random = np.random.default_rng(seed)
     requests = [make_request(random.integers(0, VOCAB_SIZE, length).tolist(), FREE, seed=length) for length in (1, 7, 40, 300)]
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_batch_is_guessed_as_each_alone(drafter: DraftModelDrafter, twin: Netw
             append(request, [*(drafts or ())[: len(request.token_ids) % 4], 9])
 
 
-def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime: Network, drafter: DraftModelDrafter) -> None:
+def test_prefill_s_counts_tokens_not_in_the_draft_cache(runtime: Network, drafter: DraftModelDrafter) -> None:
     drafter._prefill_time = PrefillTime(0.5)
     request, others = make_request([5, 6, 7] * 40), make_request([5, 6, 7] * 60)
     assert drafter.prefill_s(request) == 60.0
@@ -170,7 +170,7 @@ def test_what_is_left_to_read_is_what_neither_it_nor_its_cache_has_seen(runtime:
     drafter.release(others)
 
 
-def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
+def test_batch_larger_than_a_pass_drafts_the_same_as_alone(
     drafter: DraftModelDrafter, twin: Network, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts whose last rows alone, or whose chunks, are too many for one pass."""
@@ -185,7 +185,7 @@ def test_a_batch_with_more_rows_than_a_pass_may_have_is_guessed_as_each_alone(
             drafter.release(request)
 
 
-def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModelDrafter) -> None:
+def test_batch_with_different_depths_runs_the_deepest_only(drafter: DraftModelDrafter) -> None:
     requests = [make_request([5, 6]), make_request([7]), make_request([8, 9])]
     trees = drafter.propose(requests, [DraftBudget(9, 5), DraftBudget(3, 9), DraftBudget(1, 4)])
     assert [tree and tree.num_draft_tokens for tree in trees] == [5, 2, None]
@@ -193,7 +193,7 @@ def test_a_batch_with_different_depths_runs_no_pass_too_many(drafter: DraftModel
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: Network, twin: Network, width: int) -> None:
+def test_wider_tree_contains_the_chain_and_the_best_siblings(runtime: Network, twin: Network, width: int) -> None:
     request = make_request([5, 6, 7], FREE)
     (chain,) = ask(make_drafter(twin), request)
     drafter = make_drafter(runtime, tree_width=width)
@@ -214,11 +214,11 @@ def test_a_wider_tree_has_the_same_chain_and_the_best_others_beside_it(runtime: 
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_nothing_is_guessed_behind_what_is_too_unlikely_to_be_worth_a_pass(runtime: Network, width: int) -> None:
+def test_draft_stops_after_an_unlikely_token(runtime: Network, width: int) -> None:
     """The chance halves with each token, and what is behind less than a fifth is not wanted: 1/2, 1/4, and 1/8 behind the last pass."""
     drafter = make_drafter(runtime, tree_width=width)
     request = make_request([5, 6, 7])
-    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_reach=0.2, rate_of=lambda _: 0.5)
+    budget = DraftBudget(1 + 12 * width, 12, TreeLayout.MASK, min_path_prob=0.2, rate_of=lambda _: 0.5)
     (tree,) = drafter.propose([request], [budget])
     assert tree is not None
     assert drafter.runtime.num_passes == 3
@@ -249,7 +249,7 @@ def test_a_tree_fills_its_rows_and_its_chain_goes_no_deeper_than_they_do(
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Network, twin: Network, width: int) -> None:
+def test_drafts_for_rejection_are_drawn_from_the_stored_probs(runtime: Network, twin: Network, width: int) -> None:
     """The law of a node is what its whole text, run anew, gives after the request's processors."""
     params = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     request = make_request([5, 6, 7], params)
@@ -271,7 +271,7 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.from_distribution(request.processor.process(rows[0], path))
-        np.testing.assert_allclose(probs.at_ids_of(law), law.values, atol=1e-5)
+        np.testing.assert_allclose(probs.at_ids_of(law), law.probs, atol=1e-5)
         left: TokenProbs | None = probs
         for index, child in enumerate(tree.children(node)):
             assert left is not None
@@ -292,7 +292,7 @@ def test_at_temperature_0_nothing_is_drawn(drafter: DraftModelDrafter) -> None:
 
 
 @pytest.mark.parametrize("needs_draft_probs", [False, True])
-def test_guesses_end_where_no_token_is_allowed(
+def test_draft_ends_where_the_grammar_allows_no_token(
     drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch, needs_draft_probs: bool
 ) -> None:
     request = make_request([5, 6, 7], replace(FREE, presence_penalty=0.1))
@@ -309,7 +309,7 @@ def test_guesses_end_where_no_token_is_allowed(
     assert tree.num_draft_tokens == 2
 
 
-def test_a_pass_that_breaks_off_leaves_nothing_and_the_next_one_works(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_draft_pass_leaves_the_cache_clean(drafter: DraftModelDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request([5, 6, 7]), make_request([8])]
     expected = ask(drafter, *requests)
     forward = drafter.runtime.forward
@@ -331,7 +331,7 @@ def _fail(*arguments: object) -> None:
     raise CapacityError("planted")
 
 
-def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothing(runtime: Network) -> None:
+def test_request_without_draft_cache_blocks_gets_no_draft(runtime: Network) -> None:
     """Nor does it take the others' guesses away; one that runs out of room on the way keeps what it has."""
     drafter = DraftModelDrafter(runtime, runtime.new_cache(3), vocab_size=VOCAB_SIZE)
     first, second, third = make_request([5] * 60), make_request([6] * 60), make_request([7] * 30)
@@ -343,7 +343,7 @@ def test_whom_a_full_draft_cache_has_no_room_for_gets_no_guess_and_leaves_nothin
     assert drafter.cache.pool.num_free == 3
 
 
-def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafted(runtime: Network) -> None:
+def test_draft_logits_are_cropped_or_padded_to_the_target_vocabulary(runtime: Network) -> None:
     for vocab_size in (10, 96, 98, 150):
         drafter = make_drafter(runtime, vocab_size=vocab_size)
         for params in (GREEDY, FREE):
@@ -354,7 +354,7 @@ def test_logits_beyond_the_targets_ids_are_cropped_and_missing_ones_never_drafte
             drafter.release(request)
 
 
-def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime: Network) -> None:
+def test_unknown_token_of_the_target_ends_the_draft(runtime: Network) -> None:
     drafter = make_drafter(runtime, vocab_size=150)
     request = make_request([5, 6, 7], vocab_size=150)
     assert ask(drafter, request)[0] is not None
@@ -367,7 +367,7 @@ def test_a_token_only_the_target_knows_ends_the_guesses_without_an_error(runtime
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.4, top_p=0.9)])
-def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path, params: SamplingParams) -> None:
+def test_draft_model_equal_to_the_target_is_always_accepted(directory: Path, params: SamplingParams) -> None:
     """Sampled too: both draw with the same noise."""
     llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_speculative_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
@@ -381,7 +381,7 @@ def test_a_draft_model_with_the_targets_weights_is_always_right(directory: Path,
     assert "2 layers, hidden size 64" in llm.banner
 
 
-def test_by_rejection_too_a_draft_model_with_the_targets_weights_is_right_and_a_seed_repeats_its_text(directory: Path) -> None:
+def test_draft_model_equal_to_the_target_is_accepted_by_rejection(directory: Path) -> None:
     llm = LLM(str(directory), threads=2, device="cpu", kv_cache_gb=0.02, drafter=str(directory), num_speculative_tokens=5)
     llm.engine.speculator.policy = FixedDraftLength(5)
     prompts = [[5, 6, 7], [8] * 40, [9]]

@@ -211,7 +211,7 @@ def test_everything_that_is_missing_or_wrong_is_named_at_once(tmp_path: Path) ->
         files.check({"a": (2, 3)}, {"b": (5,)})
 
 
-def test_what_nobody_uses_is_refused(tmp_path: Path) -> None:
+def test_unused_tensor_of_a_head_is_refused(tmp_path: Path) -> None:
     files = HeadFiles.open(write(tmp_path, {"a": (2, 3), "b": (4,), "extra": (1,), "rotary_emb.inv_freq": (4,)}, {}))
     files.check_all_used(["a", "b", "extra"])
     files.check_all_used(["a", "b"], ignored=lambda name: name == "extra")

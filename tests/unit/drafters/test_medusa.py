@@ -15,9 +15,9 @@ from harness.medusa_checkpoints import Arrays, edit, random_heads, write_heads
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.medusa.drafter import MedusaDrafter, RankAccuracy, open_medusa
+from paceline.drafters.medusa.drafter import CandidateAccuracy, MedusaDrafter, open_medusa
 from paceline.drafters.medusa.network import HeadOutputs
-from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
+from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -31,7 +31,6 @@ from paceline.speculation.tree import DraftTree
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9], list(range(1, 80)), [31, 2]]
 
 
 class Heads:
@@ -43,7 +42,7 @@ class Heads:
         self.num_passes = 0
         self.ranking: Ranking | None = None
 
-    def rank(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: Ranking) -> None:
         self.ranking = ranking
 
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
@@ -115,7 +114,7 @@ def test_counts_come_from_the_tensors(tmp_path: Path) -> None:
     assert any("names 2 medusa heads, the file holds 5" in notice for notice in drafter.traits.notices)
 
 
-def test_a_chain_takes_each_heads_best_guess(table: NDArray[np.float32]) -> None:
+def test_medusa_chain_takes_the_best_token_of_each_head(table: NDArray[np.float32]) -> None:
     drafter = a_drafter(table)
     request = a_request([1, 2, 3, 4])
     show(drafter, request, 5.0, num_rows=2)
@@ -179,14 +178,14 @@ def test_published_trees_are_trees(name: str) -> None:
     assert len(choices) == len(set(choices)) == 63
     assert max(map(len, choices)) <= 4
     assert all(choice[:-1] in {"", *choices[:index]} for index, choice in enumerate(choices))  # parents first
-    full = static_shape(name, 9, 64, TreeLayout.MASK)
+    full = static_tree_nodes(name, 9, 64, TreeLayout.MASK)
     assert len(full) == 63
-    assert static_shape(name, 9, 9, TreeLayout.MASK) == full[:8]
-    assert all(depth < 2 for _, depth, _ in static_shape(name, 2, 64, TreeLayout.MASK))
+    assert static_tree_nodes(name, 9, 9, TreeLayout.MASK) == full[:8]
+    assert all(depth < 2 for _, depth, _ in static_tree_nodes(name, 2, 64, TreeLayout.MASK))
     for budget in (2, 5, 9, 16):
-        shape = static_shape(name, 4, budget, TreeLayout.PATHS)
+        shape = static_tree_nodes(name, 4, budget, TreeLayout.PATHS)
         assert 1 < num_rows([-1, *(parent for parent, _, _ in shape)], TreeLayout.PATHS) <= budget
-        assert all(parent == node for node, (parent, _, _) in enumerate(static_shape(name, 4, budget, TreeLayout.CHAIN)))
+        assert all(parent == node for node, (parent, _, _) in enumerate(static_tree_nodes(name, 4, budget, TreeLayout.CHAIN)))
 
 
 def test_a_published_tree_tries_the_ranks_it_names(table: NDArray[np.float32]) -> None:
@@ -219,8 +218,8 @@ def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float
     assert tried[-1] == ranks[2]
 
 
-def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
-    accuracy = RankAccuracy()
+def test_medusa_accuracy_counts_positions_after_accepted_drafts() -> None:
+    accuracy = CandidateAccuracy()
     guesses = [[4, 5], [6, 7], [8]]
     accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
     assert accuracy.trials == [1.0, 1.0, 0.0]
@@ -243,7 +242,7 @@ def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float
         differ += tree.token_ids[1] != draw(request.processor.process(table[6]), seed, 0, 2)
     probs = np.exp(table[6] - table[6].max())
     probs /= probs.sum()
-    assert np.allclose(distribution.values, probs, atol=1e-6)
+    assert np.allclose(distribution.probs, probs, atol=1e-6)
     expected = num_seeds * probs
     large = expected > 10
     statistic = ((counts[large] - expected[large]) ** 2 / expected[large]).sum()
@@ -293,7 +292,7 @@ def test_ids_that_the_target_does_not_know_are_never_proposed() -> None:
         assert list(tree.token_ids[1:]) == expected
 
 
-def test_damaged_logits_cost_one_request_its_guess(table: NDArray[np.float32]) -> None:
+def test_damaged_medusa_logits_cost_one_request_its_draft(table: NDArray[np.float32]) -> None:
     broken = table.copy()
     broken[0] = np.nan
     drafter, requests = a_drafter(broken, num_heads=1), [a_request([1, 2]), a_request([1, 3])]

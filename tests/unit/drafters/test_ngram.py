@@ -1,25 +1,13 @@
 """Copying what followed before, against a search of the whole text."""
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from harness.decoding_rows import text_request
 from paceline.drafters.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
-from paceline.kv_cache.cache import CachedSequence
-from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
 from paceline.speculation.drafter import DraftBudget
-from paceline.speculation.request import Request
-
-VOCAB_SIZE = 8
-
-
-def make_request(token_ids: Sequence[int]) -> Request:
-    params = SamplingParams()
-    processor = LogitsProcessor(params, VOCAB_SIZE, token_ids)
-    return Request(list(token_ids), len(token_ids), params, processor, CachedSequence(), seed=0, sample_index=0, max_len=1000)
 
 
 def search(token_ids: Sequence[int], count: int, min_match: int, max_match: int) -> list[int]:
@@ -71,39 +59,9 @@ def test_matches_shorter_than_the_least_propose_nothing() -> None:
     assert NgramIndex().propose([], 4) == NgramIndex().propose([1], 4) == []
 
 
-def test_a_step_costs_the_same_however_long_the_text_is(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    text = random.integers(0, 1000, 32_768).tolist()
-    index = NgramIndex()
-    index.propose(text, 8)
-    start = time.perf_counter()
-    for token in text[:1000]:
-        text.append(token)
-        index.propose(text, 8)
-    assert time.perf_counter() - start < 1.0, "a search of 32 thousand tokens a step would take ten times this"
-
-
-def test_each_request_is_guessed_from_its_own_text() -> None:
-    drafter = NgramDrafter()
-    looping, fresh = make_request([1, 2, 3] * 3), make_request([1, 2, 3])
-    budgets = [DraftBudget(9, 4), DraftBudget(9, 4)]
-    tree, none = drafter.propose([looping, fresh], budgets)
-    assert none is None
-    assert tree is not None
-    assert list(tree.token_ids) == [3, 1, 2, 3, 1]
-    assert set(tree.sources[1:]) == {"ngram"}
-    assert "3 or more" in drafter.traits.description
-
-
-@pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
-def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int) -> None:
-    (tree,) = NgramDrafter().propose([make_request([1, 2, 3] * 3)], [DraftBudget(row_budget, max_depth)])
-    assert (0 if tree is None else tree.num_draft_tokens) == count
-
-
-def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
+def test_ngram_has_candidates_exactly_if_it_proposes(seed: int) -> None:
     random, drafter = np.random.default_rng(seed), NgramDrafter()
-    request = make_request([int(token) for token in random.integers(0, 6, 20)])
+    request = text_request([int(token) for token in random.integers(0, 6, 20)])
     answers = list[bool]()
     for _ in range(120):
         (tree,) = drafter.propose([request], [DraftBudget(4, 3)])
@@ -114,10 +72,10 @@ def test_it_can_guess_exactly_where_it_would(seed: int) -> None:
     assert set(answers) == {True, False}
 
 
-def test_a_text_it_has_not_read_is_left_to_its_next_guess() -> None:
+def test_ngram_has_candidates_is_true_for_an_unread_text() -> None:
     drafter = NgramDrafter()
-    assert drafter.has_candidates(make_request(range(8)))
-    request = make_request([1, 2, 3])
+    assert drafter.has_candidates(text_request(range(8)))
+    request = text_request([1, 2, 3])
     drafter.propose([request], [DraftBudget(4, 3)])
     request.token_ids.extend([0, 4] * 200)
     assert drafter.has_candidates(request)

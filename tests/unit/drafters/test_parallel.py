@@ -62,7 +62,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_proposal_is_one_pass_for_all_requests(width: int, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peagle_proposal_is_one_pass_for_all_requests(width: int, target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = open_llm(target, head, row_budget=1 + width * DEPTH, tree_width=width)
     drafter = drafter_of(llm)
     runtime, propose, depths = drafter.head.runtime, drafter.propose, []
@@ -82,7 +82,7 @@ def test_a_proposal_is_one_pass_for_all_requests(width: int, target: Path, head:
 
 
 @pytest.mark.parametrize("changes", [{"repetition_penalty": 1.2}, {"temperature": 1.0, "top_k": 20, "seed": 5}, {"presence_penalty": 0.5}])
-def test_what_is_drawn_by_other_rules_is_guessed_by_them(changes: dict[str, float], target: Path, head: Path) -> None:
+def test_peagle_drafts_follow_the_sampling_parameters(changes: dict[str, float], target: Path, head: Path) -> None:
     """Rows that more than the temperature changes: the path before a masked position counts."""
     params = replace(GREEDY, **changes)  # type: ignore[arg-type]
     texts = prompts(40, 33)
@@ -94,14 +94,14 @@ def test_what_is_drawn_by_other_rules_is_guessed_by_them(changes: dict[str, floa
         assert width > 1 or all(output.speculation.acceptance_rate == 1.0 for output in outputs)
 
 
-def test_sampled_guesses_are_drawn_with_the_noise_of_their_positions(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peagle_sampled_drafts_use_the_noise_of_their_positions(target: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is what the target would draw there if its law were the head's, whoever else is in the pass."""
     llm = open_llm(target, head)
     drafter = drafter_of(llm)
-    run_true, propose, seen, checked = drafter.head.run_true, drafter.propose, [], []
+    run_true_pairs, propose, seen, checked = drafter.head.run_true_pairs, drafter.propose, [], []
 
     def remembered(*args: Any, **options: Any) -> Any:
-        outputs = run_true(*args, **options)
+        outputs = run_true_pairs(*args, **options)
         seen.append(outputs.logits.copy())
         return outputs
 
@@ -117,7 +117,7 @@ def test_sampled_guesses_are_drawn_with_the_noise_of_their_positions(target: Pat
                 checked.append(token == draw(law, request.seed, 0, len(request.token_ids) + level))
         return trees
 
-    monkeypatch.setattr(drafter.head, "run_true", remembered)
+    monkeypatch.setattr(drafter.head, "run_true_pairs", remembered)
     monkeypatch.setattr(drafter, "propose", compared)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=6.0, seed=3)
     for texts in (prompts(40), prompts(33, 40)):

@@ -1,37 +1,23 @@
 """Following a text that was given in advance, against a search of all its places."""
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from paceline.drafters.prediction import MATCH_LENGTHS, MAX_SUBSTITUTED, NEARBY_POSITIONS, PredictedText, PredictionDrafter
-from paceline.kv_cache.cache import CachedSequence
-from paceline.sampling.params import SamplingParams
-from paceline.sampling.processors import LogitsProcessor
+from harness.decoding_rows import text_request
+from paceline.drafters.prediction import MATCH_LENGTHS, MAX_SUBSTITUTED_TOKENS, NUM_NEARBY_POSITIONS, PredictedText, PredictionDrafter
 from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
 
 
 def make_request(prediction: Sequence[int], output: Sequence[int] = (), prompt: Sequence[int] = (90, 91)) -> Request:
-    params = SamplingParams()
-    return Request(
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
-        params=params,
-        processor=LogitsProcessor(params, 100_000, prompt),
-        sequence=CachedSequence(),
-        seed=0,
-        sample_index=0,
-        max_len=1_000_000,
-        prediction_token_ids=tuple(prediction),
-    )
+    return text_request(prompt, output, prediction_token_ids=tuple(prediction))
 
 
 def after(predicted: Sequence[int], output: Sequence[int], count: int = 3) -> list[int]:
     prediction = PredictedText(predicted)
-    prediction.read(output)
+    prediction.observe_tokens(output)
     return list(prediction.propose(count))
 
 
@@ -58,10 +44,10 @@ def search(predicted: Sequence[int], output: Sequence[int], count: int) -> list[
                 found["run"] = ahead[0] if ahead else places[-1]
                 break
         if near := [
-            at for at in range(anchor + 1, min(anchor + NEARBY_POSITIONS, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]
+            at for at in range(anchor + 1, min(anchor + NUM_NEARBY_POSITIONS, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]
         ]:
             found["near"] = near[0]
-        if num_lost <= MAX_SUBSTITUTED:
+        if num_lost <= MAX_SUBSTITUTED_TOKENS:
             found["replaced"] = anchor + num_lost
         place = found[max(found, key=lambda kind: right[kind] / tried[kind])] if found else None
     return [] if place is None else list(predicted[place : place + count])
@@ -126,20 +112,20 @@ def test_proposals_are_those_of_a_search_of_all_places(vocab_size: int, seed: in
     ],
     ids=str,
 )
-def test_the_place_is_found_again_after(output: list[int], expected: list[int]) -> None:
+def test_prediction_realigns_after_a_mismatch(output: list[int], expected: list[int]) -> None:
     assert after([1, 2, 3, 4, 5, 6, 7, 8], output) == expected
 
 
-def test_the_kind_of_place_is_believed_that_was_right_before_in_this_text() -> None:
+def test_prediction_realigns_by_the_rule_that_was_right_before() -> None:
     words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 stand near everywhere
     swapped = PredictedText(words)
-    swapped.read([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
+    swapped.observe_tokens([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
     assert list(swapped.propose(2)) == [1, 7]
-    swapped.read([1, 7, 1])
+    swapped.observe_tokens([1, 7, 1])
     assert list(swapped.propose(3)) == [8, 1, 9]
     assert swapped.confidence(3)[0] > 0.6
     fresh = PredictedText(words)
-    fresh.read([1, 7, 1])
+    fresh.observe_tokens([1, 7, 1])
     assert list(fresh.propose(2)) != [8, 1]
 
 
@@ -151,21 +137,21 @@ def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
     while said < len(text):
         guessed = list(prediction.propose(16))
         kept = next((index for index, token in enumerate(guessed) if text[said + index : said + index + 1] != [token]), len(guessed))
-        prediction.read(text[said : said + kept + 1])
+        prediction.observe_tokens(text[said : said + kept + 1])
         said += kept + 1
         num_steps += 1
     assert num_steps <= 15 + 300 // 17 + 8
 
 
-def test_a_prediction_is_taken_to_be_right_until_it_is_wrong() -> None:
+def test_prediction_confidence_falls_after_a_mismatch() -> None:
     prediction = PredictedText(list(range(20)))
     assert prediction.confidence(3) == [0.75, 0.8, 1.0 - 1.0 / 6.0]
-    prediction.read([0, 90])
+    prediction.observe_tokens([0, 90])
     assert prediction.confidence(2) == [0.5, 0.8]
     assert prediction.confidence(0) == []
 
 
-def test_of_equal_places_the_next_one_is_taken() -> None:
+def test_prediction_takes_the_next_of_equal_matches() -> None:
     predicted = [7, 8, 1, 7, 8, 2, 7, 8, 3, 7, 8, 4]
     assert after(predicted, [7, 8, 1, 7, 8, 2, 50, 7, 8]) == [3, 7, 8]
 
@@ -183,32 +169,3 @@ def test_a_verbatim_prediction_is_proposed_to_its_end() -> None:
     assert num_steps == 8
     assert request.output_token_ids == predicted
     assert drafter.propose([request], [DraftBudget(5, 4)]) == [None]
-
-
-def test_each_request_follows_its_own_prediction() -> None:
-    drafter = PredictionDrafter()
-    requests = [make_request([1, 2, 3], [1]), make_request([1, 5, 6], [1]), make_request([], [1])]
-    trees = drafter.propose(requests, [DraftBudget(9, 4)] * 3)
-    assert [None if tree is None else list(tree.token_ids) for tree in trees] == [[1, 2, 3], [1, 5, 6], None]
-    assert drafter.traits.uses_predictions
-    assert "resemble" in drafter.traits.description
-
-
-@pytest.mark.parametrize(("row_budget", "max_depth", "count"), [(9, 2, 2), (3, 9, 2), (1, 5, 0), (2, 1, 1)])
-def test_a_guess_keeps_to_its_budget(row_budget: int, max_depth: int, count: int) -> None:
-    (tree,) = PredictionDrafter().propose([make_request(range(20), [0])], [DraftBudget(row_budget, max_depth)])
-    assert (0 if tree is None else tree.num_draft_tokens) == count
-
-
-def test_a_step_costs_the_same_however_long_the_texts_are(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    predicted = random.integers(0, 50, 32_768).tolist()  # few ids: runs of two stand in many places
-    request, drafter = make_request(predicted, predicted[:30_000]), PredictionDrafter()
-    drafter.propose([request], [DraftBudget(9, 8)])
-    request.token_ids.append(60)
-    drafter.propose([request], [DraftBudget(9, 8)])
-    start = time.thread_time()
-    for token in random.integers(0, 50, 500).tolist():
-        request.token_ids.append(token)
-        drafter.propose([request], [DraftBudget(9, 8)])
-    assert time.thread_time() - start < 0.3, "reading the texts again every step would take a hundred times this"

@@ -53,7 +53,7 @@ class Remembered:
     """Something whose end shows."""
 
 
-def test_it_ends_with_the_request() -> None:
+def test_request_state_ends_with_the_request() -> None:
     state = RequestState[Remembered]()
     request, kept = make_request(TEXT), Remembered()
     state[request] = kept
@@ -70,7 +70,7 @@ def test_it_ends_with_the_request() -> None:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_request_at_the_place_of_one_that_nobody_released_is_a_new_one(name: str) -> None:
+def test_request_at_a_reused_address_gets_new_state(name: str) -> None:
     drafter, places = MAKE[name](), set[int]()
     for _ in range(20):
         request = make_request(TEXT)
@@ -84,7 +84,7 @@ def test_a_request_at_the_place_of_one_that_nobody_released_is_a_new_one(name: s
     assert len(places) < 40, "places are taken again"
 
 
-def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_that_raises_frees_the_other_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_always(monkeypatch)
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     draft = make_drafter(str(directory), directory)
@@ -99,7 +99,7 @@ def test_a_release_that_raises_leaks_nothing_and_keeps_no_other_from_giving_back
             llm.engine.add(request)
         run_to_end(llm)
         assert [list(request.output_token_ids) for request in requests] == plain
-        assert [request.drafting for request in requests] == [{}, {}]
+        assert [request.drafter_states for request in requests] == [{}, {}]
         assert any(request.stats.num_draft_tokens for request in requests)
         assert draft.cache.pool.num_free == draft.cache.pool.num_blocks
         draft.cache.check()

@@ -40,10 +40,41 @@ def test_names_become_drafters(directory: Path) -> None:
     assert [drafter.name for drafter in both] == ["ngram", "draft_model"]
 
 
+def _with_embedded(directory: Path, tmp_path: Path, num_layers: int = 2) -> Path:
+    """Write a target of some layers with the one of `directory` as its own draft model."""
+    own = write_checkpoint(tmp_path / "own", "llama", num_hidden_layers=num_layers)
+    shutil.copytree(directory, own / EMBEDDED)
+    return own
+
+
+def test_a_draft_model_as_large_as_its_target_is_not_chosen_by_auto(directory: Path, tmp_path: Path) -> None:
+    own = _with_embedded(directory, tmp_path, num_layers=1)
+    prepared = prepare(own, EngineConfig(offline=True), SpeculationConfig())
+    assert [drafter.name for drafter in prepared.drafters] == ["ngram"]
+    (notice,) = prepared.notices
+    assert notice.startswith(f"{own / EMBEDDED} is not used: the draft model has ")
+    assert notice.endswith("so drafting cannot pay (--drafter draft_model uses it)")
+
+
+def test_a_draft_model_as_large_as_its_target_that_is_named_is_used_with_a_notice(directory: Path, tmp_path: Path) -> None:
+    larger = write_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    for draft, notices in ((larger, 1), (directory, 1)):
+        drafter = make_drafter(str(draft), directory)
+        assert isinstance(drafter, DraftModelDrafter)
+        assert len(drafter.traits.notices) == notices
+        assert drafter.traits.notices[0].endswith("a draft pass costs as much as a plain step, so drafting cannot pay")
+    assert make_drafter(str(directory), larger).traits.notices == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("given", "meant"), [("ngarm", "ngram"), ("sufix", "suffix"), ("draft-model", "draft_model"), ("none ", "none")])
+def test_a_misspelt_name_gets_the_one_that_may_be_meant(directory: Path, given: str, meant: str) -> None:
+    with pytest.raises(IncompatibleDrafterError, match=rf"drafter {given!r} \(did you mean {meant}\?\) is neither"):
+        make_drafter(given, directory)
+
+
 def test_auto_is_the_targets_own_draft_model_or_ngram(directory: Path, tmp_path: Path) -> None:
     assert isinstance(make_drafter("auto", directory), NgramDrafter)
-    own = Path(shutil.copytree(directory, tmp_path / "own"))
-    shutil.copytree(directory, own / EMBEDDED)
+    own = _with_embedded(directory, tmp_path)
     assert isinstance(make_drafter("draft_model", own), DraftModelDrafter)
     speculation = SpeculationConfig()
     both = prepare(own, EngineConfig(offline=True), speculation).open(load_target(own, speculation))
@@ -91,8 +122,7 @@ def test_a_drafter_named_twice_is_refused(directory: Path, wanted: list[str], me
 def test_auto_adds_nothing_to_what_it_stands_for(directory: Path, tmp_path: Path) -> None:
     for wanted in (["auto", "ngram"], ["ngram", "auto"]):
         assert isinstance(make_drafter(wanted, directory), NgramDrafter)
-    own = Path(shutil.copytree(directory, tmp_path / "own"))
-    shutil.copytree(directory, own / EMBEDDED)
+    own = _with_embedded(directory, tmp_path)
     both = make_drafters(["auto", "ngram"], own)
     assert [drafter.name for drafter in both] == ["draft_model", "ngram"]
 

@@ -48,7 +48,7 @@ def make_request(token_ids: Sequence[int], vocab_size: int, params: SamplingPara
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("at_start", [True, False])
-def test_what_is_cut_is_the_text(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, text: str, at_start: bool) -> None:
+def test_pieces_concatenate_to_the_text(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, text: str, at_start: bool) -> None:
     for tokenizer in (byte_level, byte_fallback):
         cut = tokenizer.tokenize(text.encode(), at_start=at_start)
         assert sum(size for _, size in cut) == len(text.encode())
@@ -58,13 +58,13 @@ def test_what_is_cut_is_the_text(byte_level: ByteTokenizer, byte_fallback: ByteT
             assert joined == text.encode()
 
 
-def test_half_a_character_is_cut_too(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
+def test_incomplete_character_is_split_into_pieces(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     half = "😺".encode()[:2]
     for tokenizer in (byte_level, byte_fallback):
         assert b"".join(tokenizer.bytes_of[token_id] for token_id, _ in tokenizer.tokenize(b"the" + half)) == b"the" + half
 
 
-def test_text_is_cut_as_the_tokenizer_cuts(mini: ByteTokenizer, mini_dir: Path) -> None:
+def test_pieces_equal_those_of_the_tokenizer(mini: ByteTokenizer, mini_dir: Path) -> None:
     tokenizer = Tokenizer.open(mini_dir)
     text = 'Once upon a time, "there" was\n    return 12.5'
     assert [token_id for token_id, _ in mini.tokenize(text.encode())] == tokenizer.encode(text, add_special_tokens=False)
@@ -136,7 +136,7 @@ def test_a_token_without_a_counterpart_is_spelled_for_the_draft_model(byte_level
     assert translation.context(make_request(ids, len(byte_fallback.pieces))) == context, "as if read at once"
 
 
-def test_a_pair_of_ids_leads_there_and_back(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
+def test_id_mapping_is_invertible(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer) -> None:
     target_size, draft_size = len(byte_fallback.pieces), len(byte_level.pieces)
     translation = SharedPieces(byte_fallback, byte_level, vocab_size=target_size, draft_vocab_size=draft_size)
     for draft_id in range(draft_size):
@@ -201,7 +201,7 @@ def test_the_draft_model_reads_the_text_as_its_own_tokenizer_cuts_it(
         assert context == [token_id for token_id, _ in mini.tokenize(written)]
 
 
-def test_inside_a_character_there_is_no_guess(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter) -> None:
+def test_no_draft_within_a_multi_token_character(byte_level: ByteTokenizer, byte_fallback: ByteTokenizer, writer: ScriptedWriter) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_fallback)
     writer.answer = [byte_fallback.pieces.index("▁the")]
     ids = [token_id for token_id, _ in byte_level.tokenize("a😺".encode())]
@@ -225,7 +225,7 @@ def test_inside_a_character_there_is_no_guess(byte_level: ByteTokenizer, byte_fa
         (" t", ["h", "e", "!"], ["h", "e", "!"]),  # what is committed stays as it is
     ],
 )
-def test_what_it_writes_is_cut_by_the_targets_tokenizer(
+def test_translated_draft_is_tokenized_by_the_target(
     byte_level: ByteTokenizer, writer: ScriptedWriter, tmp_path: Path, before: str, written: list[str], expected: list[str]
 ) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_level)
@@ -235,7 +235,7 @@ def test_what_it_writes_is_cut_by_the_targets_tokenizer(
     assert [byte_level.bytes_of[token_id].decode() for token_id in found or ()] == expected
 
 
-def test_special_tokens_end_what_is_written(byte_level: ByteTokenizer, writer: ScriptedWriter) -> None:
+def test_special_tokens_end_a_translated_draft(byte_level: ByteTokenizer, writer: ScriptedWriter) -> None:
     drafter = TextDrafter(writer, target=byte_level, draft=byte_level)
     end = byte_level.pieces.index("<|endoftext|>")
     request = make_request([byte_level.pieces.index("a")], len(byte_level.pieces))
@@ -250,16 +250,16 @@ def test_start_tokens_of_the_target_become_those_of_the_draft_model(mini: ByteTo
     if not stories.is_dir():
         pytest.skip("no model with a start token")
     other = ByteTokenizer(Tokenizer.open(stories))
-    assert (mini.start, other.start) == ((), (other.pieces.index("<|start_story|>"),))
+    assert (mini.bos_ids, other.bos_ids) == ((), (other.pieces.index("<|start_story|>"),))
     text = b"Once upon a time"
     ids = [token_id for token_id, _ in mini.tokenize(text)]
     guess(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
-    assert writer.contexts[0][0] == [*other.start, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
+    assert writer.contexts[0][0] == [*other.bos_ids, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
     guess(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
     assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 
 
-def test_a_disjoint_pair_drafts_and_gives_everything_back(mini_dir: Path, mini: ByteTokenizer, shared_dir: Path) -> None:
+def test_disjoint_vocabularies_draft_and_free_their_blocks(mini_dir: Path, mini: ByteTokenizer, shared_dir: Path) -> None:
     stories = shared_dir / "data" / "models" / "TinyStories-656K"
     if not stories.is_dir():
         pytest.skip("no model of another vocabulary")

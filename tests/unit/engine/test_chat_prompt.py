@@ -285,6 +285,21 @@ def test_message_without_content_is_refused_by_its_index(role: str) -> None:
             chat_prompt(new_input_processor(CHATML), [USER, message])
 
 
+def test_message_with_a_wrong_role_or_content_is_refused_by_its_index() -> None:
+    for message, says in (
+        ({"content": "x"}, r"messages\[1\]\.role is missing: give system, user, assistant or tool"),
+        ({"role": 5, "content": "x"}, r"messages\[1\]\.role is 5: give system"),
+        ({"role": "user", "content": 5}, r"messages\[1\]\.content is 5: give a text or a list of text parts"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            chat_prompt(new_input_processor(CHATML), [USER, message])
+
+
+def test_a_field_that_a_template_misses_is_named() -> None:
+    with pytest.raises(RequestError, match=r"rejects these messages: the field 'name' is missing$"):
+        text_of("{{ messages[0].name + '' }}", [USER])
+
+
 def test_a_plain_prompt_that_cannot_fit_is_refused_without_encoding() -> None:
     input_processor = new_input_processor(CHATML)
     longest = input_processor.max_model_len * input_processor.tokenizer.max_piece_chars

@@ -15,7 +15,7 @@ from paceline.config import QuantOptions
 from paceline.errors import CapacityError, CheckpointError, ConfigError
 from paceline.models.adapters import patterns
 from paceline.models.adapters.merge import MergedWeights
-from paceline.models.adapters.patterns import ModuleSelector, first_patterns
+from paceline.models.adapters.patterns import ModuleSelector, first_matching_patterns
 from paceline.models.adapters.read import read_adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantize import quantize_matrix
@@ -87,7 +87,7 @@ def test_starts_that_leave_the_model_as_it_is_are_read(start: object, tmp_path: 
     assert len(read(write_adapter(tmp_path, of_queries(), init_lora_weights=start)).products) == LAYERS
 
 
-def test_what_says_nothing_of_the_computation_is_read_over(tmp_path: Path) -> None:
+def test_adapter_settings_without_effect_are_ignored(tmp_path: Path) -> None:
     settings = {
         "lora_dropout": 0.1,
         "task_type": "CAUSAL_LM",
@@ -140,7 +140,7 @@ def test_a_rank_beyond_both_sides_of_its_matrix_is_refused(tmp_path: Path) -> No
         read(write_adapter(tmp_path, of_queries(65), r=65))
 
 
-def test_an_adapter_that_does_not_fit_in_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_adapter_larger_than_memory_is_refused_before_reading(tmp_path: Path) -> None:
     adapter, size = write_adapter(tmp_path, of_queries()), 2 * 4 * LAYERS * 2 * 4 * 64
     assert read(adapter, memory_bytes=size).products
     with pytest.raises(CapacityError, match=r"takes 8\.19e-06 GB while it is read, .* GB are free: use an adapter of a lower rank"):
@@ -162,7 +162,7 @@ def test_files_that_are_no_regular_ones_are_named_as_what_they_are(name: str, tm
         read(tmp_path)
 
 
-def test_bytes_behind_the_last_tensor_are_refused(tmp_path: Path) -> None:
+def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     with (write_adapter(tmp_path, of_queries()) / "adapter_model.safetensors").open("ab") as file:
         file.write(b"123")
     with pytest.raises(CheckpointError, match="holds 3 bytes after its last tensor, which no safetensors file does"):
@@ -177,7 +177,7 @@ def test_an_adapter_of_a_longer_or_a_shorter_model_is_refused(tmp_path: Path) ->
         read(adapter, make_config(num_layers=3))
 
 
-def test_a_directory_without_an_adapter_says_what_is_missing(tmp_path: Path) -> None:
+def test_directory_without_adapter_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no adapter_config\.json: give the directory of a LoRA adapter"):
         read(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -198,7 +198,7 @@ def test_a_name_that_requests_cannot_have_is_refused(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("before", ["model.language_model.", "language_model.model."])
-def test_what_wraps_a_language_model_does_not_matter_and_encoders_are_left_out(before: str, tmp_path: Path) -> None:
+def test_adapter_module_prefixes_are_ignored(before: str, tmp_path: Path) -> None:
     plain = read(write_adapter(tmp_path / "plain", of_queries()))
     wrapped = {name.replace("model.", before, 1): one for name, one in of_queries().items()}
     wrapped["model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((4, 8), np.float32)
@@ -240,10 +240,10 @@ def test_matrices_are_quantised_with_what_the_adapter_adds(tmp_path: Path) -> No
     ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
     low = adapter.products["layers.0.self_attn.q_proj"]
     whole = as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down
-    found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group=64)
+    found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group_size=64)
     assert isinstance(found, GroupedTensor)
     assert np.array_equal(found.matrix.codes, expected.codes)
-    assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group=64).codes)
+    assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group_size=64).codes)
 
 
 def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_kept_quantised_weights_are_another_adapters_no_more(tmp_path: Path) -> 
         merged = MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32)
         found = quantized_weights(merged, options, tmp_path / "cache", files=[tmp_path / "6" / "adapter_config.json"])
         low = adapter.products["layers.0.self_attn.q_proj"]
-        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group=64)
+        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group_size=64)
         assert np.array_equal(found["layers.0.q_proj.weight"].matrix.codes, expected.codes)  # type: ignore[union-attr]
     assert len(os.listdir(tmp_path / "cache" / "quantised")) == 2
 
@@ -291,7 +291,7 @@ def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expec
 
 def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
     endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
-    found = first_patterns(endings, MODULES, Path("x"))
+    found = first_matching_patterns(endings, MODULES, Path("x"))
     assert found["model.layers.1.self_attn.q_proj"] == endings[0]
     assert found["model.layers.2.self_attn.q_proj"] == endings[1]
     assert found["model.layers.3.self_attn.q_proj"] == endings[2]

@@ -55,6 +55,20 @@ def read(directory: Path, values: dict[str, Any], generation: dict[str, Any] | N
     return read_config(directory)
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2}, (("temperature", 0.6), ("top_k", 20), ("top_p", 0.95))),
+        ({"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.1}, (("min_p", 0.1), ("repetition_penalty", 1.1))),
+        ({"do_sample": False, "temperature": 0.6}, (("temperature", 0.0),)),
+        ({"temperature": "warm", "top_p": None, "top_k": True}, ()),
+        ({}, ()),
+    ],
+)
+def test_recommended_sampling_is_read(tmp_path: Path, generation: dict[str, Any], expected: tuple[tuple[str, float], ...]) -> None:
+    assert read(tmp_path, LLAMA, generation).sampling == expected
+
+
 def test_sizes_are_read(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert config == make_config(
@@ -148,7 +162,7 @@ def test_rope_scaling_may_say_type_for_rope_type(tmp_path: Path) -> None:
     assert (rope.type, rope.factor, rope.theta) == (RopeType.LINEAR, 2.0, 10000.0)
 
 
-def test_rope_parameters_beside_another_rope_scaling_are_refused(tmp_path: Path) -> None:
+def test_contradicting_rope_settings_are_refused(tmp_path: Path) -> None:
     newer, older = {"rope_type": "default", "rope_theta": 5e5}, {"type": "yarn", "factor": 4.0}
     with pytest.raises(CheckpointError, match=r"rope_parameters.*rope_scaling.*differ: keep rope_parameters"):
         read(tmp_path, {**LLAMA, "rope_parameters": newer, "rope_scaling": older})
@@ -197,7 +211,7 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
     config = read(tmp_path, MINISTRAL3)
     rope, key_rope = config.attention.rope, config.attention.key_rope
     assert (rope.temperature, rope.temperature_length) == (0.1, 32)
-    assert config.rotations == ((rope, 128), (key_rope, 128))
+    assert config.rope_variants == ((rope, 128), (key_rope, 128))
     positions = np.array([0, 31, 32, 63, 64])
     assert np.allclose(query_scales(rope, positions), 1 + 0.1 * np.log([1, 1, 2, 2, 3]), rtol=1e-7, atol=0)
     assert np.array_equal(query_scales(key_rope, positions), np.ones(5, np.float32))
@@ -207,7 +221,7 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("values", "rotates", "windows"),
+    ("values", "has_rope_embedding", "windows"),
     [
         ({}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
         ({"no_rope_layer_interval": 2}, [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]),
@@ -218,9 +232,11 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
         ({"sliding_window": 64, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 64]),
     ],
 )
-def test_smollm3_has_layers_that_do_not_rotate(tmp_path: Path, values: dict[str, Any], rotates: list[int], windows: list[int]) -> None:
+def test_smollm3_has_layers_that_do_not_rotate(
+    tmp_path: Path, values: dict[str, Any], has_rope_embedding: list[int], windows: list[int]
+) -> None:
     config = read(tmp_path, {**SMOLLM3, **values})
-    assert [layer.mixer.rotates for layer in config.layers] == [mark == 1 for mark in rotates]
+    assert [layer.mixer.has_rope_embedding for layer in config.layers] == [mark == 1 for mark in has_rope_embedding]
     assert [layer.mixer.window or 0 for layer in config.layers] == windows
     assert config.attention.rope.theta == 2e6
     assert len({id(layer) for layer in config.layers}) == len(set(config.layers))
@@ -251,7 +267,7 @@ def test_smollm3_has_layers_that_do_not_rotate(tmp_path: Path, values: dict[str,
         ({"eos_token_id": "</s>"}, "expected a token id"),
     ],
 )
-def test_what_we_cannot_run_is_an_error_that_says_what_it_is(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_config_is_refused_with_its_reason(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         read(tmp_path, {**LLAMA, **changes})
 
@@ -267,7 +283,7 @@ def test_a_damaged_config_is_a_checkpoint_error(tmp_path: Path, content: bytes) 
         read_config(tmp_path)
 
 
-def test_a_directory_without_a_config_says_so(tmp_path: Path) -> None:
+def test_directory_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         read_config(tmp_path)
@@ -311,11 +327,11 @@ def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
     attention, first = config.attention, config.layers[0]
     assert (attention.head_size, attention.scale, attention.qk_norm) == (256, 0.0625, QKNorm.NONE)
     assert (attention.soft_cap, config.logit_soft_cap) == (50.0, 30.0)
-    assert (first.norm_order, config.norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
+    assert (first.norm_order, config.has_norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
     assert (first.mlp.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
     assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
     assert (config.sliding_window, config.max_positions) == (4096, 8192)
-    assert (len(config.rotations), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
+    assert (len(config.rope_variants), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
     without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
     assert (without_caps.attention.soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
 
@@ -339,9 +355,9 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
     assert len({id(layer) for layer in config.layers}) == 2, "layers that are alike share one object"
 
 
-def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
+def test_gemma3_rope_bases_have_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
-    assert [rope.theta for rope, _ in config.rotations] == [10000.0, 1e6]
+    assert [rope.theta for rope, _ in config.rope_variants] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
 
 
@@ -356,7 +372,7 @@ def test_a_text_config_is_read_with_what_lies_around_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "qwen3_5", "llava", "mistral3"])
-def test_a_model_of_texts_and_images_without_its_text_config_says_what_is_missing(tmp_path: Path, model_type: str) -> None:
+def test_multimodal_config_without_text_config_is_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json of a {model_type} model has no text_config"):
         read(tmp_path, {"model_type": model_type, "vision_config": {"hidden_size": 1}})
 
@@ -441,7 +457,7 @@ def test_no_number_and_no_type_in_a_config_is_any_other_error(tmp_path: Path, ch
     assert time.perf_counter() - start < 2.0
 
 
-def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing() -> None:
+def test_layers_are_grouped_by_kv_cache_type() -> None:
     plain = make_config(num_layers=2).layers[0]
     wide = replace(plain, mixer=replace(plain.mixer, num_kv_heads=1, head_size=32))
     sliding = replace(plain, mixer=replace(plain.mixer, window=16))
@@ -451,8 +467,8 @@ def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing(
     assert [group.layers for group in config.kv_groups(by_window=False)] == [(0, 2, 3), (1,)]
     assert [group.shape(8, 32) for group in config.kv_groups()] == [(4, 8, 2, 32, 16), (2, 8, 1, 32, 32), (2, 8, 2, 32, 16)]
     assert config.kv_bytes_per_token(KVCacheDtype.F32) == 4 * 2 * 32 * 4
-    assert [config.kv_owner(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
-    assert [config.tables_of(layer) for layer in range(4)] == [0, 0, 1, 0]
+    assert [config.kv_source(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
+    assert [config.block_table_index(layer) for layer in range(4)] == [0, 0, 1, 0]
 
 
 FULL_OF_E2B, FULL_OF_31B = {4, 9, 14, 19, 24, 29, 34}, set(range(5, 60, 6))
@@ -479,11 +495,11 @@ def test_gemma4_in_published_sizes_keeps_what_its_layers_own(values: dict[str, A
     config = config_from_values(given, Path("config.json"))
     assert sum(len(group.layers) for group in config.kv_groups()) == owners
     assert config.kv_bytes_per_token(KVCacheDtype.BF16) == 2 * row_values
-    read = {config.kv_owner(layer) for layer in range(config.num_layers - 6, config.num_layers)}
+    read = {config.kv_source(layer) for layer in range(config.num_layers - 6, config.num_layers)}
     assert last <= read
     assert {layer.mixer.head_size for layer in config.layers} == {256, 512}
     if owners < 60:
-        assert {config.kv_owner(layer) for layer in range(15, 35)} == {13, 14}
+        assert {config.kv_source(layer) for layer in range(15, 35)} == {13, 14}
         assert {layer.mlp.intermediate_size for layer in config.layers[15:]} == {12288}
         assert tensor_shapes(config)["layer_embedding.weight"] == (262144, 35 * 256)
     else:

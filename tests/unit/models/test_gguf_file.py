@@ -288,7 +288,7 @@ def test_metadata_and_tensors_must_fit(tmp_path: Path, changes: dict[str, Any], 
     assert str(path) in str(caught.value)
 
 
-def test_a_matrix_of_a_type_that_cannot_be_read_is_refused_before_anything_is_converted(tmp_path: Path) -> None:
+def test_unsupported_block_type_is_refused_before_conversion(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf", extra={"token_embd.weight": np.zeros((50, 64), np.int32)})
     with pytest.raises(CheckpointError, match=r"tensor 'token_embd\.weight' is of type I32; supported are F32, F16, BF16, Q4_0"):
         open_both(path)

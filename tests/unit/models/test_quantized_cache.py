@@ -107,7 +107,7 @@ def test_without_files_to_look_at_any_changed_byte_is_other_content(tmp_path: Pa
     assert_same(found, quantized_weights(weights, INT4, None))
 
 
-def test_a_changed_checkpoint_file_is_other_content_even_of_the_same_size_and_age(tmp_path: Path) -> None:
+def test_changed_file_of_equal_size_and_age_gets_another_cache_key(tmp_path: Path) -> None:
     source = tmp_path / "model.bin"
     source.write_bytes(b"0" * 100)
     cache = tmp_path / "cache"
@@ -159,7 +159,7 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_noticed_and_made_anew(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
+def test_damaged_cache_file_is_detected_and_rewritten(damage: str, tmp_path: Path, no_quantising: Callable[[], None]) -> None:
     weights = make_weights(rows=1100)
     quantized_weights(weights, INT4, tmp_path)
     path = only_file(tmp_path)
@@ -296,11 +296,11 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
     groups = sum(tensor.nbytes for tensor in made if isinstance(tensor, GroupedTensor))
     del made
     for name in quantized:
-        quantized.forget(name)
+        quantized.free_tensor(name)
     tracemalloc.reset_peak()
     for name in quantized:  # as a runtime does that keeps them in another form
         assert quantized[name].shape == weights[name].shape
-        quantized.forget(name)
+        quantized.free_tensor(name)
     one_by_one = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert written < one + 4_000_000

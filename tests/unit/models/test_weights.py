@@ -110,7 +110,7 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/elsewhere/a.safetensors", "model.bin", 3])
-def test_an_index_names_only_files_beside_it(tmp_path: Path, name: object) -> None:
+def test_index_with_paths_outside_its_folder_is_refused(tmp_path: Path, name: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="expected the name of"):
         Weights.open(tmp_path, CONFIG)
@@ -192,13 +192,13 @@ def test_pytorch_files_are_not_opened(tmp_path: Path) -> None:
         Weights.open(tmp_path, CONFIG)
 
 
-def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
+def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         Weights.open(tmp_path, CONFIG)
 
 
-def test_any_truncation_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
     content = write_safetensors(tmp_path / "whole.safetensors", random_tensors()).read_bytes()
     for length in (0, 4, 8, 9, 50, len(content) // 2, len(content) - 1):
         (tmp_path / "model.safetensors").write_bytes(content[:length])
@@ -279,7 +279,7 @@ def test_stacked_projections_are_row_ranges_of_the_file(tmp_path: Path) -> None:
 
 
 def test_norm_weights_stored_less_one_are_made_whole_in_float32(tmp_path: Path) -> None:
-    config = changed(norm_order=NormOrder.SANDWICH, norm_offset=True, attention={"qk_norm": QKNorm.HEAD})
+    config = changed(norm_order=NormOrder.SANDWICH, has_norm_offset=True, attention={"qk_norm": QKNorm.HEAD})
     names = checkpoint_names(config)
     assert names["layers.0.mlp_norm.weight"] == "model.layers.0.pre_feedforward_layernorm.weight"
     assert names["layers.0.attention_output_norm.weight"] == "model.layers.0.post_attention_layernorm.weight"

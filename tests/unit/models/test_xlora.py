@@ -11,15 +11,14 @@ from safetensors.numpy import load_file, save_file
 
 from harness.adapter_files import low_rank, write_adapter
 from harness.model_configs import make_config
-from harness.xlora_files import CLASSIFIER, MODULES, write_xlora
+from harness.xlora_files import CLASSIFIER, write_xlora
 from paceline.errors import CapacityError, CheckpointError
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.network_adapter import to_network
+from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.config import ModelConfig
 
 CONFIG = make_config(num_layers=2)
-NUM_ADAPTERS = len(MODULES)
 
 
 def read(directory: Path, config: ModelConfig = CONFIG, **more: Any) -> Adapter:
@@ -36,7 +35,7 @@ def change_tensors(directory: Path, tensors: dict[str, Any]) -> None:
     save_file({name: one for name, one in {**load_file(path), **tensors}.items() if one is not None}, path)
 
 
-def test_the_ranks_of_a_product_are_those_of_its_adapters_with_a_column_of_scalings_each(tmp_path: Path) -> None:
+def test_xlora_ranks_are_those_of_its_adapters(tmp_path: Path) -> None:
     adapter = read(write_xlora(tmp_path, CONFIG, seed=1, layerwise_scalings=True))
     mixture = adapter.mixture
     assert mixture is not None
@@ -46,7 +45,7 @@ def test_the_ranks_of_a_product_are_those_of_its_adapters_with_a_column_of_scali
     assert mixture.columns["layers.0.mlp.up_proj"].tolist() == [8, 8, 8, 8]
     assert mixture.columns["layers.1.mlp.down_proj"].tolist() == [21, 21, 23, 23, 23, 23]
     assert {name: len(low.down) for name, low in adapter.products.items()} == {name: len(own) for name, own in mixture.columns.items()}
-    network = to_network(adapter, CONFIG)
+    network = to_network_adapter(adapter, CONFIG)
     assert network.mixture is not None
     assert network.mixture.columns.keys() == network.products.keys()
     shared = read(write_xlora(tmp_path / "shared", CONFIG, seed=1)).mixture
@@ -72,7 +71,7 @@ def test_the_key_depends_on_every_value_that_changes_a_token(tmp_path: Path) -> 
     assert len(keys) == len(changes) + 3
 
 
-def test_adapters_lie_in_folders_of_their_numbers_or_where_the_settings_say(tmp_path: Path) -> None:
+def test_xlora_adapter_folders_are_numbered_or_configured(tmp_path: Path) -> None:
     directory = write_xlora(tmp_path / "mix", CONFIG, seed=1)
     key = read(directory).key
     (directory / "1").rename(tmp_path / "elsewhere")
@@ -111,7 +110,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_is_not_computed_or_fits_no_classifier_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_unsupported_xlora_setting_is_refused_by_name(name: str, tmp_path: Path) -> None:
     settings, text = SETTINGS[name]
     directory = write_xlora(tmp_path, CONFIG, seed=1)
     change_settings(directory, **settings)
@@ -179,7 +178,7 @@ def test_an_adapter_that_cannot_be_weighed_is_refused_by_its_directory(name: str
     assert str(directory / "1") in str(caught.value)
 
 
-def test_scalings_layer_by_layer_are_refused_where_the_order_of_matrices_is_not_known(tmp_path: Path) -> None:
+def test_layerwise_scalings_need_a_known_module_order(tmp_path: Path) -> None:
     fused = make_config(num_layers=1, family="phi3")
     modules = (("self_attn.qkv_proj",), ("mlp.down_proj",))
     assert read(write_xlora(tmp_path / "plain", fused, seed=1, modules=modules), fused).mixture

@@ -53,7 +53,7 @@ def test_a_draws_margin_is_that_of_noisy_scores(input_processor: InputProcessor,
             assert at.drawn(raised, input_processor) == expected
 
 
-def test_the_bound_of_scores_grows_as_temperature_and_penalties_stretch_them(input_processor: InputProcessor) -> None:
+def test_score_bound_scales_with_temperature_and_penalties(input_processor: InputProcessor) -> None:
     row = np.random.default_rng(0).normal(size=V).astype(np.float32)
     assert decide(row, 1, place(SamplingParams(temperature=0.5, seed=1)), input_processor, 0.1).bound == pytest.approx(0.2)
     assert decide(row, 1, place(SamplingParams(repetition_penalty=1.5)), input_processor, 0.1).bound == pytest.approx(0.15)
@@ -62,7 +62,7 @@ def test_the_bound_of_scores_grows_as_temperature_and_penalties_stretch_them(inp
 @pytest.mark.parametrize(
     "restricted", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}], ids=lambda one: "-".join(one)
 )
-def test_what_noise_may_keep_or_leave_out_brackets_every_noisy_row(restricted: dict[str, float], seed: int) -> None:
+def test_support_bounds_contain_every_noisy_row(restricted: dict[str, float], seed: int) -> None:
     random = np.random.default_rng(seed)
     params = SamplingParams(temperature=1.0, **restricted)  # type: ignore[arg-type]
     for _ in range(60):
@@ -88,7 +88,7 @@ def test_without_noise_the_kept_set_is_the_samplers_own(seed: int) -> None:
         assert np.flatnonzero(maybe).tolist() == np.flatnonzero(surely).tolist() == ([] if ids is None else ids.tolist())
 
 
-def test_a_token_far_outside_the_kept_set_is_no_near_tie_however_good_its_noise(input_processor: InputProcessor) -> None:
+def test_token_outside_the_support_is_no_near_tie(input_processor: InputProcessor) -> None:
     row = np.zeros(V, np.float32)
     row[:4] = 8.0
     params = SamplingParams(temperature=1.0, top_k=4, seed=11)

@@ -87,7 +87,7 @@ def rows(*scores: float) -> list[Any]:
     return [np.array(scores, np.float32)]
 
 
-def test_transformers_agrees_where_it_says_the_same_or_decides_at_a_near_tie() -> None:
+def test_transformers_agrees_up_to_near_ties() -> None:
     ours, theirs = rows(1.0, 0.0, -1.0), np.array([[1.001, 0.0, -1.0, 99.0]], np.float32)
     same = compare_rows([(ours, theirs)], 1e-3)
     assert (same.status, same.positions, same.argmax_equal) == ("agrees", 1, 1)

@@ -98,7 +98,7 @@ def test_a_cached_model_goes_by_its_id(tmp_path: Path) -> None:
     assert model_names(str(path), path)[0] == "llama-3.1-8b-instruct"
 
 
-def test_a_directory_goes_by_its_name_and_by_what_its_config_says(tmp_path: Path) -> None:
+def test_directory_is_identified_by_name_and_config(tmp_path: Path) -> None:
     path = tmp_path / "my-model"
     path.mkdir()
     (path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3-8B"}', encoding="utf-8")
@@ -115,7 +115,7 @@ def test_suggestions_are_ordered_by_the_lowest_predicted_speedup() -> None:
     found = suggest_drafters(["qwen3-8b"], PassCosts(PASS_S, row_bytes=16e9, lm_head_bytes=1e9))
     speedups = [round(one.slowest.speedup, 2) for one in found if one.slowest is not None]
     assert speedups == sorted(speedups, reverse=True)
-    assert len(speedups) == len(found)
+    assert len(speedups) == len(found) - len(BUILT_IN_METHODS), "what lookup brings depends on the text"
     assert all(one.fastest.speedup >= one.slowest.speedup >= 1.0 for one in found if one.slowest and one.fastest)
 
 

@@ -29,37 +29,37 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     return chosen
 
 
-def test_our_kernels_are_taken_wherever_they_were_built(choose: Choose) -> None:
+def test_auto_backend_is_native_with_kernels(choose: Choose) -> None:
     assert choose({KERNELS, TORCH}) == ("native", [])
     assert choose({KERNELS}) == ("native", [])
 
 
-def test_without_kernels_torch_takes_over_and_says_so(choose: Choose) -> None:
+def test_without_kernels_torch_is_used_with_a_notice(choose: Choose) -> None:
     chosen, (notice,) = choose({TORCH})
     assert chosen == "torch"
     assert "no native kernels" in notice
 
 
-def test_with_nothing_at_all_the_error_says_what_to_install(choose: Choose) -> None:
+def test_without_any_backend_the_error_names_what_to_install(choose: Choose) -> None:
     with pytest.raises(BackendUnavailableError, match="no native kernels for this machine: pip install ") as error:
         choose(set())
     assert install_extra("torch") in str(error.value)
 
 
 @pytest.mark.parametrize("asked", ["native", "torch"])
-def test_what_was_asked_for_is_taken_whatever_else_the_machine_has(choose: Choose, asked: str) -> None:
+def test_requested_backend_is_used(choose: Choose, asked: str) -> None:
     assert choose({KERNELS, TORCH}, asked=asked) == (asked, [])
     assert choose({asked}, asked=asked) == (asked, [])
 
 
-def test_what_is_not_installed_is_named_with_its_extra(choose: Choose) -> None:
+def test_missing_backend_is_named_with_its_extra(choose: Choose) -> None:
     with pytest.raises(
         BackendUnavailableError, match=rf"backend 'torch' needs .*{re.escape(install_extra('torch'))}, or use --backend native"
     ):
         choose({KERNELS}, asked="torch")
 
 
-def test_a_cuda_device_is_torchs(choose: Choose) -> None:
+def test_cuda_device_uses_torch(choose: Choose) -> None:
     assert choose({KERNELS, TORCH}, device="cuda") == ("torch", [])
 
 

@@ -8,7 +8,7 @@ from paceline.errors import PacelineError
 from paceline.runtimes.base import ForwardBatch, split_into_passes
 
 
-def test_a_pass_larger_than_any_is_refused_as_a_mistake_of_ours_not_as_a_want_of_memory():
+def test_oversized_pass_is_an_internal_error():
     assert MAX_PASS_ROWS >= MAX_NUM_BATCHED_TOKENS + MAX_NUM_SEQS
     rows = np.zeros(MAX_PASS_ROWS + 1, np.int32)
     ForwardBatch(rows[1:], ())

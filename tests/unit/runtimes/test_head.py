@@ -130,9 +130,9 @@ def test_rows_before_the_first_slot_are_not_seen(backend: str, hidden: int) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> None:
+def test_sibling_networks_share_weights_and_cache(backend: str) -> None:
     head = open_network(backend)
-    twin, other = head.sibling(network), head.sibling(push)
+    twin, other = head.network_with_same_weights(network), head.network_with_same_weights(push)
     inputs = rows(20)
     whole = run(head, inputs, batch_of(RowRange(0, 20, 0, table(1))))
     behind = run(twin, part(inputs, 12, 20), batch_of(RowRange(0, 8, 12, table(1))))
@@ -148,7 +148,7 @@ def test_networks_beside_one_another_share_weights_and_cache(backend: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) -> None:
+def test_ranking_of_rows_equals_their_logits(backend: str, seed: int) -> None:
     """The best few, the sum of all, and the token that noise draws, with the logits and in their place."""
     if backend == "native" and kernels_path() is None:
         pytest.skip("no native kernels for this machine")

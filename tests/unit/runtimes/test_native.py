@@ -293,7 +293,7 @@ def test_a_forked_child_runs_passes_of_its_own(token_ids: list[int], seed: int) 
     assert np.array_equal(decode(runtime, token_ids[:20]), expected)
 
 
-def test_what_is_measured_belongs_to_the_kernels_a_number_of_threads_and_a_type(seed: int) -> None:
+def test_profile_key_contains_kernels_threads_and_type(seed: int) -> None:
     one, two, twin = (open_runtime(seed, num_threads=count).version for count in (1, 2, 2))
     assert one != two == twin
     assert "2 threads" in two
@@ -335,7 +335,7 @@ def test_kernels_of_another_build_are_refused(index: int, monkeypatch: pytest.Mo
         library.kernels.__wrapped__()
 
 
-def test_a_library_that_says_nothing_of_its_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_without_build_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.ctypes, "CDLL", lambda path: object())
     with pytest.raises(BackendUnavailableError, match="install paceline again"):
         library.kernels.__wrapped__()

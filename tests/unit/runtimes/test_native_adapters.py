@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernel
 
 COLUMNS = 96
 OUTPUTS = {"q_proj": 64, "k_proj": 36, "v_proj": 7}
-SITES = (tuple(OUTPUTS),)
 
 
 def normal(random: np.random.Generator, *shape: int) -> FloatArray:
@@ -80,7 +79,7 @@ def some_adapters(random: np.random.Generator) -> dict[int, NetworkAdapter]:
     }
 
 
-def test_rows_get_what_their_own_adapter_adds_and_others_keep_their_bits(seed: int) -> None:
+def test_adapter_changes_only_the_rows_that_use_it(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = floats(random), some_adapters(random)
     network = network_of(tensors, adapters)
@@ -94,12 +93,12 @@ def test_rows_get_what_their_own_adapter_adds_and_others_keep_their_bits(seed: i
 
 
 @pytest.mark.parametrize("stored", ["floats", "panels"])
-def test_bits_depend_neither_on_other_rows_nor_on_other_adapters_nor_on_threads(stored: str, seed: int) -> None:
+def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = floats(random), some_adapters(random)
     if stored == "panels":
         matrices = {name: normal(random, outputs, COLUMNS) for name, outputs in OUTPUTS.items()}
-        tensors = {f"{name}.weight": GroupedTensor(quantize_matrix(one, bits=8, group=32)) for name, one in matrices.items()}
+        tensors = {f"{name}.weight": GroupedTensor(quantize_matrix(one, bits=8, group_size=32)) for name, one in matrices.items()}
     networks = [network_of(tensors, adapters, num_threads=threads, packed=stored == "panels") for threads in (1, 3)]
     x, numbers = normal(random, 23, COLUMNS), random.integers(0, 5, 23).tolist()
     alone = [run(networks[0], x[row : row + 1], [number]) for row, number in enumerate(numbers)]
@@ -122,7 +121,7 @@ def test_every_instruction_set_gives_the_same_bits(level: str, seed: int) -> Non
         assert np.array_equal(left.view(np.int32), right.view(np.int32))
 
 
-def test_a_whole_matrix_takes_the_place_of_the_vocabulary_for_rows_of_its_adapter(seed: int) -> None:
+def test_adapter_lm_head_replaces_that_of_the_model(seed: int) -> None:
     random = np.random.default_rng(seed)
     head, saved = normal(random, 70, COLUMNS), normal(random, 70, COLUMNS)
     adapters = {1: NativeAdapter(NetworkAdapter({}, {}, {"lm_head": saved})), 2: NativeAdapter(NetworkAdapter({}, {}, {}))}

@@ -21,7 +21,7 @@ def test_arrays_begin_at_cache_lines_whatever_their_size(shape: tuple[int, ...])
     assert not zeros(shape).any()
 
 
-def test_an_array_is_asked_where_it_lies_unless_it_has_gaps_or_may_not_be_written_to() -> None:
+def test_address_of_a_strided_or_read_only_array_is_refused() -> None:
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     for one in (array, array[2:], np.zeros(1, np.int32), np.empty(0, np.uint8)):
         assert address_of(one) == one.ctypes.data

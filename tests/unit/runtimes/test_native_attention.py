@@ -156,11 +156,11 @@ def test_a_score_that_is_not_a_number_makes_the_row_so(seed: int) -> None:
 # Planted faults: each must be seen by the comparisons above.
 
 
-def test_a_mask_that_is_ignored_is_seen(seed: int) -> None:
+def test_fault_of_an_ignored_mask_is_seen(seed: int) -> None:
     assert compare_trees(BUILT[0], seed, lambda parents: np.tri(len(parents), dtype=np.bool_)) > 0
 
 
-def test_a_row_that_sees_one_of_another_path_is_seen(seed: int) -> None:
+def test_fault_of_a_row_of_another_path_is_found(seed: int) -> None:
     def with_a_stranger(parents: Sequence[int]) -> np.ndarray:
         mask = tree_mask(parents)
         strangers = np.argwhere(~mask & np.tri(len(parents), dtype=np.bool_))
@@ -171,7 +171,7 @@ def test_a_row_that_sees_one_of_another_path_is_seen(seed: int) -> None:
     assert compare_trees(BUILT[0], seed, with_a_stranger, num_trees=40) > 0
 
 
-def test_keys_in_the_wrong_slot_are_seen(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_keys_in_the_wrong_slot_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Bench.attend
 
     def one_slot_later(bench: Bench, qkv: Sequence[FloatArray], ranges: Sequence[RowRange]) -> FloatArray:

@@ -141,17 +141,17 @@ def differing_nodes(
 
 @BY_TYPE
 @pytest.mark.parametrize("window", [7, 64])
-def test_a_tree_behind_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_tree_after_a_window_has_the_bits_of_its_paths(window: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     assert sum(differing_nodes(cached_len, kv_cache_dtype, BUILT[0], seed, window) for cached_len in (3, 250, 256, 300)) == 0
 
 
-def test_rows_at_other_positions_are_seen(seed: int) -> None:
+def test_fault_of_shifted_positions_is_found(seed: int) -> None:
     assert differing_nodes(250, KVCacheDtype.BF16, BUILT[0], seed, shift=1) > 0
 
 
 @BY_TYPE
 @pytest.mark.parametrize("first_slot", [1, 33, 256, 300])
-def test_slots_before_the_first_are_not_seen(first_slot: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
+def test_slots_before_the_first_are_masked(first_slot: int, kv_cache_dtype: KVCacheDtype, seed: int) -> None:
     bench = Bench.make(4, 2, 16, kv_cache_dtype=kv_cache_dtype, num_threads=2)
     random = np.random.default_rng(seed)
     rows, table = bench.rows(random, 400), shuffled(random, 20)

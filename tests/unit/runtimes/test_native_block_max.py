@@ -44,11 +44,11 @@ def head(form: str, outputs: int, **options: Any) -> Network:
     values = np.random.default_rng(3).standard_normal((outputs, COLUMNS)).astype(np.float32)
     tensors: Mapping[str, AnyTensor] = {"lm_head.weight": plain_tensor(values)}
     if form != "f32":
-        tensors = {"lm_head.weight": GroupedTensor(quantize_matrix(values, bits=int(form[-1]), group=32))}
+        tensors = {"lm_head.weight": GroupedTensor(quantize_matrix(values, bits=int(form[-1]), group_size=32))}
 
     def build(blocks: Any, inputs: Any) -> Any:
         logits = blocks.lm_head(inputs[0], "lm_head")
-        return [logits, blocks.keep_block_max(logits)]
+        return [logits, blocks.append_block_max(logits)]
 
     return Network([COLUMNS], build, tensors=tensors, packed=form != "f32", **options)
 
@@ -68,7 +68,7 @@ def test_a_product_keeps_the_largest_of_each_block_of_its_logits(form: str, outp
         assert np.array_equal(block_max, block_max_of(logits), equal_nan=True), num_rows
 
 
-def test_they_are_those_of_logits_with_what_adapters_add(seed: int) -> None:
+def test_block_max_includes_adapter_logits(seed: int) -> None:
     random = np.random.default_rng(seed)
     low = LowRank(*(random.standard_normal(shape).astype(np.float32) for shape in ((4, COLUMNS), (1000, 4))))
     adapters = {1: NativeAdapter(NetworkAdapter({LM_HEAD: low}, {}, {}))}
@@ -91,15 +91,15 @@ def passed(**fields: Any) -> ForwardOutput:
     return output
 
 
-def test_a_pass_knows_where_its_rows_lie() -> None:
+def test_pass_output_has_the_addresses_of_logits_and_block_max() -> None:
     output = passed()
     assert output.block_max is not None
-    assert (output.logits_at, output.block_max_at) == (output.logits.ctypes.data, output.block_max.ctypes.data)
-    assert passed(logit_soft_cap=5.0).block_max_at == 0
-    assert ForwardOutput({**output.results}).logits_at == 0
+    assert (output.logits_address, output.block_max_address) == (output.logits.ctypes.data, output.block_max.ctypes.data)
+    assert passed(logit_soft_cap=5.0).block_max_address == 0
+    assert ForwardOutput({**output.results}).logits_address == 0
 
 
-def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:
+def test_block_max_is_dropped_if_logits_change_after_the_product() -> None:
     assert passed().block_max is not None
     assert passed(logit_soft_cap=5.0).block_max is None
 
@@ -111,7 +111,7 @@ def sample(logits: FloatArray, block_max: FloatArray | None, params: SamplingPar
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_with_them_tokens_are_those_of_the_definition(shape: str, pytestconfig: pytest.Config) -> None:
+def test_tokens_sampled_with_block_max_equal_the_reference(shape: str, pytestconfig: pytest.Config) -> None:
     seed, decided = pytestconfig.getoption("--seed"), 0
     count = 200 if pytestconfig.getoption("--large-counts") else 6
     for vocab in (190, 3_001, 20_000):
@@ -142,7 +142,7 @@ def test_every_instruction_set_draws_the_same_tokens(level: str, monkeypatch: py
     assert drawn() == expected
 
 
-def test_a_row_of_a_tree_has_its_own() -> None:
+def test_tree_rows_have_their_own_block_max() -> None:
     logits = rows_of("steep", 3, 5_000, 2)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
         right = [draw(LogitsProcessor(params, 5_000, []).process(row), 1, 0, 7 + depth) for depth, row in enumerate(logits)]
@@ -153,14 +153,14 @@ def test_a_row_of_a_tree_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_damaged_row_is_left_to_what_says_so(value: float) -> None:
+def test_damaged_row_is_reported_without_block_max(value: float) -> None:
     logits = rows_of("steep", 1, 5_000, 2)
     logits[0, 4_000] = value
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_p=0.9)):
         assert sample(logits, block_max_of(logits), params, DraftTree.root_only(3), 1) is None
 
 
-def test_they_decide_which_blocks_are_read() -> None:
+def test_block_max_decides_which_blocks_are_read() -> None:
     logits, params = rows_of("steep", 1, 5_000, 2), SamplingParams(temperature=0.0)
     block_max, best = block_max_of(logits), int(logits[0].argmax())
     other = 0 if best >= BLOCK_COLUMNS else 5 * BLOCK_COLUMNS
@@ -172,7 +172,7 @@ def test_they_decide_which_blocks_are_read() -> None:
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: "-".join(edit))
 @pytest.mark.parametrize("given", SAMPLING[:3], ids=str)
-def test_an_edited_row_is_drawn_from_without_them(edit: dict[str, Any], given: dict[str, Any]) -> None:
+def test_edited_row_is_sampled_without_block_max(edit: dict[str, Any], given: dict[str, Any]) -> None:
     vocab, params = 3_000, SamplingParams(**given, **edit)
     sampler = sampler_of(CompiledBatchPathSampler(vocab), params)
     for index, row in enumerate(rows_of("steep", 8, vocab, 3)):

@@ -9,7 +9,7 @@ import pytest
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
 from paceline.models.adapters.adapter import LowRank
 from paceline.models.adapters.network_adapter import NetworkAdapter
-from paceline.models.layers import DenseMLP, ExpertMLP, Routing
+from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
 from paceline.runtimes.base import FloatArray, RowRange
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernel
 
 WIDTH, INNER, COUNT, CHOSEN = 64, 96, 11, 3
 SHAPES = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
-MLP = ExpertMLP(routing=Routing(num_experts=COUNT, num_chosen=CHOSEN), expert=DenseMLP(intermediate_size=INNER, bias=True))
+MLP = ExpertMLP(routing=ExpertRouting(num_experts=COUNT, num_experts_per_token=CHOSEN), expert=DenseMLP(intermediate_size=INNER, bias=True))
 Given = tuple[FloatArray, FloatArray]
 
 
@@ -37,7 +37,7 @@ def make_weights(random: np.random.Generator, stored: str = "floats") -> dict[st
             matrix = normal(random, *shape, scale=0.2)
             is_plain = stored == "floats"
             tensors[f"experts.{expert}.{part}.weight"] = (
-                plain_tensor(matrix) if is_plain else GroupedTensor(quantize_matrix(matrix, bits=8, group=32))
+                plain_tensor(matrix) if is_plain else GroupedTensor(quantize_matrix(matrix, bits=8, group_size=32))
             )
             tensors[f"experts.{expert}.{part}.bias"] = plain_tensor(normal(random, shape[0], scale=0.5))
     return tensors
@@ -97,7 +97,7 @@ def merged(tensors: Mapping[str, AnyTensor], adapter: NetworkAdapter) -> dict[st
     return found
 
 
-def test_pairs_get_what_their_own_adapter_adds_and_others_keep_their_bits(seed: int) -> None:
+def test_expert_adapter_changes_only_the_pairs_that_use_it(seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random), some_adapters(random)
     network = network_of(tensors, adapters)
@@ -114,7 +114,7 @@ def test_pairs_get_what_their_own_adapter_adds_and_others_keep_their_bits(seed: 
 
 
 @pytest.mark.parametrize("stored", ["floats", "panels"])
-def test_bits_depend_neither_on_other_rows_nor_on_other_adapters_nor_on_threads(stored: str, seed: int) -> None:
+def test_adapter_bits_are_independent_of_rows_adapters_and_threads(stored: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors, adapters = make_weights(random, stored), some_adapters(random)
     networks = [network_of(tensors, adapters, num_threads=threads, packed=stored == "panels") for threads in (1, 3)]
@@ -140,7 +140,7 @@ def test_every_instruction_set_gives_the_same_bits(level: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("num_rows", [2, 9, 40])
-def test_an_adapters_factors_are_read_once_for_each_expert_that_its_rows_choose(num_rows: int, seed: int) -> None:
+def test_adapter_factors_are_read_once_per_chosen_expert(num_rows: int, seed: int) -> None:
     """Every panel of `down` that threads take from the list of work is one reading of it."""
     random = np.random.default_rng(seed)
     network = network_of(make_weights(random), adapters := some_adapters(random))

@@ -82,10 +82,10 @@ def as_codes(rows: FloatArray, group: int) -> tuple[np.ndarray, FloatArray]:
 def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.ndarray]:
     """The product from its definition, in float64 behind the integer sums, and how far float32 may be from it."""
     matrix = weight.matrix
-    codes, scales = as_codes(rows, matrix.group)
+    codes, scales = as_codes(rows, matrix.group_size)
     stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
     values = stored.astype(np.int64) - matrix.zero_point if matrix.table is None else matrix.table[stored].astype(np.int64)
-    shifted = values.reshape(len(stored), -1, matrix.group)
+    shifted = values.reshape(len(stored), -1, matrix.group_size)
     parts = np.einsum("tgi,ngi->tng", codes, shifted) * scales.astype(np.float64)[:, None, :] * matrix.scales.astype(np.float64)[None]
     if matrix.minimums is not None:
         parts = np.concatenate([parts, (codes.sum(axis=2) * scales)[:, None, :] * matrix.minimums.astype(np.float64)[None]], axis=2)
@@ -94,9 +94,7 @@ def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.nd
 
 @BY_LEVEL
 @BY_CASE
-def test_a_product_is_what_its_definition_says_and_a_row_the_same_whatever_rows_it_comes_with(
-    form: str, columns: int, group: int, level: str, seed: int
-) -> None:
+def test_panel_product_is_right_and_independent_of_other_rows(form: str, columns: int, group: int, level: str, seed: int) -> None:
     """One to twenty rows; numbers of outputs that are no whole panels, with and without a bias."""
     random = np.random.default_rng(seed)
     rows = rows_of(random, MAX_ROWS, columns)
@@ -151,9 +149,7 @@ def test_matrices_of_all_kinds_share_one_input(seed: int) -> None:
 
 @BY_LEVEL
 @pytest.mark.parametrize(("form", "zero_point"), [("u4", 8), ("u4-table", 127)])
-def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each_in_its_way(
-    form: str, zero_point: int, level: str, seed: int
-) -> None:
+def test_four_and_eight_bit_codes_share_an_input(form: str, zero_point: int, level: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     narrow = grouped(random, form, 40, 96, 32)
     codes = random.integers(0, 256, (40, 96), dtype=np.uint8)
@@ -165,7 +161,7 @@ def test_codes_of_four_and_of_eight_bits_with_one_zero_point_get_their_rows_each
 
 
 @BY_LEVEL
-def test_the_smallest_and_the_largest_values_of_a_table_times_the_largest_rows_lose_nothing(level: str) -> None:
+def test_extreme_table_values_do_not_overflow(level: str) -> None:
     codes = np.array([[0], [15], [0], [15]], np.uint8) * np.ones((4, 512), np.uint8)
     codes[2, ::2] = 15
     codes[3, 256:] = 0
@@ -241,11 +237,11 @@ def test_rows_of_panels_have_the_values_of_the_matrix(form: str, columns: int, g
     assert np.array_equal(pack_weights(matrix, 2).rows(numbers), matrix.values(numbers))
 
 
-def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(seed: int) -> None:
+def test_packed_weights_are_shared_and_free_their_source(seed: int) -> None:
     forgotten = []
 
     class Kept(Weights):
-        def forget(self, name: str) -> None:
+        def free_tensor(self, name: str) -> None:
             forgotten.append(name)
 
     weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
@@ -271,4 +267,4 @@ def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, 
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
     of_piece = 64 if num_rows <= 4 else 16
-    assert run.execution.num_claimed(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())
+    assert run.execution.num_claimed_pieces(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

@@ -57,7 +57,7 @@ def sample(
 
 
 @pytest.mark.parametrize("given", [{"top_p": 0.3}, {"top_p": 0.5, "top_k": 20}, {"top_p": 0.4, "min_p": 0.1}], ids=str)
-def test_logits_that_are_equal_only_behind_the_temperature_are_ties(given: dict[str, Any]) -> None:
+def test_logits_equal_after_temperature_are_ties(given: dict[str, Any]) -> None:
     """Denormal ones: what is between two of them is gone when they are divided."""
     params = SamplingParams(temperature=5.0, **given)
     processor = LogitsProcessor(params, 64, [])
@@ -122,7 +122,7 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 1, 2047, 2048])
-def test_a_path_to_a_damaged_row_is_left_to_the_definition(value: float, place: int) -> None:
+def test_path_with_a_damaged_row_uses_the_reference_sampler(value: float, place: int) -> None:
     for params in (SamplingParams(), SamplingParams(temperature=1.0)):
         logits = rows_of("steep", 2, 2049, 4)
         logits[1, place] = value
@@ -134,14 +134,14 @@ def test_a_path_to_a_damaged_row_is_left_to_the_definition(value: float, place: 
         assert sample(logits, tree, params) is None
 
 
-def test_equal_logits_at_the_border_of_the_nucleus_are_left_to_the_definition() -> None:
+def test_ties_at_the_top_p_border_use_the_reference_sampler() -> None:
     logits = np.full((1, 2048), -30.0, np.float32)
     logits[0, :10] = 1.0  # ten of the same weight, five of which top-p 0.5 keeps
     params = SamplingParams(temperature=1.0, top_p=0.5)
     assert not any(sample(logits, DraftTree.root_only(3), params, seed=seed) for seed in range(20))
 
 
-def test_a_token_whose_place_sums_of_another_order_could_change_is_left_to_the_definition() -> None:
+def test_token_within_rounding_of_top_p_uses_the_reference_sampler() -> None:
     logits = np.full((1, 2048), -200.0, np.float32)
     logits[0, :2] = 0.0, -1.0
     params = SamplingParams(temperature=1.0, top_p=1.0 / (1.0 + np.exp(-1.0)))  # the weight before the second is what is wanted
@@ -174,7 +174,7 @@ def test_paths_sampled_in_one_call_equal_those_sampled_alone(num_threads: int) -
     assert batch.sample([], LogitsView(rows)) == []
 
 
-def test_rows_that_the_kernels_cannot_read_are_left_to_the_definition() -> None:
+def test_unreadable_rows_use_the_reference_sampler() -> None:
     batch, rows = CompiledBatchPathSampler(64), rows_of("flat", 2, 64, 1)
     request = PathRequest(sampler_of(batch, SamplingParams()), (3,), (-1,), 1, 0, 7)
     assert None not in batch.sample([request] * 2, LogitsView(rows))

@@ -111,7 +111,7 @@ def as_stored(weight: AnyTensor, round_to: WeightType) -> AnyTensor:
 @BY_LEVEL
 @ROUND_TO
 @BY_CASE
-def test_a_product_is_right_and_a_row_of_it_the_same_whatever_rows_it_comes_with(
+def test_product_is_right_and_independent_of_other_rows(
     make: Make, columns: int, group: int, level: str, seed: int, round_to: WeightType
 ) -> None:
     """One to twenty rows, a sum of tiles of every size; a number of outputs that no tile divides, with and without a bias."""
@@ -146,7 +146,7 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int, round_
 
 @BY_LEVEL
 @pytest.mark.parametrize(("name", "outputs"), [("f32", 53), ("bf16", 53), ("bf16", 523)])
-def test_rows_longer_than_a_block_of_columns_have_the_same_bits_alone_and_together(name: str, outputs: int, level: str, seed: int) -> None:
+def test_long_rows_have_equal_bits_alone_and_together(name: str, outputs: int, level: str, seed: int) -> None:
     """Blocks of columns are computed, and pieces of them packed by several threads; the last ones are shorter. A row alone reads matrices
     of 2 MB and more output by output."""
     random, columns = np.random.default_rng(seed), 2100
@@ -166,7 +166,7 @@ def test_rows_longer_than_a_block_of_columns_have_the_same_bits_alone_and_togeth
         (["u4", "s8"], Packing.FLOATS),
     ],
 )
-def test_rows_are_taken_as_every_matrix_of_a_product_wants_them(names: list[str], packing: Packing, seed: int) -> None:
+def test_inputs_are_rounded_as_each_matrix_requires(names: list[str], packing: Packing, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": {**PLAIN, **BYTES, **NIBBLES}[name](random, 20, 96, 32) for name in names}
     x = random.normal(size=(3, 96)).astype(np.float32)

@@ -118,7 +118,7 @@ class Reference:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 100])
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
-def test_a_mixer_computes_what_its_source_says(mixer: Recurrent, num_rows: int, seed: int) -> None:
+def test_recurrent_mixer_equals_its_reference(mixer: Recurrent, num_rows: int, seed: int) -> None:
     config = recurrent_config(mixer)
     network = open_network(config, seed, lambda blocks: {HIDDEN_STATES: recurrent_part(blocks, mixer, blocks.embedding("embedding"), 0)})
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, num_rows).tolist()
@@ -161,7 +161,7 @@ def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_rows_have_the_bits_of_plain_decoding_whatever_is_kept_or_dropped(num_threads: int, seed: int) -> None:
+def test_recurrent_rows_equal_plain_decoding_after_rejections(num_threads: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=num_threads)
     plain = [PlainDecoding(config, seed) for _ in range(3)]
@@ -203,7 +203,7 @@ def committed_state(network: NativeNetwork, cache: KVCache, sequence: object) ->
     return state.copy()  # type: ignore[no-any-return]
 
 
-def test_a_state_behind_decoded_tokens_is_that_of_one_prefill(seed: int, large_counts: bool) -> None:
+def test_state_after_decoding_equals_that_of_one_prefill(seed: int, large_counts: bool) -> None:
     config = recurrent_config(*ALL_KINDS)
     network, count = open_network(config, seed), 4096 if large_counts else 300
     token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, count).tolist()
@@ -260,7 +260,7 @@ def run_schedule(random: np.random.Generator, network: NativeNetwork, cache: KVC
     return states[0]
 
 
-def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, large_counts: bool) -> None:
+def test_state_after_random_events_equals_a_fresh_run(seed: int, large_counts: bool) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed, num_threads=1)
     cache = network.new_cache(40, checkpoints=CheckpointConfig(interval=64, max_checkpoints=5))
@@ -276,7 +276,7 @@ def test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed: int, 
 
 
 @pytest.mark.parametrize("stride", [32, 96])
-def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
+def test_cached_prefixes_have_the_state_of_plain_decoding(stride: int, seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(100, checkpoints=CheckpointConfig(interval=stride, max_checkpoints=3))
@@ -300,7 +300,7 @@ def test_adopted_prefixes_have_the_state_of_plain_decoding(stride: int, seed: in
     assert len(hits) > 2
 
 
-def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
+def test_truncated_rows_leave_no_state(seed: int) -> None:
     random, config = np.random.default_rng(seed), recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(20, checkpoints=CheckpointConfig(max_checkpoints=0))
@@ -321,7 +321,7 @@ def test_rows_that_were_cut_are_forgotten(seed: int) -> None:
     assert num_states(memory_of(cache)) == 0
 
 
-def test_a_pass_that_runs_twice_counts_once(seed: int) -> None:
+def test_repeated_pass_updates_the_state_once(seed: int) -> None:
     config = recurrent_config(*ALL_KINDS)
     network = open_network(config, seed)
     cache = network.new_cache(20)
@@ -360,7 +360,7 @@ def append(network: NativeNetwork, cache: KVCache, sequence: CachedSequence, tok
 
 
 @pytest.mark.parametrize("num_known", [1, MIN_UNRECORDED_ROWS])
-def test_an_interrupt_anywhere_in_the_memory_leaves_nothing_wrong_to_others(num_known: int, seed: int) -> None:
+def test_interrupt_in_the_state_cache_leaves_other_requests(num_known: int, seed: int) -> None:
     """The request ends, as in the engine; whoever begins with what it left gets the rows of plain decoding."""
     config = recurrent_config(*ALL_KINDS)
     network, token_ids = open_network(config, seed, num_threads=1), np.random.default_rng(seed).integers(0, config.vocab_size, 90).tolist()
@@ -416,10 +416,10 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_the_memory_is_noticed(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_state_cache_are_found(fault: tuple[str, Callable[..., Any]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentStateCache, *fault)
     with pytest.raises((AssertionError, RuntimeError, IndexError, ValueError)):
-        test_whatever_happens_to_passes_the_state_is_that_of_a_fresh_run(seed, large_counts=False)
+        test_state_after_random_events_equals_a_fresh_run(seed, large_counts=False)
 
 
 @pytest.mark.parametrize("part", ["decay.bias", "decay.weight", "gates"])

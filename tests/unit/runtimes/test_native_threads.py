@@ -29,7 +29,7 @@ def cpu_time_s(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def test_who_waits_for_a_long_piece_of_work_takes_no_time() -> None:
+def test_waiting_for_a_long_task_uses_no_processor_time() -> None:
     """A product of one piece: the second thread can only wait. Spinning it would take as long as the first."""
     rows = np.ones((64, 1 << 15), np.float32)
     times = []
@@ -63,7 +63,7 @@ print(are_equal, time.process_time() - start)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing to a core")
-def test_threads_without_a_core_of_their_own_do_not_wait_for_their_turns_spinning() -> None:
+def test_oversubscribed_threads_do_not_spin() -> None:
     """Four on one core, in a process of their own, whose workers are started there."""
     program = PINNED.format(path=sys.path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=os.path.dirname(__file__))

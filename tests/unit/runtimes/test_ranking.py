@@ -67,7 +67,7 @@ def test_the_best_and_the_sum_are_those_of_numpy(source: str, count: int, seed: 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 4095, 4096, 8191, 8199])
-def test_a_row_that_is_none_says_so(source: str, value: float, place: int) -> None:
+def test_ranking_of_a_nan_row_is_marked(source: str, value: float, place: int) -> None:
     rows = np.random.default_rng(place).normal(0, 1, (3, 8200)).astype(np.float32)
     rows[1, place] = value
     rows[2] = -np.inf

@@ -140,7 +140,7 @@ def test_too_large_a_cache_is_a_capacity_error(directory: Path) -> None:
         runtime.new_cache(2**40)
 
 
-def test_trees_are_masked_and_rows_may_depend_on_their_neighbours(directory: Path) -> None:
+def test_torch_runtime_is_fast_and_masks_trees(directory: Path) -> None:
     runtime = open_runtime(directory)
     assert (runtime.capabilities.numerics, runtime.capabilities.tree_layout) == (Numerics.FAST, TreeLayout.MASK)
     assert runtime.new_cache(4).layout is TreeLayout.MASK

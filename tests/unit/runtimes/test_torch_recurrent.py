@@ -55,7 +55,7 @@ def random_tree(random: np.random.Generator, num_known: int, num_guesses: int) -
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.PATHS])
 @pytest.mark.parametrize("offset", range(4))
-def test_whatever_happens_to_passes_a_row_is_that_of_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:
+def test_torch_rows_after_random_events_equal_one_pass(seed: int, offset: int, layout: TreeLayout) -> None:
     random, config = np.random.default_rng(seed + offset), recurrent_config(*KINDS)
     network, alone = (open_torch(config, seed) for _ in range(2))
     network.capabilities = replace(network.capabilities, tree_layout=layout)
@@ -140,7 +140,7 @@ def test_states_are_float32_whatever_the_weights_are(seed: int) -> None:
     cache.cancel(sequence)
 
 
-def test_a_network_with_recurrent_layers_says_that_it_needs_a_cache(seed: int) -> None:
+def test_recurrent_network_needs_a_state_cache(seed: int) -> None:
     config = recurrent_config(MIXERS["delta"], None)
     network, other = open_torch(config, seed), open_torch(config, seed)
     network.allocate_kv(2)

@@ -15,7 +15,7 @@ def _bits(seed=1, sample_index=0, position=0, purpose=Purpose.TOKEN):
     return noise_bits(seed, sample_index, position, purpose, VOCABULARY)
 
 
-def test_the_bits_are_these_on_every_machine():
+def test_noise_bits_equal_stored_values():
     """Frozen: a change here changes the text of every seeded request."""
     assert noise_bits(0, 0, 0, Purpose.TOKEN, 4).tolist() == FROZEN[0]
     assert noise_bits(2**64 - 1, 3, 12345, Purpose.DRAFT, 4).tolist() == FROZEN[1]

@@ -51,7 +51,7 @@ def test_ties_with_the_kth_score_are_kept_by_top_k():
     assert truncate(scores, scores.max(), top_k=2, top_p=1.0, min_p=0.0).tolist() == [1, 2, 3, 4]
 
 
-def test_of_ties_at_the_edge_of_top_p_the_lowest_ids_stay():
+def test_top_p_keeps_the_lowest_ids_of_ties():
     scores = np.zeros(10, np.float32)
     assert truncate(scores, scores.max(), top_k=0, top_p=0.25, min_p=0.0).tolist() == [0, 1, 2]
     scores = np.array([0, 2, 0, 2, 2, 0], np.float32)

@@ -111,7 +111,7 @@ def test_wherever_an_output_ends_the_rest_of_it_is_answered_once(tmp_path: Path,
             assert target.read_bytes() == whole, f"{length} bytes were left, then {len(tail)} zeros"
 
 
-def test_a_half_line_is_cut_whoever_wrote_its_spaces(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_cut(tmp_path: Path) -> None:
     source = written(tmp_path / "in", line("a"), line("b"))
     whole, torn = (json.dumps(answer(request), indent=None) for request in requests_of(source))
     assert ", " in whole, "our own lines have no spaces"

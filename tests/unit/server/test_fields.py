@@ -154,7 +154,7 @@ def test_unknown_fields_are_named_by_their_place_in_order() -> None:
     assert ignored == ["zeta", "alpha", "messages[].mood", "tools[].function.colour"]
 
 
-def test_unknown_field_is_refused_by_name_where_the_setting_says_so() -> None:
+def test_unknown_field_is_refused_with_strict_settings() -> None:
     error = refusal({"messages": [*MESSAGES, {**MESSAGES[0], "mood": 1}]}, STRICT)
     assert (error.parameter, error.code) == ("messages[1].mood", "unknown_parameter")
     assert "--unknown-fields ignore" in error.message
@@ -227,7 +227,7 @@ def test_every_row_of_the_table_belongs_to_a_model() -> None:
     assert rows - {kind.at for kind in models()} == shared
 
 
-def test_every_refusal_says_why_and_lets_nothing_pass() -> None:
+def test_every_refusal_rule_has_a_reason() -> None:
     for rows in TABLE.values():
         for rules in rows.values():
             for name, rule in rules.refused.items():

@@ -83,7 +83,7 @@ def test_keys_are_shared_out_evenly_and_few_move_when_a_replica_goes() -> None:
     assert {before[one] for one in moved} == {gone}
 
 
-def test_nobody_is_further_ahead_than_the_bound_when_requests_come_one_by_one() -> None:
+def test_replica_load_never_exceeds_the_least_by_more_than_max_lead() -> None:
     """All requests begin alike and last long: the affine replica takes its lead, then everybody takes turns."""
     loads = dict.fromkeys(names(5), 0)
     for _ in range(100):
@@ -118,7 +118,7 @@ def test_the_bound_keeps_one_beginning_from_crowding_its_replica() -> None:
     assert waiting_s(max_lead=10**9, num_keys=1) > 100.0
 
 
-def test_pages_of_metrics_become_one_with_the_replicas_told_apart() -> None:
+def test_metrics_of_replicas_are_merged_with_a_replica_label() -> None:
     page = '# HELP a Text.\n# TYPE a counter\na{engine="0",model_name="m"} 1.0\n# HELP b Text.\n# TYPE b gauge\nb{x="1",engine="0"} 2.0\n'
     merged = merged_metrics({"one": page, "two": page.replace("1.0", "5.0")})
     assert merged.splitlines() == [

@@ -37,9 +37,7 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize(("servers", "rate"), [(4, 3.0), (16, 12.0)])
-def test_one_replica_whose_samples_do_not_slow_one_another_waits_as_erlang_says(
-    servers: int, rate: float, seed: int, large_counts: bool
-) -> None:
+def test_simulated_wait_of_one_replica_equals_erlangs_formula(servers: int, rate: float, seed: int, large_counts: bool) -> None:
     world = World(num_replicas=1, num_running=servers, num_requests=600_000 if large_counts else 60_000, num_beginnings=0)
     outcome = simulated(EQUAL, world, seed, rate)
     # four standard errors over seeds: the mean wait of 60,000 requests scatters by 5 to 8 %, as waits in a row depend on one another
@@ -48,20 +46,20 @@ def test_one_replica_whose_samples_do_not_slow_one_another_waits_as_erlang_says(
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["any work", "equal work"])
-def test_samples_that_share_a_replica_take_as_long_as_processor_sharing_says(fixed: bool, seed: int) -> None:
+def test_simulated_latency_equals_processor_sharing(fixed: bool, seed: int) -> None:
     """Whatever the law of their work is."""
     world = World(num_replicas=1, num_running=200, num_requests=20_000, num_beginnings=0)
     assert mean(simulated(SHARED, world, seed, 0.6, fixed=fixed).latencies_s) == pytest.approx(1 / (1 - 0.6), rel=0.08)
 
 
-def test_two_replicas_wait_hardly_longer_than_one_queue_for_both(seed: int) -> None:
+def test_simulated_wait_of_two_replicas_is_near_that_of_one_queue(seed: int) -> None:
     """Each for itself would wait 2.25 times as long; 20,000 requests scatter by a tenth."""
     world = World(num_replicas=2, num_running=1, num_requests=20_000, num_beginnings=0)
     wait_s = mean(simulated(EQUAL, world, seed, 1.6).waits_s)
     assert 0.75 < wait_s / erlang_wait_s(1.6, 2) < 1.4
 
 
-def test_a_front_waits_as_a_queue_of_equal_jobs_says(seed: int) -> None:
+def test_simulated_wait_of_a_front_equals_the_md1_queue(seed: int) -> None:
     """M/D/1: replicas that take next to nothing behind a front that is busy for half of its time."""
     times = replace(EQUAL, front_s=0.5)
     world = World(num_replicas=4, num_running=16, num_requests=20_000, num_beginnings=0, fronts=1)
@@ -69,14 +67,14 @@ def test_a_front_waits_as_a_queue_of_equal_jobs_says(seed: int) -> None:
     assert mean(outcome.latencies_s) == pytest.approx(0.5 + 0.5 * 0.5 / (2 * (1 - 0.5)), rel=0.05)
 
 
-def test_a_seed_says_all() -> None:
+def test_simulation_with_the_same_seed_gives_the_same_table() -> None:
     def row(seed: int) -> list[str]:
         return row_of(FLEET, Simulation(CHATS, FLEET, seed).run())
 
     assert row(1) == row(1) != row(2)
 
 
-def test_requests_that_begin_alike_meet_their_rows_more_often_where_they_may_follow_one_another() -> None:
+def test_simulated_prefix_hits_grow_with_max_lead() -> None:
     shares = []
     for max_lead in (0, 4):
         outcome = Simulation(CHATS, replace(FLEET, max_lead=max_lead, num_kept=16), 1).run()
@@ -84,7 +82,7 @@ def test_requests_that_begin_alike_meet_their_rows_more_often_where_they_may_fol
     assert shares[1] > shares[0] + 0.1
 
 
-def test_a_replica_that_fails_loses_what_it_had_and_comes_back() -> None:
+def test_simulated_failure_loses_the_requests_of_one_replica() -> None:
     world = replace(FLEET, mtbf_s=20.0, restart_s=2.0)
     outcome = Simulation(CHATS, world, 1).run()
     assert len(outcome.latencies_s) + outcome.num_lost + outcome.num_refused == world.num_requests
@@ -95,18 +93,18 @@ def test_a_replica_that_fails_loses_what_it_had_and_comes_back() -> None:
     assert Simulation(CHATS, alone, 1).run().num_refused > 0
 
 
-def test_as_many_fronts_as_the_requests_need() -> None:
+def test_simulated_fronts_follow_from_the_load() -> None:
     few, many = (Simulation(CHATS, replace(FLEET, num_replicas=count), 1).outcome for count in (20, 200))
     assert (few.fronts, many.fronts) == (1, math.ceil(many.rate * (0.0005 + 1e-5 * (20 + 60 + 30) / 3) / 0.7))
     assert many.fronts > 1
 
 
-def test_no_answer_takes_less_than_its_work(seed: int) -> None:
+def test_simulated_latency_is_at_least_the_work(seed: int) -> None:
     outcome = simulated(EQUAL, World(num_replicas=3, num_running=2, num_requests=2000, num_beginnings=0), seed, 4.0, fixed=True)
     assert min(outcome.latencies_s) == pytest.approx(1.0)
 
 
-def test_a_slower_model_needs_fewer_fronts_and_takes_longer() -> None:
+def test_simulated_slower_model_needs_fewer_fronts() -> None:
     quick, slow = (Simulation(CHATS.slower(factor), replace(FLEET, num_replicas=200, num_requests=4000), 1).run() for factor in (1, 10))
     assert quick.fronts > slow.fronts == 1
     assert slow.rate == pytest.approx(quick.rate / 10)

@@ -212,7 +212,7 @@ def chain(one: Request, text: str) -> DraftTree:
     return DraftTree.chain(one.token_ids[-1], ids(text), "ngram")
 
 
-def test_where_nobody_guessed_a_forced_run_is_the_tree() -> None:
+def test_forced_tokens_are_drafted_without_a_drafter() -> None:
     one = started(PERSON)
     assert spelled(constrain(None, one, 20, 20)) == ["{ grammar", '{" grammar', '{"name grammar', '{"name": grammar', '{"name": " grammar']
     assert spelled(constrain(None, one, 2, 20)) == ["{ grammar", '{" grammar']
@@ -221,18 +221,18 @@ def test_where_nobody_guessed_a_forced_run_is_the_tree() -> None:
     assert constrain(None, one, 20, 1) is None
 
 
-def test_where_there_is_a_choice_and_no_guess_the_step_is_plain() -> None:
+def test_step_without_draft_or_forced_tokens_is_plain() -> None:
     assert constrain(None, started(PERSON, '{"name": "'), 20, 20) is None
     assert constrain(DraftTree.root_only(9), started(PERSON, '{"name": "'), 20, 20) is None
 
 
-def test_forbidden_guesses_go_with_all_that_hangs_on_them() -> None:
+def test_forbidden_nodes_are_dropped_with_their_descendants() -> None:
     one = started(PERSON, '{"name": "Eve", "age":')
     tree = DraftTree.grow(one.token_ids[-1], [*ids(" x"), *ids(" 7"), *ids(" 55"), V + 1, *ids("1")], [0, 0, 0, 3, 1], "ngram")
     assert spelled(constrain(tree, one, 3, 20)) == [" 7 ngram", " 55 ngram", " 55} grammar"]
 
 
-def test_forced_tokens_take_the_place_of_other_guesses_and_follow_the_last() -> None:
+def test_forced_tokens_replace_drafts_and_extend_the_last() -> None:
     one = started(PERSON)
     assert spelled(constrain(chain(one, '{"title": "x'), one, 4, 5)) == ["{ ngram", '{" ngram', '{"name grammar', '{"name": grammar']
     assert spelled(constrain(chain(one, '{"name'), one, 5, 9))[2:] == ['{"name ngram', '{"name": grammar', '{"name": " grammar']
@@ -258,7 +258,7 @@ def test_a_drawn_tree_stays_as_it_is() -> None:
     assert constrain(tree, one, 4, 5) is tree
 
 
-def test_a_forced_run_is_all_accepted_and_costs_no_drafter() -> None:
+def test_forced_tokens_are_accepted_without_a_drafter() -> None:
     params = SamplingParams(max_tokens=60, grammar=PERSON, temperature=1.0)
     plain = generate(Target(3), request(params))
     one = request(params)
@@ -267,7 +267,7 @@ def test_a_forced_run_is_all_accepted_and_costs_no_drafter() -> None:
     assert one.stats.steps < 0.6 * len(plain)
 
 
-def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_error_leaves_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's own row then says why."""
     one = started(PERSON)
 
@@ -279,7 +279,7 @@ def test_a_grammar_that_cannot_go_on_leaves_a_plain_step(monkeypatch: pytest.Mon
     assert constrain(None, one, 4, 5) is None
 
 
-def test_an_end_is_kept_as_a_guess_where_the_text_may_end_only() -> None:
+def test_end_token_is_drafted_only_if_the_text_must_end() -> None:
     end = EOS_IDS[1]
     one = started(Grammar.regex("ab?"), "a")
     assert constrain(DraftTree.chain(one.token_ids[-1], [end], "ngram"), one, 4, 5) is not None
@@ -321,7 +321,7 @@ def test_reasoning_may_end_at_any_place_of_a_window(temperature: float, spelling
             assert one.stats.num_accepted_tokens >= num_right
 
 
-def test_no_end_comes_before_the_reasoning_is_over() -> None:
+def test_no_end_token_before_the_end_of_reasoning() -> None:
     grammar = Grammar(PERSON.kind, PERSON.text, REASONING_END)
     params = SamplingParams(max_tokens=20, grammar=grammar)
     plain = generate(Target(1, (*ids("so"), EOS_IDS[0], EOS_IDS[1])), request(params))

@@ -23,14 +23,14 @@ def copying(length: int, noise: Callable[[], float], chance: Callable[[int], flo
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("share", [0.01, 0.03, 0.10])
 @pytest.mark.parametrize("number", range(6))
-def test_single_slow_calls_keep_nobody_from_copying(share: float, number: int) -> None:
+def test_single_slow_calls_do_not_stop_drafting(share: float, number: int) -> None:
     random = np.random.default_rng(number)
     outcome = copying(1_500, lambda: random.uniform(5.0, 50.0) if random.random() < share else 1.0)
     assert outcome.steps < 300  # 95 on a quiet machine
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_start_on_a_busy_machine_is_forgotten_once_it_is_quiet(number: int) -> None:
+def test_slow_start_is_forgotten_on_a_quiet_machine(number: int) -> None:
     """The costs measured then last for about 150 steps without drafts."""
     random, left = np.random.default_rng(number), [300]
 
@@ -41,7 +41,7 @@ def test_a_start_on_a_busy_machine_is_forgotten_once_it_is_quiet(number: int) ->
     assert copying(1_500, noise).steps < 280
 
 
-def test_a_batch_that_copies_again_is_soon_drafted_for() -> None:
+def test_batch_that_repeats_text_again_is_drafted_soon() -> None:
     """Its guesses were wrong for long: once those that are compared with the text are right, that is out of date."""
     outcome = copying(3_000, lambda: 1.0, lambda at: 0.0 if 600 <= at < 1_000 else 1.0)
     assert outcome.steps < 850  # 400 of them in between
@@ -49,7 +49,7 @@ def test_a_batch_that_copies_again_is_soon_drafted_for() -> None:
 
 @pytest.mark.parametrize("slow", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("costs", [SMALL, SMALL_DRAFT], ids=["lookup", "draft model"])
-def test_drafting_after_plain_steps_at_another_speed_begins_again(slow: float, costs: Costs) -> None:
+def test_drafting_restarts_after_a_change_of_speed(slow: float, costs: Costs) -> None:
     """What draft tokens cost was not measured for long: it is taken to have changed as plain passes did."""
     policy = controller(costs)
     right, nothing = (made_up(400, lambda _: 0.9, np.random.default_rng(0), confident=lambda _: 0.9) for _ in range(2))
@@ -62,7 +62,7 @@ def test_drafting_after_plain_steps_at_another_speed_begins_again(slow: float, c
 
 @pytest.mark.parametrize("slow", [5.0, 20.0])
 @pytest.mark.parametrize("count", [3, 6, 12])
-def test_slow_first_steps_do_not_leave_a_short_text_without_guesses(count: int, slow: float) -> None:
+def test_slow_first_steps_do_not_stop_drafting_of_a_short_text(count: int, slow: float) -> None:
     """Memory and code are made ready in them."""
     left = [count]
 

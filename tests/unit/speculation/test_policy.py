@@ -49,7 +49,7 @@ def is_asked(case: tuple[float, str, str], *, large: bool) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_one_text_after_another_it_is_as_fast_as_the_best_fixed_length(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
+def test_adaptive_length_is_as_fast_as_the_best_fixed_length(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
     if not is_asked(case, large=large_counts):
         pytest.skip("large counts only")
     chance, machine, says = case
@@ -61,7 +61,7 @@ def test_one_text_after_another_it_is_as_fast_as_the_best_fixed_length(case: tup
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_in_a_batch_it_is_never_slower_than_plain_decoding(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
+def test_adaptive_length_in_a_batch_is_never_slower_than_plain(case: tuple[float, str, str], seed: int, large_counts: bool) -> None:
     if not is_asked(case, large=large_counts):
         pytest.skip("large counts only")
     chance, machine, says = case
@@ -72,7 +72,7 @@ def test_in_a_batch_it_is_never_slower_than_plain_decoding(case: tuple[float, st
 
 
 @pytest.mark.parametrize("machine", ["a draft model", "a dear draft model"])
-def test_in_a_batch_guesses_go_as_deep_as_was_planned_for_all_of_them(machine: str, seed: int) -> None:
+def test_drafts_of_a_batch_reach_the_planned_depth(machine: str, seed: int) -> None:
     """Guessing takes as long as the deepest of all: to stop earlier saves nothing."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda _: 0.9, random, 32, "too much")
@@ -81,7 +81,7 @@ def test_in_a_batch_guesses_go_as_deep_as_was_planned_for_all_of_them(machine: s
 
 @pytest.mark.spread(0.5)
 @pytest.mark.parametrize("machine", MACHINES)
-def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, seed: int) -> None:
+def test_only_confident_drafts_are_sent_if_they_are_better(machine: str, seed: int) -> None:
     """Passages of 64 tokens that are easy, then hard, which the drafter knows: no fixed length does as well."""
     costs, random = MACHINES[machine], np.random.default_rng(seed)
     traces = texts(lambda at: 0.95 if at // 64 % 2 else 0.05, random, 8, "too much", length=256)
@@ -91,7 +91,7 @@ def test_where_confident_guesses_are_better_only_they_are_sent(machine: str, see
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize(("machine", "batch_size", "count"), [("cheap rows", 8, 32), ("dear rows", 1, 8)])
 @pytest.mark.parametrize("number", range(6))
-def test_what_is_worth_little_is_not_given_up_for_a_few_unlucky_guesses(machine: str, batch_size: int, count: int, number: int) -> None:
+def test_few_rejections_do_not_stop_drafting(machine: str, batch_size: int, count: int, number: int) -> None:
     """Guesses right at 0.3, of which one is worth 6 to 14 %: what single steps bring says nothing for long."""
     costs, random = MACHINES[machine], np.random.default_rng(number)
     traces = texts(lambda _: 0.3, random, count, "too much")
@@ -99,7 +99,7 @@ def test_what_is_worth_little_is_not_given_up_for_a_few_unlucky_guesses(machine:
     assert replay(controller(costs), traces, costs, batch_size=batch_size).seconds < 1.05 * best
 
 
-def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundred() -> None:
+def test_useless_drafter_costs_at_most_one_percent() -> None:
     costs, policy = MACHINES["a draft model"], controller(MACHINES["a draft model"])
     traces = texts(lambda _: 0.0, np.random.default_rng(0), 1, "nothing", length=3_000)
     outcome = replay(policy, traces, costs)
@@ -109,7 +109,7 @@ def test_a_drafter_that_is_always_wrong_soon_rests_and_costs_one_part_in_a_hundr
 
 
 @pytest.mark.parametrize(("machine", "within"), [("cheap rows", 80), ("a draft model", 400)])
-def test_a_drafter_that_becomes_good_is_back_soon(machine: str, within: int) -> None:
+def test_improved_drafter_is_used_again_soon(machine: str, within: int) -> None:
     """One that takes no time is watched all the while; for one that does, a hundredth of the time is spent on looking."""
     costs = MACHINES[machine]
     traces = texts(lambda at: 0.0 if at < 1_000 else 1.0, np.random.default_rng(0), 1, "nothing", length=3_000)
@@ -119,7 +119,7 @@ def test_a_drafter_that_becomes_good_is_back_soon(machine: str, within: int) -> 
     assert late_s < replay(controller(costs), always, costs).seconds + within * costs.pass_s(1)
 
 
-def test_a_drafter_that_becomes_useless_is_stopped_soon() -> None:
+def test_worsened_drafter_is_stopped_soon() -> None:
     costs = MACHINES["a draft model"]
     traces = texts(lambda at: 1.0 if at < 1_000 else 0.0, np.random.default_rng(0), 1, "nothing", length=2_000)
     good = texts(lambda _: 1.0, np.random.default_rng(0), 1, "nothing", length=1_000)
@@ -127,13 +127,13 @@ def test_a_drafter_that_becomes_useless_is_stopped_soon() -> None:
     assert after_s < 1_060 * costs.pass_s(1)
 
 
-def test_it_does_not_come_and_go_where_drafting_is_worth_as_much_as_it_costs() -> None:
+def test_break_even_drafter_does_not_oscillate() -> None:
     costs = Costs(lambda rows: 1.0 + 0.5 * (rows > 1) + 0.9 * (rows > 2))
     outcome = replay(controller(costs), texts(lambda _: 0.5, np.random.default_rng(0), 30, "nothing"), costs)
     assert outcome.seconds < 1.02 * outcome.num_emitted_tokens
 
 
-def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
+def test_noisy_times_change_little(seed: int) -> None:
     random, costs = np.random.default_rng(seed), MACHINES["a draft model"]
     for chance in (0.1, 0.6):
         traces = texts(lambda _, chance=chance: chance, random, 12, "nothing")  # type: ignore[misc]
@@ -143,7 +143,7 @@ def test_a_noisy_machine_misleads_it_little(seed: int) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: float) -> None:
+def test_wrong_profile_is_corrected_by_measured_passes(factor: float) -> None:
     """More rows take half as much longer, or twice, as was measured at load."""
     costs = MACHINES["dear rows"]
     wrong = ForwardProfile.from_samples({rows: 0.04 + factor * (seconds - 0.04) for rows, seconds in costs.table().seconds.items()})
@@ -154,7 +154,7 @@ def test_a_table_that_is_wrong_about_drafts_is_put_right_by_the_passes(factor: f
         assert seconds < 1.10 * best_fixed_seconds(traces, costs)
 
 
-def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
+def test_drawn_drafts_are_sent_unchanged() -> None:
     """To leave out those that seem unlikely would change the distribution that rejection keeps."""
     costs, policy = MACHINES["dear rows"], controller(MACHINES["dear rows"])
     (trace,) = texts(lambda _: 0.5, np.random.default_rng(0), 1, "too much", length=64)
@@ -176,7 +176,7 @@ def test_guesses_that_were_drawn_are_sent_as_they_are() -> None:
     assert not seen
 
 
-def test_branches_that_take_rows_of_their_own_are_left_as_they_were_grown() -> None:
+def test_branches_with_rows_of_their_own_are_kept() -> None:
     costs = MACHINES["dear rows"]
     tree = DraftTree.grow(0, [1, 2, 3], [0, 0, 1], "player", probs=[0.01, 0.01, 0.01])
     trace = Trace([9] * 40, [tree] * 40)
@@ -185,7 +185,7 @@ def test_branches_that_take_rows_of_their_own_are_left_as_they_were_grown() -> N
     assert mask.num_draft_tokens < paths.num_draft_tokens
 
 
-def test_a_drafter_of_which_no_time_is_known_is_asked_however_steep_pass_times_are() -> None:
+def test_drafter_without_measured_time_is_tried() -> None:
     """It may copy a text that is right: what is left out of its guesses says so within a few tokens."""
     costs = Costs(lambda rows: 0.060 * (1 + 0.65 * (rows - 1)), (2e-5, 0.0))
     known = Costs(lambda rows: 0.060 * (1 + 0.10 * (rows - 1)), (2e-5, 0.0))
@@ -194,19 +194,19 @@ def test_a_drafter_of_which_no_time_is_known_is_asked_however_steep_pass_times_a
     assert outcome.steps < 40
 
 
-def test_the_first_guesses_of_an_unknown_drafter_are_few() -> None:
+def test_unknown_drafter_starts_with_short_drafts() -> None:
     policy, costs = controller(MACHINES["cheap rows"]), MACHINES["cheap rows"]
     outcome = replay(policy, [Trace([1, 2, 3], [DraftTree.chain(0, [0] * 16, "player")] * 3)], costs)
     assert outcome.num_draft_tokens <= 2 * 4
     assert 0.5 < PRIOR_RATE < 0.7
 
 
-def test_plain_decoding_is_replayed_without_asking_anybody() -> None:
+def test_replay_without_drafts_calls_no_drafter() -> None:
     costs = Costs(float, (9.0, 9.0))
     assert best_fixed([Trace([1, 2, 3], [None] * 3)], costs, deepest=0) == (0, 3.0)
 
 
-def test_a_fixed_length_replays_as_written() -> None:
+def test_replay_of_a_fixed_length_equals_the_written_one() -> None:
     costs = Costs(float)
     trace = Trace([1, 2, 3, 4, 5], [DraftTree.chain(0, [token + 1 for token in range(at, at + 3)], "player") for at in range(5)])
     outcome = replay(FixedDraftLength(3), [trace], costs)

@@ -355,7 +355,7 @@ def test_observe_and_release_reach_all_drafters_where_one_raises(call: str, monk
     assert speculator.num_failures == 1
 
 
-def test_release_and_eviction_reach_all_drafters_and_eviction_keeps_history() -> None:
+def test_release_and_eviction_reach_all_drafters() -> None:
     drafters = [Scripted("a", chain(5, 6, source="a")), Scripted("b", fail)]
     speculator, request = speculator_of(drafters, adaptive()), make_request([1, 2])
     for _ in range(3):

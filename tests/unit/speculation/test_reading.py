@@ -42,8 +42,8 @@ class Clock(Drafter):
         self._num_read: dict[int, int] = {}
 
     def prefill_s(self, request: Request) -> float:
-        num_unread = len(request.token_ids) - self._num_read.get(id(request), 0)
-        return num_unread * self.token_s if num_unread > FREE_PREFILL_TOKENS else 0.0
+        num_unindexed = len(request.token_ids) - self._num_read.get(id(request), 0)
+        return num_unindexed * self.token_s if num_unindexed > FREE_PREFILL_TOKENS else 0.0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         for request in requests:
@@ -96,9 +96,7 @@ def open_speculator(accepted: int, token_s: float, monkeypatch: pytest.MonkeyPat
 @pytest.mark.spread(0.4)
 @pytest.mark.parametrize("num_tokens", [8, 30, 200])
 @pytest.mark.parametrize("token_s", [0.005, 0.05, 1.0])
-def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
-    num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_useless_drafter_seldom_prefills(num_tokens: int, token_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(0, token_s, monkeypatch)
     for _ in range(3):
         decode(speculator, drafter, num_tokens)  # the first ones may be tried out
@@ -110,7 +108,7 @@ def test_prompts_are_seldom_read_for_drafts_that_are_never_accepted(
     assert drafter.read_s - before_s < 2 * OVERHEAD_SHARE * plain_s + 900 * token_s
 
 
-def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profitable_drafter_prefills_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 0.02, monkeypatch)
     for _ in range(5):
         seconds = decode(speculator, drafter, 200)
@@ -118,7 +116,7 @@ def test_a_prompt_is_read_at_once_where_drafting_pays_it_back(monkeypatch: pytes
     assert drafter.num_reads == 5
 
 
-def test_a_prompt_is_not_read_for_an_output_too_short_to_pay_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_output_is_not_prefilled_for_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 0.02, monkeypatch)
     assert decode(speculator, drafter, 16, max_tokens=16) == 15 * PLAIN_S, "18 seconds to save 10"
     speculator, drafter = open_speculator(3, 0.02, monkeypatch)
@@ -126,7 +124,7 @@ def test_a_prompt_is_not_read_for_an_output_too_short_to_pay_it_back(monkeypatch
     assert decode(speculator, drafter, 16) == 15 * PLAIN_S, "as the last one was"
 
 
-def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafter_that_becomes_profitable_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(0, 0.005, monkeypatch)
     for _ in range(20):
         decode(speculator, drafter, 100)
@@ -136,7 +134,7 @@ def test_drafting_that_begins_to_pay_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert seconds < 60
 
 
-def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_prefill_is_skipped_as_unprofitable(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator, drafter = open_speculator(3, 1.0, monkeypatch)
     rows = RequestRows.without_draft(make_request(), 1)
     speculator.propose([rows])
@@ -144,7 +142,7 @@ def test_a_step_whose_drafter_may_not_read_is_plain_because_drafting_does_not_pa
     assert speculator.num_failures == 0
 
 
-def test_reading_time_follows_what_was_measured_and_few_tokens_cost_nothing(seed: int) -> None:
+def test_prefill_time_follows_measurements(seed: int) -> None:
     reading = PrefillTime()
     assert reading.expected_s(1000) == 0.0
     random = np.random.default_rng(seed)

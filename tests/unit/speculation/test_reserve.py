@@ -67,9 +67,7 @@ WHOLE = [(50,), (51,), (50, 52), (50, 53), (50, 52, 54)]
         (3, 0, [(50,)]),
     ],
 )
-def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room(
-    length: int, num_free: int, expected: list[tuple[int, ...]]
-) -> None:
+def test_tree_without_blocks_keeps_its_first_path(length: int, num_free: int, expected: list[tuple[int, ...]]) -> None:
     num_own = -(-(length - 1) // BLOCK)
     cache = make_cache(num_own + num_free)
     rows = make_rows(cache, length, PARENTS)
@@ -84,7 +82,7 @@ def test_of_a_tree_that_does_not_fit_the_first_path_stays_and_what_else_has_room
     cache.check()
 
 
-def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
+def test_step_without_free_blocks_is_plain() -> None:
     cache = make_cache(1)
     rows = make_rows(cache, BLOCK, PARENTS)
     reserve([rows], cache)
@@ -92,14 +90,14 @@ def test_only_where_no_guess_has_room_the_step_is_plain() -> None:
 
 
 @pytest.mark.parametrize("layout", [TreeLayout.MASK, TreeLayout.CHAIN])
-def test_in_other_layouts_too_the_first_path_comes_first(layout: TreeLayout) -> None:
+def test_first_path_is_kept_in_every_layout(layout: TreeLayout) -> None:
     cache = make_cache(1, layout)
     rows = make_rows(cache, 1, PARENTS if layout is TreeLayout.MASK else (0, 1, 2, 3, 4))
     reserve([rows], cache)
     assert paths(rows.tree) == (FIRST_PATH if layout is TreeLayout.MASK else [(50,), (50, 51), (50, 51, 52)])
 
 
-def test_own_guesses_go_before_those_of_others_and_all_before_a_known_token() -> None:
+def test_drafts_are_dropped_before_committed_tokens() -> None:
     cache = make_cache(5)
     first, second = make_rows(cache, 2, PARENTS), make_rows(cache, BLOCK + 1, PARENTS)
     reserve([first, second], cache)  # of three free blocks the first one wants all, and the second one's root needs one, at a border
@@ -109,7 +107,7 @@ def test_own_guesses_go_before_those_of_others_and_all_before_a_known_token() ->
     cache.check()
 
 
-def test_no_more_is_taken_from_others_than_known_tokens_need_and_from_the_last_ones_first() -> None:
+def test_only_the_needed_drafts_of_other_requests_are_dropped() -> None:
     cache = make_cache(3 + 3)
     batch = [make_rows(cache, 2, (0, 0, 0)), make_rows(cache, 2, (0, 0)), make_rows(cache, BLOCK + 1)]
     reserve(batch, cache)  # two blocks for the first one's branches, one for the second's: the last root takes that
@@ -118,7 +116,7 @@ def test_no_more_is_taken_from_others_than_known_tokens_need_and_from_the_last_o
     cache.check()
 
 
-def test_where_known_tokens_do_not_fit_nothing_is_changed() -> None:
+def test_drafts_are_kept_if_committed_tokens_do_not_fit() -> None:
     cache = make_cache(2)
     batch = [make_rows(cache, BLOCK + 1), make_rows(cache, BLOCK + 1)]
     before = cache.pool.num_free
@@ -140,9 +138,7 @@ def uniform(*tokens: int) -> TokenProbs:
         (2, [(50,), (51,), (50, 52), (50, 52, 54)], Proposal.WITHOUT_REPLACEMENT),
     ],
 )
-def test_of_drawn_guesses_the_levels_come_first_so_that_what_stays_does_not_depend_on_draws_behind_it(
-    num_free: int, expected: list[tuple[int, ...]], proposal: Proposal
-) -> None:
+def test_drawn_trees_are_cut_by_level(num_free: int, expected: list[tuple[int, ...]], proposal: Proposal) -> None:
     cache = make_cache(2 + num_free)
     rows = make_rows(cache, BLOCK + 2)
     rows.tree = DraftTree.grow(5, [50, 51, 52, 54], [0, 0, 1, 3], "test", {0: uniform(50, 51, 55), 1: uniform(52, 53), 3: uniform(54)})

@@ -30,7 +30,7 @@ def _check_identities(stats: SpeculationStats) -> None:
     assert stats.acceptance_rate == pytest.approx(stats.num_accepted_tokens / max(1, stats.num_draft_tokens))
 
 
-def test_the_counters_add_up_whatever_is_recorded(seed):
+def test_stats_counters_add_up(seed):
     generator = np.random.default_rng(seed)
     for _ in range(100):
         stats = SpeculationStats()
@@ -39,7 +39,7 @@ def test_the_counters_add_up_whatever_is_recorded(seed):
             _check_identities(stats)
 
 
-def test_a_sum_is_what_one_request_with_all_steps_would_have_counted(seed):
+def test_sum_of_stats_equals_those_of_one_request(seed):
     generators = [np.random.default_rng([seed, half]) for half in range(2)]
     halves = [SpeculationStats(), SpeculationStats()]
     for half, generator in zip(halves, generators, strict=True):
@@ -76,14 +76,14 @@ def test_plain_decoding_has_a_mean_acceptance_length_of_one():
     assert stats.acceptance_rate_by_position == []
 
 
-def test_rates_of_a_tree_count_every_guess_of_a_depth():
+def test_acceptance_rates_of_a_tree_count_all_nodes_of_a_depth():
     stats = SpeculationStats()
     stats.record([1, 1, 2, 2, 2, 2], 1, 2, None)
     assert stats.acceptance_rate_by_position == [0.5, 0.0]
     assert stats.acceptance_rate == pytest.approx(1 / 6)
 
 
-def test_nothing_counted_divides_by_nothing():
+def test_empty_stats_divide_by_no_zero():
     stats = SpeculationStats()
     assert (stats.mean_acceptance_length, stats.acceptance_rate, stats.acceptance_rate_by_position) == (0.0, 0.0, [])
 

@@ -59,7 +59,7 @@ def test_the_text_ends_at_the_stop_string(pieces, stop, text, text_with_stop):
         assert text_stop.text == text_stop.finish() == wanted
 
 
-def test_text_that_may_become_a_stop_string_is_held_back_and_released_when_it_does_not():
+def test_possible_stop_string_is_held_back_until_decided():
     _, shown = _feed(["a", "s", "t", "x", "st"], ("stop",))
     assert shown == ["a", "a", "a", "astx", "astx"]
 
@@ -71,19 +71,19 @@ def test_what_is_held_back_is_released_at_the_end():
     assert not text_stop.is_stopped
 
 
-def test_a_piece_the_detokenizer_holds_back_is_released_at_the_end_and_may_complete_a_stop():
+def test_held_back_piece_may_complete_a_stop_string_at_the_end():
     text_stop, _ = _feed(["a", "b" + SPLIT], ())
     assert (text_stop.text, text_stop.finish()) == ("a", "ab")
     text_stop, _ = _feed(["a", "sto", "p!" + SPLIT], ("stop",))
     assert (text_stop.text, text_stop.finish()) == ("a", "a")
 
 
-def test_without_stop_strings_everything_is_shown_at_once():
+def test_text_without_stop_strings_is_shown_at_once():
     _, shown = _feed(["a", "", "bc"], ())
     assert shown == ["a", "a", "abc"]
 
 
-def test_what_was_shown_is_never_taken_back(seed):
+def test_shown_text_is_never_retracted(seed):
     """Against the whole text: shown is always a prefix, the end is at the first stop, and nothing is held back without need."""
     generator = np.random.default_rng(seed)
     for _ in range(3_000):

@@ -51,7 +51,7 @@ def test_a_chain_is_the_tree_grown_in_a_line(tokens):
         assert list(getattr(chain, name)) == list(getattr(grown, name))
 
 
-def test_growing_keeps_every_guessed_text_once_in_breadth_first_order(seed):
+def test_grow_merges_equal_paths_in_breadth_first_order(seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, tokens, parents = _random_tree(generator)
@@ -86,7 +86,7 @@ def test_a_child_is_found_by_its_token_and_nothing_else(seed):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimming_leaves_a_tree_within_its_limits_that_holds_only_guessed_texts(layout, seed):
+def test_trimmed_tree_is_a_subset_within_the_limits(layout, seed):
     generator = np.random.default_rng(seed)
     for _ in range(500):
         tree, _, _ = _random_tree(generator, vocab_size=6)
@@ -141,7 +141,7 @@ def test_the_same_budget_holds_fewer_branches_as_paths_than_with_a_mask():
     assert _texts(tree.trim(**budget, layout=TreeLayout.PATHS)) == [(0,), (0, 1), (0, 1, 2)]
 
 
-def test_trimming_to_a_chain_keeps_the_first_guess_of_every_level():
+def test_trim_to_a_chain_keeps_the_first_node_of_each_level():
     tree = DraftTree.grow(0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 3], "ngram")
     assert _texts(tree.trim(**UNLIMITED, layout=TreeLayout.CHAIN)) == [(0,), (0, 1), (0, 1, 3), (0, 1, 3, 5)]
 
@@ -163,7 +163,7 @@ def _drawn_tree(generator: np.random.Generator, vocab_size: int = 6) -> DraftTre
 
 
 @pytest.mark.parametrize("layout", list(TreeLayout))
-def test_what_trimming_leaves_of_draws_is_the_first_ones_at_every_node_under_its_own_distribution(layout, seed):
+def test_trimmed_drawn_tree_keeps_the_first_draws_of_each_node(layout, seed):
     generator = np.random.default_rng(seed)
     num_cut = 0
     for _ in range(300):
@@ -182,7 +182,7 @@ def test_what_trimming_leaves_of_draws_is_the_first_ones_at_every_node_under_its
     assert num_cut > 50
 
 
-def test_a_distribution_that_reaches_past_the_vocabulary_is_dropped_even_where_nothing_is_cut():
+def test_draft_probs_beyond_the_vocabulary_are_dropped():
     short, long = TokenProbs(np.array([0.5, 0.5, 0.0])), TokenProbs(np.array([0.25, 0.25, 0.5]))
     listed = TokenProbs(np.array([0.5, 0.5]), np.array([1, 7]))
     tree = DraftTree.grow(9, [0, 1, 1], [0, 1, 2], "draft_model", {0: short, 1: long, 2: listed})
@@ -199,7 +199,7 @@ def test_the_type_of_a_proposal_follows_from_its_draws():
     assert DraftTree.grow(9, [0, 1], [0, 0], "draft_model", {0: distribution}).proposal is Proposal.WITHOUT_REPLACEMENT
 
 
-def test_distributions_stay_with_their_nodes_when_these_are_put_in_breadth_first_order():
+def test_draft_probs_follow_their_nodes_when_sorted():
     draft_probs = {node: TokenProbs(np.array([0.25, 0.25, 0.5])) for node in (0, 1, 3)}
     tree = DraftTree.grow(9, [0, 1, 2, 1], [0, 1, 0, 3], "draft_model", draft_probs)
     assert list(tree.token_ids) == [9, 0, 2, 1, 1]

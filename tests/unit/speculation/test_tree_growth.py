@@ -43,7 +43,7 @@ PROBS: dict[Path, dict[int, float]] = {(): {1: 0.6, 2: 0.3}, (1,): {3: 0.9}, (1,
         (TreeLayout.PATHS, 2, [(1,)]),
     ],
 )
-def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_budget: int, expected: list[Path]) -> None:
+def test_tree_growth_adds_a_branch_if_it_is_worth_its_rows(layout: TreeLayout, row_budget: int, expected: list[Path]) -> None:
     tree = grow_tree(9, DraftBudget(row_budget, 8, layout), (), expand_by(PROBS))
     assert tree is not None
     assert paths(tree) == expected
@@ -51,7 +51,7 @@ def test_a_branch_is_taken_where_it_is_worth_its_rows(layout: TreeLayout, row_bu
     assert tree.token_ids[0] == 9
 
 
-def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_vain() -> None:
+def test_tree_growth_is_bounded_by_depth_and_probability() -> None:
     asked: list[Path] = []
     tree = grow_tree(9, DraftBudget(20, 2, TreeLayout.MASK), (), expand_by(PROBS, asked), least_prob=0.5)
     assert tree is not None
@@ -59,7 +59,7 @@ def test_depth_and_least_probability_bound_the_tree_and_nothing_is_expanded_in_v
     assert asked == [(), (1,)]
 
 
-def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None:
+def test_tree_growth_stops_with_the_last_row() -> None:
     probs_behind: dict[Path, dict[int, float]] = {(): {1: 0.3, 2: 0.28}, (1,): {3: 0.4}, (1, 3): {4: 0.9}, (2,): {5: 0.1}}
     for row_budget, layout, expected, last_asked in (
         (3, TreeLayout.MASK, [(1,), (2,)], [(), (1,)]),
@@ -74,7 +74,7 @@ def test_a_node_is_not_asked_about_once_its_siblings_have_the_last_row() -> None
 
 
 @pytest.mark.parametrize(("row_budget", "max_depth", "probs_behind"), [(1, 4, PROBS), (5, 0, PROBS), (5, 4, {}), (5, 4, {(): {1: 0.0}})])
-def test_without_a_guess_or_room_there_is_no_tree(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
+def test_no_tree_without_candidates_or_rows(row_budget: int, max_depth: int, probs_behind: dict[Path, dict[int, float]]) -> None:
     assert grow_tree(9, DraftBudget(row_budget, max_depth), (), expand_by(probs_behind)) is None
 
 

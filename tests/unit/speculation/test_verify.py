@@ -86,7 +86,7 @@ def _check_walk(tree: DraftTree, result, right: tuple[int, ...]) -> None:
     assert result.bonus_token_id == right[longest]
 
 
-def test_rows_the_walk_does_not_reach_are_not_read():
+def test_rows_after_a_rejection_are_not_read():
     target = ScriptedTarget()
     request = _request(target, PARAMS["sampled"], seed=5)
     right = target.generate(PARAMS["sampled"], 5, 3)
@@ -100,7 +100,7 @@ def test_rows_the_walk_does_not_reach_are_not_read():
     assert verify(tree, logits, request).token_ids == right[:2]
 
 
-def test_a_plain_step_is_a_walk_of_one_token():
+def test_verify_without_draft_returns_one_token():
     target = ScriptedTarget()
     request = _request(target, PARAMS["sampled"], seed=3)
     tree = DraftTree.root_only(request.token_ids[-1])
@@ -109,7 +109,7 @@ def test_a_plain_step_is_a_walk_of_one_token():
 
 
 @pytest.mark.parametrize("name", ["penalties", "greedy penalties"])
-def test_verifying_leaves_no_trace_of_its_guesses(name):
+def test_verify_does_not_change_the_request(name):
     target = ScriptedTarget()
     request = _request(target, PARAMS[name], seed=1)
     right = target.generate(PARAMS[name], 1, 6)

@@ -211,7 +211,7 @@ def test_a_plain_tokenizer_is_opened_without_importing_torch(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
-def test_a_directory_without_a_readable_tokenizer_says_so(tmp_path: Path, content: str | None) -> None:
+def test_directory_without_readable_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"needs a complete tokenizer\.json"):

@@ -156,26 +156,40 @@ def report(result: BenchResult) -> Group:
     return Group(*parts, facts, Text(), *(Text(note, style="dim") for note in NOTES))
 
 
+def markdown(result: BenchResult) -> str:
+    """Return one Markdown table of all workloads, with failures and notices after it."""
+    rows = [("model", "threads", "workload", *COLUMNS), ("---",) * (3 + len(COLUMNS))]
+    model = f"{result.model.shown} {result.model.precision}"
+    for cell in result.cells:
+        rows.append((model, str(result.num_threads), cell_title(cell.workload, cell.temperature), *_values(cell)))
+    lines = ["| " + " | ".join(printable(value).replace("|", "\\|") for value in row) + " |" for row in rows]
+    return "\n".join([*lines, *(f"\n{printable(line)}" for line in (*failures(result), *result.measured.notices))])
+
+
 def _table(cells: list[Cell]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
         table.add_column(name, overflow="fold")
     for cell in cells:
-        spread = cell.first_token_s
-        values = (
-            cell.mode,
-            speed(cell.tokens_per_s),
-            speedup(cell),
-            acceptance(cell),
-            milliseconds(None if spread is None else spread.median),
-            gaps(cell),
-            share(cell.host_share),
-            gigabytes(cell.bytes_per_s),
-            repeats(cell),
-            gigabytes(cell.peak_rss_bytes),
-        )
-        table.add_row(*(Text(printable(value)) for value in values), style=_style(cell))
+        table.add_row(*(Text(printable(value)) for value in _values(cell)), style=_style(cell))
     return table
+
+
+def _values(cell: Cell) -> tuple[str, ...]:
+    """Return the texts of `COLUMNS`."""
+    spread = cell.first_token_s
+    return (
+        cell.mode,
+        speed(cell.tokens_per_s),
+        speedup(cell),
+        acceptance(cell),
+        milliseconds(None if spread is None else spread.median),
+        gaps(cell),
+        share(cell.host_share),
+        gigabytes(cell.bytes_per_s),
+        repeats(cell),
+        gigabytes(cell.peak_rss_bytes),
+    )
 
 
 def _style(cell: Cell) -> str:

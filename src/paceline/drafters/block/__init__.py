@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.drafters.block.checkpoint import open_block
-from paceline.drafters.block.config import BLOCK_KINDS, default_alignment, fits_target, read_block_config
+from paceline.drafters.block.config import BLOCK_KINDS, default_drafts_at_anchor, fits_target, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
 from paceline.drafters.block.gguf import open_gguf_block
 from paceline.drafters.block.network import BlockHead
@@ -13,10 +13,10 @@ from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import AnyTensor, Weights
 
-__all__ = ["BLOCK_KINDS", "block_boundaries", "fits_target", "open_block_drafter", "open_gguf_block"]
+__all__ = ["BLOCK_KINDS", "fits_target", "open_block_drafter", "open_gguf_block", "read_block_layer_boundaries"]
 
 
-def block_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
+def read_block_layer_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
     """Return the target's layer boundaries that a block drafter reads.
 
     Args:
@@ -42,7 +42,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     tensors: dict[str, AnyTensor] = dict(quantised)
     own = tensors.pop("embedding.weight", None)
     lm_head_of = None
-    if not config.own_lm_head:
+    if not config.has_own_lm_head:
         tensors["lm_head.weight"] = weights["embedding.weight" if sizes.tied_embeddings else "lm_head.weight"]
         lm_head_of = target.runtime
     head = BlockHead(
@@ -59,6 +59,6 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
         head,
         target.cache,
         vocab_size=target.vocab_size,
-        drafts_at_anchor=default_alignment(files) if given is None else given,
+        drafts_at_anchor=default_drafts_at_anchor(files) if given is None else given,
         tree_width=target.speculation.tree_width,
     )

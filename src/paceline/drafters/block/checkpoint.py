@@ -1,4 +1,4 @@
-"""Weights of a block drafter under the names of `network.py`, from safetensors, PyTorch or GGUF files."""
+"""Weights of a block drafter under internal names, from safetensors, PyTorch or GGUF files."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from paceline.drafters.block.config import (
     CONVOLUTIONS,
     SELECTOR,
-    SINKS,
+    SINK_TENSOR_NAMES,
     BlockConfig,
     MarkovKind,
-    config_fields,
-    is_neox,
-    with_plain_names,
+    is_neox_rope,
+    merged_config_fields,
+    with_canonical_names,
 )  # fmt: skip
 from paceline.drafters.head_files import HeadFiles, target_ids_of
 from paceline.errors import CheckpointError, shortened
@@ -29,7 +29,7 @@ from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, take
 
 Shapes = dict[str, tuple[int, ...]]
 MASK_FILE = "mask_embedding.pt"
-_PARTS = {
+_LAYER_TENSOR_NAMES = {
     **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
 }
@@ -43,7 +43,7 @@ _NORMS = {
     },
 }
 _WHOLE = {
-    **dict.fromkeys(SINKS, "attention.sinks"),
+    **dict.fromkeys(SINK_TENSOR_NAMES, "attention.sinks"),
     "layer_scalar": "output_scale.weight",
     **{
         f"{part}.kernel_projection.weight": f"{ours}_kernels.weight"
@@ -55,7 +55,7 @@ _WHOLE = {
     },
 }
 """Our names of tensors of a layer that have no module of ours."""
-_OURS = {
+_TENSOR_NAMES = {
     "norm": "final_norm",
     "embed_tokens": "embedding",
     "markov_head.markov_w2": "markov_output",
@@ -75,10 +75,10 @@ class BlockCheckpoint:
     """An opened block drafter.
 
     Attributes:
-        weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
+        weights: of the networks, by the names used in `network.py`; without lm_head if that is the target's.
         tables: matrices with a row for each token id, of which single rows are read: `markov_w1` [V, r]; `predecessor`, `successor` [V, r].
             `successor` may have a row for each draft id instead.
-        small: float32 matrices that NumPy multiplies: `gate`, `joint`, `confidence`, with biases.
+        small_tensors: float32 weights of the Markov and confidence heads, for NumPy: `gate`, `joint`, `confidence`, with biases.
         mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
     """
@@ -86,7 +86,7 @@ class BlockCheckpoint:
     config: BlockConfig
     weights: Weights
     tables: Mapping[str, AnyTensor]
-    small: Mapping[str, NDArray[np.float32]]
+    small_tensors: Mapping[str, NDArray[np.float32]]
     mask_embedding: NDArray[np.float32] | None
     target_ids: NDArray[np.int64] | None
 
@@ -100,22 +100,26 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, nu
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
     """
-    files = with_plain_names(files)
-    required, optional, dropped = _shapes(files, config)
+    files = with_canonical_names(files)
+    required, optional, dropped = _tensor_shapes(files, config)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *dropped])
-    small = {name for name in used if name.rpartition(".")[0] in _SMALL}
-    tensors = {_our_name(name, config): files.matrix(name, num_threads) for name in used if name not in small and name not in _TABLES}
+    small_tensors = {name for name in used if name.rpartition(".")[0] in _SMALL}
+    tensors = {
+        _internal_tensor_name(name, config): files.matrix(name, num_threads)
+        for name in used
+        if name not in small_tensors and name not in _TABLES
+    }
     for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, taps, E] becomes a vector
         tensors[name] = _flattened(tensors[name])
-    if not is_neox(config_fields(files)):
-        _interleaved_to_halves(tensors, config.layers)
+    if not is_neox_rope(merged_config_fields(files)):
+        _interleaved_rope_to_neox(tensors, config.layers)
     return BlockCheckpoint(
         config,
         Weights(tensors),
         {table: files.matrix(name, num_threads) for name, table in _TABLES.items() if name in used},
-        {_small_name(name): as_float32(files.matrix(name)) for name in small},
+        {_small_tensor_name(name): as_float32(files.matrix(name)) for name in small_tensors},
         None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
         target_ids_of(files, config.layers.vocab_size, target),
     )
@@ -156,9 +160,9 @@ def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32]
     return np.asarray(row.detach().float().reshape(-1).numpy(), np.float32)
 
 
-def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
+def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
     """Reorder query and key rows so that neighbouring pairs become pairs of halves."""
-    for layer, mixer in layers.attentions.items():
+    for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
         own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
         for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
@@ -169,8 +173,8 @@ def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -
                     tensors[f"layers.{layer}.{name}"] = take_rows(stored, order)
 
 
-def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequence[str]]:
-    """Return the required tensors, the optional ones, and the names of unused ones, such as copies of the target's."""
+def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequence[str]]:
+    """Return shapes of the required and of the optional tensors, and names of ignored ones, such as copies of the target's tensors."""
     layers, hidden = config.layers, config.layers.hidden_size
     required: Shapes = {
         "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
@@ -178,9 +182,9 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequ
     optional: Shapes = {"fc.bias": (hidden,)}
     for index, layer in enumerate(layers.layers):
         _add_layer(files, f"layers.{index}.", layer, hidden, required, optional)
-    if config.own_lm_head:
+    if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
-    if config.own_embedding:
+    if config.has_own_embedding:
         required["embed_tokens.weight"] = (_rows(files, "embed_tokens.weight"), hidden)
     rank = (files.shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
@@ -191,14 +195,14 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequ
     if config.markov is MarkovKind.RNN:
         required |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
     if config.has_confidence:
-        width = hidden + (rank if config.confidence_reads_token else 0)
+        width = hidden + (rank if config.has_markov_confidence else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
         rank, before, after = (_rows(files, SELECTOR + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
         required[SELECTOR + "hidden_projection.weight"] = (rank, hidden)
         required[SELECTOR + _CODEBOOKS[0]] = (before, rank)
         required[SELECTOR + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
-    copies = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
+    copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return required, optional, dropped
 
@@ -217,7 +221,7 @@ def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, r
         "self_attn.v_proj": (mixer.kv_size, hidden), "self_attn.o_proj": (hidden, mixer.query_size),
         "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
-    if mixer.keys_are_values:
+    if mixer.has_keys_as_values:
         del matrices["self_attn.v_proj"]
     for name, shape in matrices.items():
         required[f"{prefix}{name}.weight"] = shape
@@ -226,8 +230,8 @@ def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, r
     if mixer.qk_norm is QKNorm.HEAD:
         required |= {f"{prefix}self_attn.{name}.weight": (mixer.head_size,) for name in ("q_norm", "k_norm")}
     if mixer.has_sinks:
-        required |= {prefix + name: (mixer.num_heads,) for name in SINKS if prefix + name in files.tensors}
-    if layer.scales_output:
+        required |= {prefix + name: (mixer.num_heads,) for name in SINK_TENSOR_NAMES if prefix + name in files.tensors}
+    if layer.has_output_scale:
         required[prefix + "layer_scalar"] = (1,)
     if layer.convolution is not None:
         size, groups = layer.convolution.kernel_size, hidden // layer.convolution.group_size
@@ -236,19 +240,19 @@ def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, r
             required[f"{prefix}{part}.kernel_projection.weight"] = (2 * size * groups, hidden)
 
 
-def _our_name(name: str, config: BlockConfig) -> str:
-    """Return the name of a tensor of the file in `network.py`."""
+def _internal_tensor_name(name: str, config: BlockConfig) -> str:
+    """Return the name that `network.py` uses for a tensor of the file."""
     if name.startswith("layers."):
         _, layer, part = name.split(".", 2)
         if part in _WHOLE:
             return f"layers.{layer}.{_WHOLE[part]}"
         stem, kind = part.rsplit(".", 1)
-        names = {**_PARTS, **_NORMS[config.layers.layers[int(layer)].norm_order]}
+        names = {**_LAYER_TENSOR_NAMES, **_NORMS[config.layers.layers[int(layer)].norm_order]}
         return f"layers.{layer}.{names[stem]}.{kind}"
     stem, kind = name.rsplit(".", 1)
-    return f"{_OURS.get(stem, stem)}.{kind}"
+    return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
-def _small_name(name: str) -> str:
+def _small_tensor_name(name: str) -> str:
     stem, kind = name.rsplit(".", 1)
     return _SMALL[stem] if kind == "weight" else f"{_SMALL[stem]}_bias"

@@ -41,32 +41,32 @@ GGUF_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 """Metadata keys of config.json fields in GGUF files of block drafters, without the architecture."""
-SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
+SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 SELECTOR = "candidate_selector."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_ALIASES = {
+_TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
     **{f"{SELECTOR}{name}_codebook.weight": f"{SELECTOR}{name}_codebook" for name in ("predecessor", "successor")},
 }  # fmt: skip
-_MUSE = {
+_MUSE_GLIMMER_DEFAULTS = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
 _UNSUPPORTED_KEYS = ("lilicorr", "shared_kv")
-"""Prefixes of config keys whose networks are not supported."""
+"""Prefixes of config keys of network parts that are not supported; a drafter with one is refused."""
 _UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
 _GEMMA4 = "Gemma4DSpark"
 _MAX_CANDIDATES = 1024
 
 
 class MarkovKind(Enum):
-    """What the bias of DSpark depends on."""
+    """The inputs of the Markov head of DSpark, which computes a bias on the logits."""
 
-    VANILLA = "vanilla"  # the previous token
-    GATED = "gated"  # the previous token and the hidden state of the row
-    RNN = "rnn"  # all tokens drafted so far, through a recurrent state
+    VANILLA = "vanilla"  # input: the previous token
+    GATED = "gated"  # input: the previous token and the hidden state of the row
+    RNN = "rnn"  # input: all tokens drafted so far, through a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +76,17 @@ class BlockConfig:
     Attributes:
         layers: its decoder layers; their `vocab_size` is the number of draft ids.
         feature_size: width of one of the target's hidden states.
-        boundaries: the target's layer boundaries it reads, in the order in which they are concatenated.
+        boundaries: the target's layer boundaries whose hidden states it reads, in the order of concatenation; b = the input of layer b.
         block_size: maximum rows of a block, including that of the last token.
-        embedding_scale: factor of the embedding rows.
+        embedding_scale: factor applied to the token embeddings.
         logit_scale, logit_soft_cap: applied to the logits, in this order.
         drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
-            position; None = the files do not say.
-        markov: bias of DSpark; None = none.
+            position; None = not stated in the config.
+        markov: DSpark's Markov head, whose bias on the logits depends on drafted tokens; None = none.
         has_confidence: it predicts the probability that a draft token is accepted.
-        confidence_reads_token: that prediction also reads the previous token's Markov row.
+        has_markov_confidence: the confidence head also reads the previous token's Markov embedding.
         num_candidates: DFlash2: the most probable tokens of a row that its selector scores again; 0 = it has none.
-        own_lm_head, own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
+        has_own_lm_head, has_own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
     """
 
     kind: HeadKind
@@ -101,10 +101,10 @@ class BlockConfig:
     drafts_at_anchor: bool | None = None
     markov: MarkovKind | None = None
     has_confidence: bool = False
-    confidence_reads_token: bool = False
+    has_markov_confidence: bool = False
     num_candidates: int = 0
-    own_lm_head: bool = False
-    own_embedding: bool = False
+    has_own_lm_head: bool = False
+    has_own_embedding: bool = False
 
 
 def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
@@ -139,8 +139,8 @@ def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
 
 def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
     _check_supported(files)
-    files = with_plain_names(files)
-    fields = config_fields(files)
+    files = with_canonical_names(files)
+    fields = merged_config_fields(files)
     fc = files.shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size or not fc[1]:
         width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
@@ -149,14 +149,14 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             "it was made for another model"
         )
     block_size = fields.size("block_size", 16, least=2, most=256)
-    layers = _layers(files, fields, fc[0], block_size)
+    layers = _decoder_config(files, fields, fc[0], block_size)
     _check_sizes(files, fields, layers)
-    boundaries = _boundaries(files, fields, fc[1] // target.hidden_size, target)
+    boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
     check_pairing(files, target, hidden_size=fc[1] // len(boundaries))
-    own_rows, own_lm_head = _own_rows(files, layers, target)
+    own_rows, has_own_lm_head = _own_rows(files, layers, target)
     return BlockConfig(
         kind=files.kind,
-        layers=replace(layers, vocab_size=own_rows if own_lm_head else target.vocab_size),
+        layers=replace(layers, vocab_size=own_rows if has_own_lm_head else target.vocab_size),
         feature_size=target.hidden_size,
         boundaries=boundaries,
         block_size=block_size,
@@ -164,13 +164,13 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         embedding_scale=fields.positive("input_embedding_scale", layers.hidden_size**0.5 if _is_gemma4(files) else 1.0),
         logit_scale=fields.positive("output_multiplier", 1.0),
         logit_soft_cap=None if fields.values.get("final_logit_softcapping") in (None, 0) else fields.positive("final_logit_softcapping"),
-        drafts_at_anchor=_drafts_at_anchor(files, fields),
+        drafts_at_anchor=_read_drafts_at_anchor(files, fields),
         markov=_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
-        confidence_reads_token=fields.flag("confidence_head_with_markov", default=_has_wide_confidence(files, layers)),
+        has_markov_confidence=fields.flag("confidence_head_with_markov", default=_has_wide_confidence(files, layers)),
         num_candidates=_num_candidates(files, fields),
-        own_lm_head=own_lm_head,
-        own_embedding=layers.hidden_size != target.hidden_size,
+        has_own_lm_head=has_own_lm_head,
+        has_own_embedding=layers.hidden_size != target.hidden_size,
     )
 
 
@@ -238,7 +238,7 @@ def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
 
 
 def _check_supported(files: HeadFiles) -> None:
-    """Refuse drafters whose network is not supported, by name."""
+    """Raise an error for drafters with a network part that is not supported."""
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
@@ -260,17 +260,17 @@ def _architecture(files: HeadFiles) -> str:
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
-def with_plain_names(files: HeadFiles) -> HeadFiles:
-    """Return the files with one spelling of each tensor name."""
+def with_canonical_names(files: HeadFiles) -> HeadFiles:
+    """Return the files with tensor names of other exporters replaced by those of z-lab's files."""
     renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
-        renamed[name if alias is None else _ALIASES[alias] + name.removeprefix(alias)] = tensor
+        alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
+        renamed[name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)] = tensor
     return replace(files, tensors=renamed)
 
 
-def config_fields(files: HeadFiles) -> JsonFields:
-    """Return the fields of all levels of the config, merged.
+def merged_config_fields(files: HeadFiles) -> JsonFields:
+    """Return the config fields, with the nested `transformer_layer_config` and `dflash_config` merged in.
 
     Raises:
         CheckpointError: there is no config.
@@ -279,13 +279,14 @@ def config_fields(files: HeadFiles) -> JsonFields:
     if not config:
         raise CheckpointError(f"{files.config_path} is missing: it holds a block drafter's sizes; download it with the weights")
     is_muse = config.get("model_type") == "muse_glimmer_assistant"
-    values: dict[str, Any] = dict(_MUSE) if is_muse else {}
+    values: dict[str, Any] = dict(_MUSE_GLIMMER_DEFAULTS) if is_muse else {}
     for part in (config.get("transformer_layer_config"), config, config.get("dflash_config")):
         values |= part if isinstance(part, Mapping) else {}
     fields = JsonFields(values, files.config_path)
     if is_muse:
         values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
-        values["sliding_window"] = fields.size("sliding_window") + 1  # transformers counts the distance, not the positions
+        # transformers counts the distance to the first visible position, not the positions
+        values["sliding_window"] = fields.size("sliding_window") + 1
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
         values.setdefault("max_position_embeddings", 2**20)  # other rotations depend on the length
@@ -297,7 +298,7 @@ def _is_gemma4(files: HeadFiles) -> bool:
     return _GEMMA4 in _architecture(files)
 
 
-def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
+def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
     gate, is_gemma4 = files.shape("layers.0.mlp.gate_proj.weight"), _is_gemma4(files)
     attention = _gemma4_attention(files, fields) if is_gemma4 else _attention(files, fields, hidden_size)
     name = "hidden_activation" if is_gemma4 else "hidden_act"
@@ -312,7 +313,7 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: 
         mixer=attention,
         mlp=DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation]),
         norm_order=NormOrder.SANDWICH if is_gemma4 else NormOrder.PRE,
-        scales_output="layers.0.layer_scalar" in files.tensors,
+        has_output_scale="layers.0.layer_scalar" in files.tensors,
         convolution=_convolution(files, fields, hidden_size),
     )
     config = ModelConfig(
@@ -342,9 +343,9 @@ def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> Attent
         rope=read_rope(_with_fraction(fields, head_size), family, head_size=head_size).for_context(None),
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
-        has_sinks=any(f"layers.0.{name}" in tensors for name in SINKS),
-        norms_values=shares_keys,
-        keys_are_values=shares_keys,
+        has_sinks=any(f"layers.0.{name}" in tensors for name in SINK_TENSOR_NAMES),
+        has_value_norm=shares_keys,
+        has_keys_as_values=shares_keys,
         value_scale=fields.positive("attention_value_scale", 1.0),
     )
 
@@ -373,8 +374,8 @@ def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
         rope=_gemma4_rope(fields, head_size),
         scale=1.0,
         qk_norm=QKNorm.HEAD,
-        norms_values=True,
-        keys_are_values=fields.flag("attention_k_eq_v", default=False),
+        has_value_norm=True,
+        has_keys_as_values=fields.flag("attention_k_eq_v", default=False),
     )
 
 
@@ -386,7 +387,7 @@ def _gemma4_rope(fields: JsonFields, head_size: int) -> RopeConfig:
 
 
 def _check_heads(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
-    """Compare the heads with the first layer before anything is allocated by these numbers."""
+    """Refuse head counts that differ from the first layer's, before anything is allocated by them."""
     query, key = (files.shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
     if query is None or key is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
@@ -440,8 +441,8 @@ def _attention_kinds(fields: JsonFields, num_layers: int, block_size: int, *, sp
     return list(zip(windows, causal, strict=True))
 
 
-def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the boundaries it reads; boundary b is the input of layer b. Most files name layer outputs, speculators' boundaries."""
+def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
+    """Return the layer boundaries; b = the input of layer b. Most configs list layers, whose outputs are read; speculators' list b."""
     num_layers = target.num_layers
     named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
     if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
@@ -467,20 +468,20 @@ def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelC
     return tuple(found)
 
 
-def _drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
+def _read_drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
     given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
     if given is not None:
         return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
     return None if files.kind is HeadKind.DSPARK else False
 
 
-def default_alignment(files: HeadFiles) -> bool:
+def default_drafts_at_anchor(files: HeadFiles) -> bool:
     """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
     is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
-def is_neox(fields: JsonFields) -> bool:
+def is_neox_rope(fields: JsonFields) -> bool:
     """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
     named = fields.values.get("architectures")
     default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))

@@ -23,7 +23,7 @@ from paceline.models.gguf.config import ROPE_TENSORS, rope_values
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile, open_gguf, split_parts
 from paceline.models.gguf.header import GgufTensor
-from paceline.models.gguf.stored_tensor import VIEWED, TensorSource, check_shape
+from paceline.models.gguf.stored_tensor import UNQUANTIZED_TYPES, TensorSource, check_shape
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor
 
 _PARTS = {
@@ -127,7 +127,8 @@ def _offsets(values: Callable[[], NDArray[Any]]) -> NDArray[Any]:
 
 
 def _refuse(tensor: GgufTensor) -> NDArray[Any]:
-    raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {', '.join(VIEWED)}; download the file again")
+    types = ", ".join(UNQUANTIZED_TYPES)
+    raise CheckpointError(f"{tensor} is of type {tensor.block_type.name}, expected one of {types}; download the file again")
 
 
 def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
@@ -138,8 +139,9 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
     if num_layers > len(file.tensors):
         fields.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(file.tensors)}")
     values["head_dim"] = fields.count("attention.key_length", max(1, values["hidden_size"] // num_heads))
-    if fields.of_model("attention.value_length") not in (None, values["head_dim"]):
-        fields.refuse("attention.value_length", fields.of_model("attention.value_length"), f"the size of keys, {values['head_dim']}")
+    value_size = fields.architecture_value("attention.value_length")
+    if value_size not in (None, values["head_dim"]):
+        fields.refuse("attention.value_length", value_size, f"the size of keys, {values['head_dim']}")
     _check_sections(fields)
     values["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon", 1e-6)
     values |= rope_values(file, head_size=values["head_dim"], max_positions=values["max_position_embeddings"])
@@ -147,13 +149,13 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
     if windows["sliding_window"] is not None and "layer_types" not in windows:
         windows["layer_types"] = ["sliding_attention"] * num_layers
     values |= windows
-    values["is_causal"] = fields.of_model(GGUF_KEYS["is_causal"]) or False
+    values["is_causal"] = fields.architecture_value(GGUF_KEYS["is_causal"]) or False
     for name in ("block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", *_FACTORS):
-        value = fields.of_model(GGUF_KEYS[name])
+        value = fields.architecture_value(GGUF_KEYS[name])
         if value is not None and not (value == 0 and name in _FACTORS):  # 0 = no factor
             values[name] = value
-    mask, layers = fields.plain("tokenizer.ggml.mask_token_id"), fields.of_model(GGUF_KEYS["target_layer_ids"])
-    values["mask_token_id"] = fields.of_model("mask_token_id") if mask is None else mask
+    mask, layers = fields.metadata_value("tokenizer.ggml.mask_token_id"), fields.architecture_value(GGUF_KEYS["target_layer_ids"])
+    values["mask_token_id"] = fields.architecture_value("mask_token_id") if mask is None else mask
     if not isinstance(layers, list) or not layers or any(isinstance(one, bool) or not isinstance(one, int) for one in layers):
         fields.refuse("target_layers", layers, "a list of layers of the target")
     values["target_layer_ids"] = [layer - 1 for layer in layers]
@@ -164,6 +166,6 @@ def _config(file: GgufFile, tensors: Mapping[str, FileTensor]) -> dict[str, Any]
 
 def _check_sections(fields: GgufFields) -> None:
     """Drafters of targets with multimodal rotation have sections of which only the first counts; it is plain rotation then."""
-    sections = fields.of_model("rope.dimension_sections")
+    sections = fields.architecture_value("rope.dimension_sections")
     if sections is not None and (not isinstance(sections, list) or any(section != 0 for section in sections[1:])):
         fields.refuse("rope.dimension_sections", sections, "a single section that is not 0")

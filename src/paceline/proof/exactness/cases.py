@@ -280,7 +280,7 @@ class Case:
             if not requests or not known or not all(isinstance(number, int) and number >= 0 for number in whole):
                 raise ValueError("a setting that does not exist")
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"this is no case of `paceline prove` ({error!r}): give a file that its --json wrote") from error
+            raise RequestError(f"this is no case of `paceline prove` ({error!r}): give a file that its --json-file wrote") from error
         return case
 
 
@@ -397,20 +397,20 @@ def read_cases(name: str | None) -> CasesToRun:
     try:
         content = read_small(Path(name), _FILE_BYTES)
     except CheckpointError as error:
-        raise ConfigError(f"--case {name} cannot be read ({error}): give the number of a case, or a file that --json wrote") from error
+        raise ConfigError(f"--case {name} cannot be read ({error}): give the number of a case, or a file that --json-file wrote") from error
     if content is None:
-        raise ConfigError(f"--case {name}: there is no such file; give the number of a case, or a file that --json wrote")
+        raise ConfigError(f"--case {name}: there is no such file; give the number of a case, or a file that --json-file wrote")
     try:
         found = json.loads(content)
     except ValueError as error:
-        raise ConfigError(f"--case {name} is no JSON ({error}): give the number of a case, or a file that --json wrote") from error
+        raise ConfigError(f"--case {name} is no JSON ({error}): give the number of a case, or a file that --json-file wrote") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"--case {name} holds no case: give the number of a case, or a file that --json wrote")
+        raise ConfigError(f"--case {name} holds no case: give the number of a case, or a file that --json-file wrote")
     if "requests" in found:
         return CasesToRun(None, (Case.from_dict(found),), None)
     findings = found.get("findings")
     if not isinstance(findings, list) or not all(isinstance(one, dict) and _is_repeatable(one.get("replay")) for one in findings):
-        raise ConfigError(f"--case {name} is no report of paceline prove: give the number of a case, or a file that --json wrote")
+        raise ConfigError(f"--case {name} is no report of paceline prove: give the number of a case, or a file that --json-file wrote")
     cases = {one["replay"]["number"]: Case.from_dict(one["replay"]) for one in findings if one.get("replay") is not None}
     if not cases:
         raise ConfigError(f"--case {name} holds no case that differs: there is nothing to repeat")

@@ -7,8 +7,11 @@ export const STOPPED = "stopped"; // by the person in front of the page
 export const LOST = "lost"; // the connection broke
 export const FAILED = "failed"; // the server said why
 
-export function newAnswer(fields) {
-  return { fields, status: WAITING, text: "", thoughts: "", steps: [], error: null, finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
+// `fields` are those of the request without its messages: these follow from the branch, and from the system prompt of that time.
+// Without `isChat` the model has no chat template: it continues the text of all messages.
+export function newAnswer(fields, system, isChat) {
+  const numbers = { finishReason: null, stats: null, firstMs: 0, lastMs: 0 };
+  return { fields, system, isChat, status: WAITING, text: "", thoughts: "", steps: [], error: null, ...numbers };
 }
 
 export function isRunning(answer) {
@@ -19,21 +22,21 @@ export function isRunning(answer) {
 export function withEvent(answer, event, nowMs) {
   const next = { ...answer, status: STREAMING };
   const [choice] = event.choices;
-  next.text += choice?.delta.content ?? "";
-  next.thoughts += choice?.delta.reasoning_content ?? "";
+  next.text += choice?.delta?.content ?? choice?.text ?? "";
+  next.thoughts += choice?.delta?.reasoning_content ?? "";
   next.finishReason = choice?.finish_reason ?? answer.finishReason;
   if (event.usage) next.stats = event.speculation;
   else if (event.speculation) {
-    next.steps = [...answer.steps, ...stepsOf(event.speculation)];
     next.firstMs ||= nowMs;
     next.lastMs = nowMs;
+    next.steps = [...answer.steps, ...stepsOf(event.speculation, nowMs - next.firstMs)];
   }
   return next;
 }
 
-// Steps with the tokens they emitted: {start, tokens, drafts, skipReason}. A draft is {token, parent, source, isAccepted}, node i + 1 of
-// its tree, whose node 0 is the token in front of the step.
-function stepsOf({ token_ids, texts, origins, trees }) {
+// Steps with the tokens they emitted: {start, tokens, drafts, skipReason, atMs}. A draft is {token, parent, source, isAccepted}, node
+// i + 1 of its tree, whose node 0 is the token before the step. `atMs` is when the step came, counted from the first one.
+function stepsOf({ token_ids, texts, origins, trees }, atMs) {
   let place = 0;
   return trees.map((tree) => {
     const tokens = tree.token_ids.map(() => {
@@ -47,7 +50,7 @@ function stepsOf({ token_ids, texts, origins, trees }) {
       source: tree.sources[index],
       isAccepted: tree.accepted_nodes.includes(index + 1),
     }));
-    return { start: tree.start, tokens, drafts, skipReason: tree.skip_reason };
+    return { start: tree.start, tokens, drafts, skipReason: tree.skip_reason, atMs };
   });
 }
 
@@ -71,6 +74,17 @@ export function numbersOf(answer, byServer = answer.stats !== null) {
     tokensPerS: decodeS > 0 ? behindFirst / decodeS : null,
     meanAcceptanceLength: answer.steps.length ? numTokens / answer.steps.length : null,
   };
+}
+
+// The numbers of an answer in one line.
+export function summaryOf(answer) {
+  const { numTokens, tokensPerS, meanAcceptanceLength } = numbersOf(answer);
+  const rate = tokensPerS && `${rateOf(tokensPerS)} tokens/s`;
+  return [`${numTokens} tokens`, rate, `${meanAcceptanceLength.toFixed(1)} tokens a step`].filter(Boolean).join(" · ");
+}
+
+export function rateOf(tokensPerS) {
+  return tokensPerS.toFixed(tokensPerS < 100 ? 1 : 0);
 }
 
 // Where two answers differ first: {index, left, right}, tokens that are missing being null; null where they do not.

@@ -1,17 +1,24 @@
-// An answer: its text, its numbers, its tokens, and what can be done with it.
+// An answer: its text, its numbers in one line, its tokens by step behind that, and what can be done with it.
 import { Component, html } from "./html.js";
-import { DONE, FAILED, LOST, STOPPED, STREAMING, WAITING, isRunning, numbersOf } from "./answer.js";
+import { DONE, FAILED, LOST, STOPPED, STREAMING, WAITING, isRunning, numbersOf, summaryOf } from "./answer.js";
 import { ComparisonView } from "./comparison_view.js";
 import { Markdown } from "./markdown.js";
 import { isPlain } from "./request.js";
 import { Strip } from "./strip.js";
 import { Legend } from "./tokens.js";
+import { Versions } from "./versions.js";
 
 const COPIED_MS = 2000;
 
 export class AnswerView extends Component {
+  constructor({ opensTokens }) {
+    super();
+    this.state = { isCopied: false, showsTokens: opensTokens };
+  }
+
   shouldComponentUpdate(next, state) {
-    return ["turn", "isBusy"].some((name) => next[name] !== this.props[name]) || state.isCopied !== this.state.isCopied;
+    const isChanged = ["node", "isBusy"].some((name) => next[name] !== this.props[name]) || next.ids.length !== this.props.ids.length;
+    return isChanged || ["isCopied", "showsTokens"].some((name) => state[name] !== this.state[name]);
   }
 
   componentWillUnmount() {
@@ -19,34 +26,36 @@ export class AnswerView extends Component {
   }
 
   copy = async () => {
-    await navigator.clipboard.writeText(this.props.turn.answer.text);
+    await navigator.clipboard.writeText(this.props.node.answer.text);
     this.setState({ isCopied: true });
     this.timer = setTimeout(() => this.setState({ isCopied: false }), COPIED_MS);
   };
 
-  render({ turn: { id, answer, comparison }, isBusy, actions, model }, { isCopied }) {
+  render({ node: { id, answer, comparison }, ids, isBusy, actions, model }, { isCopied, showsTokens }) {
+    const hasSteps = answer.steps.length > 0;
     return html`<article class="turn answer" aria-label="Answer" aria-busy=${String(isRunning(answer))}>
       <h2>${model}</h2>
       ${answer.status === WAITING && html`<p class="waiting">…</p>`}
       ${answer.thoughts && html`<details class="thoughts"><summary>Thoughts</summary><${Markdown} text=${answer.thoughts} /></details>`}
       <${Markdown} text=${answer.text} />
       <${Fault} answer=${answer} />
-      ${answer.steps.length > 0 && html`<${Numbers} answer=${answer} />`}
+      ${hasSteps &&
+      html`<details class="tokens" open=${showsTokens} onToggle=${(event) => this.setState({ showsTokens: event.currentTarget.open })}>
+        <summary title="Tokens by step">${summaryOf(answer)}</summary>
+        ${showsTokens &&
+        html`<${Numbers} answer=${answer} />
+          <${Legend} />
+          <${Strip} steps=${answer.steps} label="Tokens by step" />`}
+      </details>`}
       ${!isRunning(answer) &&
       html`<div class="actions">
+        <${Versions} ...${{ id, ids, isBusy }} show=${actions.showVersion} />
         ${answer.text && navigator.clipboard && html`<button type="button" onClick=${this.copy}>${isCopied ? "Copied" : "Copy"}</button>`}
         <button type="button" disabled=${isBusy} onClick=${() => actions.retry(id)}>Retry</button>
         ${canCompare(answer) &&
-        html`<button type="button" disabled=${isBusy} onClick=${() => actions.compare(id)}>Compare without drafts</button>`}
+        html`<button type="button" class="compare" disabled=${isBusy} onClick=${() => actions.compare(id)}>Compare without drafts</button>`}
       </div>`}
-      ${comparison && html`<${ComparisonView} answer=${answer} plain=${comparison} />`}
-      ${!comparison &&
-      answer.steps.length > 0 &&
-      html`<details class="tokens" open>
-        <summary>Tokens by step</summary>
-        <${Legend} />
-        <${Strip} steps=${answer.steps} label="Tokens by step" />
-      </details>`}
+      ${comparison && html`<${ComparisonView} answer=${answer} plain=${comparison} close=${() => actions.endComparison(id)} />`}
     </article>`;
   }
 }
@@ -64,9 +73,8 @@ function Fault({ answer: { status, error } }) {
 }
 
 function Numbers({ answer }) {
-  const { numTokens, numSteps, drafted, accepted, tokensPerS, meanAcceptanceLength } = numbersOf(answer);
+  const { numTokens, numSteps, drafted, accepted, meanAcceptanceLength } = numbersOf(answer);
   const shown = [
-    ["tokens/s", tokensPerS?.toFixed(tokensPerS < 100 ? 1 : 0) ?? "–"],
     ["mean acceptance length", meanAcceptanceLength.toFixed(2)],
     ["drafts accepted", `${accepted} of ${drafted}`],
     ["tokens", numTokens],

@@ -9,17 +9,24 @@ export class ApiError extends Error {
 
 export class ConnectionLost extends Error {}
 
-// The model that is served: its id, the drafters that a request may name, and the ids of its adapters, which are asked for as models.
-export async function servedModel(key) {
+// What a request may name as its model: {id, drafters, hasTemplate}, the models and their adapters.
+export async function servedModels(key) {
   const answer = await ask("v1/models", key, {});
-  const [model, ...adapters] = (await answer.json()).data;
-  return { ...model, adapters: adapters.map(({ id }) => id) };
+  const templates = {};
+  return Promise.all(
+    (await answer.json()).data.map(async (model) => {
+      const owner = model.parent ?? model.id;
+      templates[owner] ??= ask(`props?model=${encodeURIComponent(owner)}`, key, {}).then((props) => props.json());
+      return { ...model, hasTemplate: (await templates[owner]).chat_template !== "" };
+    }),
+  );
 }
 
 // The events of one answer, as they come. Leaving the loop, or aborting `signal`, ends the request.
-export async function* chatEvents(fields, key, signal) {
-  const body = JSON.stringify(fields);
-  const answer = await ask("v1/chat/completions", key, { method: "POST", body, signal });
+export async function* answerEvents({ fields, isChat }, messages, key, signal) {
+  const prompt = messages.map(({ content }) => content).join("\n\n");
+  const body = JSON.stringify({ ...fields, ...(isChat ? { messages } : { prompt }) });
+  const answer = await ask(isChat ? "v1/chat/completions" : "v1/completions", key, { method: "POST", body, signal });
   let isWhole = false;
   for await (const data of dataOf(answer.body)) {
     isWhole = data === "[DONE]";

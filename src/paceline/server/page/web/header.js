@@ -1,20 +1,34 @@
-// The top of the page: whose answers these are, light or dark, and the way to the settings.
+// The top of the page: whose answers these are, and the way to the chats, to the settings and to light or dark.
 import { html } from "./html.js";
 
-export const THEMES = ["system", "light", "dark"];
+const THEMES = { system: "◐", light: "☀", dark: "☾" };
 
-export function Header({ model, theme, changeTheme, showsSettings, toggleSettings, clear, canClear }) {
-  const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+export function Header({ model, theme, changeTheme, panels, showPanel, startChat, canStart }) {
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(theme) + 1) % names.length];
+  const toggle = (panel, sign, label) =>
+    html`<button
+      type="button"
+      aria-label=${label}
+      aria-expanded=${String(panels[panel])}
+      aria-controls=${panel}
+      onClick=${() => showPanel(panel, !panels[panel])}
+    >
+      <span aria-hidden="true">${sign}</span><span class="words">${label}</span>
+    </button>`;
   return html`<header class="top">
     <a class="skip" href="#message">Skip to the message</a>
+    ${toggle("chats", "☰", "Chats")}
     <h1>paceline</h1>
-    <p class="model">${model ? model.id : ""}</p>
+    <p class="model" title=${model?.id}>${model ? model.id : ""}</p>
     <div class="actions">
-      <button type="button" disabled=${!canClear} onClick=${clear}>New chat</button>
-      <button type="button" aria-label="Theme: ${theme}, change to ${next}" title="Theme: ${theme}" onClick=${() => changeTheme(next)}>
-        <span aria-hidden="true">${{ system: "◐", light: "☀", dark: "☾" }[theme]}</span>
+      <button type="button" aria-label="New chat" disabled=${!canStart} onClick=${startChat}>
+        <span aria-hidden="true">+</span><span class="words">New chat</span>
       </button>
-      <button type="button" aria-expanded=${String(showsSettings)} aria-controls="settings" onClick=${toggleSettings}>Settings</button>
+      <button type="button" aria-label="Theme: ${theme}, change to ${next}" title="Theme: ${theme}" onClick=${() => changeTheme(next)}>
+        <span aria-hidden="true">${THEMES[theme] ?? THEMES.system}</span>
+      </button>
+      ${toggle("settings", "⚙", "Settings")}
     </div>
   </header>`;
 }

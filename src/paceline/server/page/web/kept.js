@@ -1,22 +1,11 @@
-// What outlives a reload: the key as long as the tab, the theme as long as the browser wants. Nothing else is kept anywhere.
+// What outlives a reload besides the chats: the key and the chat that is open as long as the tab, preferences as long as the browser.
 
-export function keptKey() {
-  return read(() => sessionStorage, "paceline-key");
-}
+export const KEY = "paceline-key";
+export const CHAT = "paceline-chat";
+const PREFERENCES = "paceline-preferences";
+const DEFAULT_PREFERENCES = { theme: "system", keepsChats: true, opensTokens: false, settings: {} };
 
-export function keepKey(key) {
-  write(() => sessionStorage, "paceline-key", key);
-}
-
-export function keptTheme() {
-  return read(() => localStorage, "paceline-theme");
-}
-
-export function keepTheme(theme) {
-  write(() => localStorage, "paceline-theme", theme);
-}
-
-function read(storage, name) {
+export function kept(name, storage = () => sessionStorage) {
   try {
     return storage().getItem(name) ?? "";
   } catch {
@@ -24,10 +13,22 @@ function read(storage, name) {
   }
 }
 
-function write(storage, name, value) {
+export function keep(name, value, storage = () => sessionStorage) {
   try {
     storage().setItem(name, value);
   } catch {
     // then it lasts until the next reload
   }
+}
+
+export function keptPreferences() {
+  try {
+    return { ...DEFAULT_PREFERENCES, ...JSON.parse(kept(PREFERENCES, () => localStorage) || "{}") };
+  } catch {
+    return DEFAULT_PREFERENCES; // written by something else
+  }
+}
+
+export function keepPreferences(preferences) {
+  keep(PREFERENCES, JSON.stringify(preferences), () => localStorage);
 }

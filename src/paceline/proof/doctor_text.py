@@ -1,0 +1,178 @@
+"""A diagnosis as text: facts as one table, drafters to try, notes, problems and the verdict."""
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from paceline.errors import printable
+from paceline.proof.doctor import Diagnosis
+
+_LOOKUP_MS = 0.2  # drafting a token takes less in lookups alone, whose speedup does not follow from an acceptance rate
+LOCATIONS = {"built_in": "built in", "checkpoint": "in the model's own files", "hub": "on the Hugging Face hub"}
+
+
+def report(found: Diagnosis) -> Group:
+    """Return the facts as one table, then notes, problems and the verdict."""
+    facts = found.as_dict()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    rows = [*_target_rows(facts), *_drafter_rows(facts), *_adapter_rows(facts), *_memory_rows(facts), *_probe_rows(facts["probe"])]
+    for name, text in rows:
+        table.add_row(name, Text(printable(text)))  # file names are untrusted
+    notes = [Text.assemble(("note: ", "yellow"), printable(note)) for note in _notes(facts)]
+    problems = [Text.assemble(("problem: ", "bold red"), printable(problem)) for problem in facts["problems"]]
+    verdict = Text("works", style="bold green") if facts["works"] else Text("does not work", style="bold red")
+    summary = [Text(printable(_summary(facts)))] if facts["probe"] and facts["probe"]["measured"] else []
+    return Group(*([table] if rows else []), *_suggestions(facts["suggested_drafters"]), *notes, *problems, *summary, verdict)
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    """Return one sentence on what the loaded drafters bring, and what the best published one may."""
+    parts = [f"{one['kind']}: about {one['speedup']:.1f}x" for one in facts["probe"]["measured"]]
+    text = f"{', '.join(parts)}; measured here on a few short texts, so yours may differ"
+    published = [one for one in facts["suggested_drafters"] if one["slowest"] is not None]
+    if not published:
+        return text
+    best = published[0]  # ordered by speedup
+    slowest, fastest = best["slowest"]["speedup"], best["fastest"]["speedup"]
+    return f"{text}. With {best['drafter']} ({best['parameters'] / 1e9:.2g} B): {slowest:.1f} to {fastest:.1f}x, predicted"
+
+
+def _suggestions(suggested: list[dict[str, Any]]) -> list[Table | Text]:
+    """Return a table of drafters to try, and a line on its assumptions."""
+    if not suggested:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = ("--drafter", "method", "where", "parameters", "assumed acceptance", "speedup")
+    for name in names:
+        table.add_column(name, header_style="bold", overflow="fold")
+    for one in suggested:
+        acceptance, slowest, fastest = one["acceptance"], one["slowest"], one["fastest"]
+        unknown = "depends on the text" if one["location"] == "built_in" else "not measured"
+        speedup = unknown if slowest is None else f"{slowest['speedup']:.2f} to {fastest['speedup']:.2f}x"
+        parameters = "" if one["parameters"] is None else f"{one['parameters'] / 1e9:.2g} B"
+        rates = f"{acceptance['low']:.0%} to {acceptance['high']:.0%}"
+        table.add_row(one["drafter"], one["method"], LOCATIONS[one["location"]], parameters, rates, speedup)
+    text = "Drafters to try. Acceptance rates are published ones; --probe predicts speedups from them for one request at a time."
+    return [Text(), Text(text, style="dim"), table, Text()]
+
+
+def _notes(facts: dict[str, Any]) -> list[str]:
+    of_pairs = [note for drafter in facts["drafters"] if drafter["pair"] for note in drafter["pair"]["notes"]]
+    of_probe = facts["probe"]["notices"] if facts["probe"] else []
+    return [*facts["notes"], *of_pairs, *of_probe]
+
+
+def _target_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    if facts["target"] is None:
+        return [("model", facts["model"])]
+    return [("model", facts["target"]["path"]), ("", _network(facts["target"]))]
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+def _network(model: dict[str, Any]) -> str:
+    return (
+        f"{model['family']}, {model['parameters'] / 1e6:,.4g} million parameters, {_layers(model['layers'])}, hidden size "
+        f"{model['hidden_size']}, {model['stored_as']} ({_size(model['stored_bytes'])}), context {model['max_model_len']} tokens, "
+        f"vocabulary {model['vocabulary_rows']} rows"
+        + ("" if model["vocabulary_ids"] is None else f" of which the tokenizer has {model['vocabulary_ids']}")
+    )
+
+
+def _drafter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for drafter in facts["drafters"]:
+        if drafter["head"] is not None:
+            head = drafter["head"]
+            size = f"{head['parameters'] / 1e6:,.4g} million parameters ({_size(head['stored_bytes'])})"
+            rows += [("drafter", head["path"]), ("", f"{drafter['name']}, {size}"), ("pair", drafter["pair"]["summary"])]
+            continue
+        if drafter["model"] is None:
+            rows.append(("drafter", drafter["name"]))
+            continue
+        rows += [("drafter", drafter["model"]["path"]), ("", _network(drafter["model"]))]
+        if drafter["adapter"] is not None:
+            rows.append(("", f"with the adapter {_adapter(drafter['adapter'])}"))
+        rows.append(("pair", drafter["pair"]["summary"]))
+    return rows
+
+
+def _adapter_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    merged = facts["merged_adapter"]
+    rows = [] if merged is None else [("merged", _adapter(merged))]
+    return rows + [("adapter", _adapter(adapter)) for adapter in facts["adapters"]]
+
+
+def _adapter(adapter: dict[str, Any]) -> str:
+    more = "".join(f", {adapter[key]} {what}" for key, what in (("num_biases", "biases"), ("num_saved", "whole matrices")) if adapter[key])
+    mixed = f"X-LoRA of {adapter['num_mixed']} adapters, " if adapter["num_mixed"] else ""
+    size = f"{mixed}{adapter['num_products']} products of rank {adapter['largest_rank']} at most{more} ({_size(adapter['nbytes'])})"
+    return f"{adapter['name']}: fits; {size}"
+
+
+def _memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    memory = facts["memory"]
+    if memory is None:
+        return []
+    sliding = "".join(f"; layers with a window keep at most {rows} tokens" for rows in memory["target_windows"][:1])
+    state = f"; recurrent layers keep {_size(memory['target_state_bytes'])} a text" if memory["target_state_bytes"] else ""
+    rows = [
+        (
+            "memory",
+            f"target {_size(memory['target_weights_bytes'])}, {_size(memory['target_cache_bytes_per_1k_tokens'])} for every 1000 tokens"
+            f"{sliding}{state}; runtime {memory['target_backend']}",
+        )
+    ]
+    if memory["draft_weights_bytes"] is not None:
+        rows.append(
+            (
+                "",
+                f"drafter {_size(memory['draft_weights_bytes'])}, {_size(memory['draft_cache_bytes_per_1k_tokens'])} for every "
+                f"1000 tokens; runtime {memory['draft_backend']}",
+            )
+        )
+    full, available = _size(memory["full_context_bytes"]), _size(memory["available_bytes"])
+    rows.append(("", f"{full} with one text of {memory['context']} tokens; {available} are free"))
+    return [*rows, ("numerics", f"{facts['numerics']}: {facts['numerics_reason']}")]
+
+
+def _probe_rows(probe: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if probe is None:
+        return []
+    passes = ", ".join(f"{rows}: {ms:.2f}" for rows, ms in probe["pass_ms_by_rows"].items())
+    rows = [
+        ("loaded", f"in {probe['load_s']:.1f} s, numerics {probe['numerics']}, at most {_size(probe['peak_bytes'])} in use"),
+        ("pass", f"milliseconds by rows: {passes}; {probe['draft_ms_per_token']:.2f} to draft a token"),
+    ]
+    steps, kept = probe["drafting_steps"], probe["drafting_steps_with_accepted"]
+    if steps:
+        rows.append(("drafts", f"accepted in {kept / steps:.0%} of {steps} steps on a few short texts; yours may differ"))
+    for one in probe["measured"]:
+        rows.append(
+            (
+                one["kind"],
+                f"{one['speedup']:.2f}x measured; {one['draft_share']:.0%} of steps used a draft, of which {one['acceptance_rate']:.0%} of "
+                "tokens were accepted",
+            )
+        )
+    for one in probe["predictions"] if probe["draft_ms_per_token"] > _LOOKUP_MS else ():
+        best = (
+            f"{one['speedup']:.2f}x with {one['num_draft_tokens']} draft tokens a step"
+            if one["num_draft_tokens"]
+            else "drafting does not pay: plain steps"
+        )
+        rows.append((f"at {one['acceptance_rate']:.0%}", f"{best} (if that share of draft tokens is accepted)"))
+    return rows
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,41 @@
+"""Paths of OpenAI's and Ollama's APIs that clients call and this server does not serve: each answer names what is served instead."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from paceline.server.errors import HttpError
+from paceline.server.service import Service
+
+_EMBEDDINGS = "embeddings are not served, only generated text: use /v1/chat/completions, /v1/completions or /api/chat here, and another "
+_EMBEDDINGS += "server for embeddings"
+_LOADING = "this server serves {model} alone, loaded at its start: use that name, or start another server (paceline serve MODEL)"
+UNSERVED = {
+    "/v1/embeddings": _EMBEDDINGS,
+    "/embeddings": _EMBEDDINGS,
+    "/api/embed": _EMBEDDINGS,
+    "/api/embeddings": _EMBEDDINGS,
+    "/api/pull": f"models are not pulled: {_LOADING}",
+    "/api/push": f"models are not pushed: {_LOADING}",
+    "/api/create": f"models are not created: {_LOADING}",
+    "/api/copy": f"models are not copied: {_LOADING}",
+    "/api/delete": f"models are not deleted, remove files yourself: {_LOADING}",
+}
+"""Texts of errors by path."""
+
+
+def unserved_routes(service: Service) -> APIRouter:
+    """Return the routes; each answers with status 501."""
+    router = APIRouter(include_in_schema=False)
+    for path, text in UNSERVED.items():
+        router.add_api_route(path, _refusal(text.format(model=repr(service.model))), methods=["POST", "DELETE"])
+    return router
+
+
+def _refusal(text: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    async def refuse() -> Response:
+        raise HttpError(501, text, code="not_served")
+
+    return refuse
