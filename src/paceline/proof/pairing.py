@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import BLOCK_KINDS, read_block_config
 from paceline.drafters.draft_model import read_mask_token, too_large
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
@@ -29,6 +30,10 @@ from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
 
+_UNKNOWN_ALIGNMENT = (
+    "its config has no sample_from_anchor, so a row may draft the token at its position or the one after it: both are compared with the "
+    "first tokens, and the better one is kept"
+)
 _CACHE_TYPE = KVCacheDtype.F32
 
 
@@ -112,7 +117,7 @@ class HeadFacts:
     Attributes:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens, in addition to the target's.
-        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix.
+        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix, and of tables that stay as they are stored.
         ambiguous_options: drafter options that its files leave open, with the values to try besides the defaults.
     """
 
@@ -164,9 +169,12 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     config = read_block_config(files, target.config)
     opened = open_block(files, config, target.config)
     read = ", ".join(map(str, config.boundaries))
-    summary = f"{files.kind.value} drafter, blocks of {config.block_size}, that reads layer boundaries {read}; "
+    chosen = f", {config.num_candidates} candidates a row" if config.num_candidates else ""
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
-    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
+    facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.tables.values()))
+    notes = () if config.drafts_at_anchor is not None else (_UNKNOWN_ALIGNMENT,)
+    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size), None, notes)
 
 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:

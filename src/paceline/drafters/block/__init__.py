@@ -1,17 +1,19 @@
-"""Block drafters: DFlash and DSpark, which draft a whole block of tokens in one pass."""
+"""Block drafters: DFlash, DFlash2 and DSpark, which draft a whole block of tokens in one pass."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_drafts_at_anchor, open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import BLOCK_KINDS, default_drafts_at_anchor, fits_target, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
+from paceline.drafters.block.gguf import open_gguf_block
 from paceline.drafters.block.network import BlockHead
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import AnyTensor, Weights
 
-__all__ = ["BLOCK_KINDS", "read_block_layer_boundaries", "open_block_drafter"]
+__all__ = ["BLOCK_KINDS", "fits_target", "open_block_drafter", "open_gguf_block", "read_block_layer_boundaries"]
 
 
 def read_block_layer_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     """
     sizes = target.runtime.config
     config = read_block_config(files, sizes)
-    opened = open_block(files, config, sizes)
+    opened = open_block(files, config, sizes, num_threads=target.engine.num_threads)
     quantised = target.quantized(opened.weights, files.files, as_draft_model=True)
     weights = target.runtime.weights or open_weights(target.directory, sizes)
     tensors: dict[str, AnyTensor] = dict(quantised)

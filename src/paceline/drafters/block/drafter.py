@@ -1,23 +1,25 @@
 """Drafting with a block drafter: one pass drafts all positions of a block.
 
-Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accepted token is the target's own draw; a draft may be shorter
-than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's pass (DDTree
-of mlx-vlm chooses by probability alone).
+Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accepted token is the target's own draw; a draft may
+be shorter than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's
+pass (DDTree of mlx-vlm chooses by probability alone).
 
 Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
 pass over the prompt.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
-from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
+from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import FloatArray, split_into_passes
+from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
@@ -55,7 +57,8 @@ class BlockDrafter(Drafter):
         self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
-        head.set_ranking(self._sampler.ranking(tree_width))
+        ranking = self._sampler.ranking(tree_width)
+        head.set_ranking(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
         self._is_alignment_unknown = config.drafts_at_anchor is None
         self._num_correct = [0, 0]  # number of correct predictions of the next token by row 0, and by row 1
         self._num_compared = 0
@@ -133,9 +136,9 @@ class BlockDrafter(Drafter):
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        is_biased = self.head.markov_rank > 0
+        is_biased, has_selector = self.head.markov_rank > 0, self.head.config.num_candidates > 0
         shift = 0 if self.drafts_at_anchor else 1
-        output = self.head.run_block([rows for rows, _ in group], None if is_biased else _block_draws(group, shift))
+        output = self.head.run_block([rows for rows, _ in group], None if is_biased or has_selector else _block_draws(group, shift))
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first = 0
@@ -147,7 +150,10 @@ class BlockDrafter(Drafter):
             else:
                 ranked = output.ranked[first : first + count]
                 self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
-                self._add_unbiased_levels(draft, ranked[shift:], output.logits[first + shift : first + count])
+                if has_selector:
+                    self._add_selected_levels(draft, ranked[shift:], output.results[SELECTED][first + shift : first + count])
+                else:
+                    self._add_unbiased_levels(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
@@ -163,6 +169,28 @@ class BlockDrafter(Drafter):
             else:
                 found = [self._sample_children(draft, node, logits[level]) for node in nodes]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+
+    def _add_selected_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selected: FloatArray) -> None:
+        """Add levels from left to right; the candidates of each row are scored again, given the token before it."""
+        for level in range(draft.depth):
+            nodes, (log_sum, _, scores, ids) = draft.frontier, ranked[level]
+            if not nodes:
+                return
+            count = ids.index(-1) if -1 in ids else len(ids)
+            order = np.argsort(ids[:count])  # distributions list ids in this order
+            token_ids, kept = np.array(ids[:count], np.int32)[order], np.array(scores[:count], np.float32)[order]
+            found = [NO_TOKENS] * len(nodes)
+            if count and math.isfinite(log_sum):
+                previous = [draft.request.token_ids[-1] if node == 0 else draft.token_ids[node] for node in nodes]
+                rows = self.head.rescore(previous, selected[level], token_ids, kept)
+                found = [self._choose(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
+            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+
+    def _choose(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
+        needs_draft_probs = draft.budget.needs_draft_probs
+        return self._sampler.sample_candidates(
+            draft.request, draft.path(node), token_ids, scores, draft.width, needs_draft_probs=needs_draft_probs
+        )
 
     def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Add levels from left to right; each row gets the bias of the tokens before it."""

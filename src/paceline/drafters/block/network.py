@@ -2,9 +2,10 @@
 
 `context_network` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_network` runs
 the last token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to
-each row of logits (`markov_bias_network`).
+each row of logits (`markov_bias_network`). With DFlash2 the most probable tokens of a row are scored again, given the token before it
+(`rescore`).
 
-Sources: DFlash (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
+Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +14,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.drafters.block.checkpoint import BlockCheckpoint, BlockConfig, MarkovKind
+from paceline.drafters.block.checkpoint import BlockCheckpoint
+from paceline.drafters.block.config import BlockConfig, MarkovKind
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
-from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, Ranking
 
-BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
-"""Input names: the target's hidden states `boundary.0` …; embeddings of a block; latent vectors of the Markov head; logits to be biased."""
+BOUNDARY, EMBEDDING, LATENT, BASE, SELECTED = "boundary", "embedding", "latent", "base", "selected"
+"""Input names: the target's hidden states `boundary.0` …; embeddings of a block; latent vectors of the Markov head; logits to be biased.
+Result name: the vectors that DFlash2 scores candidates with."""
 
 
 def context_network(config: BlockConfig) -> Compose:
@@ -36,10 +39,13 @@ def context_network(config: BlockConfig) -> Compose:
         context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
-            k, v = blocks.linear(context, prefix + "k_proj", prefix + "v_proj")
+            names = ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
+            k, *others = blocks.linear(context, *(prefix + name for name in names))
+            v = others[0] if others else k
             if attention.qk_norm is QKNorm.HEAD:
                 k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
             k = blocks.rope(k, attention.num_kv_heads, attention.key_rope)
+            v = blocks.head_norm(v, None, attention.num_kv_heads) if attention.has_value_norm else v
             v = v if attention.value_scale == 1.0 else blocks.scale(v, attention.value_scale)
             stored.append(blocks.store_kv(k, v, attention, layer))
         return {f"stored.{layer}": value for layer, value in enumerate(stored)}
@@ -48,7 +54,7 @@ def context_network(config: BlockConfig) -> Compose:
 
 
 def block_network(config: BlockConfig) -> Compose:
-    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
+    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]; DFlash2: `selected` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         x = blocks.input(EMBEDDING, config.layers.hidden_size)
@@ -60,7 +66,8 @@ def block_network(config: BlockConfig) -> Compose:
             logits = blocks.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
-        return {LOGITS: logits, HIDDEN_STATES: hidden}
+        selected = {SELECTED: blocks.linear(hidden, "selector")[0]} if config.num_candidates else {}
+        return {LOGITS: logits, HIDDEN_STATES: hidden, **selected}
 
     return compose
 
@@ -114,7 +121,7 @@ class BlockHead:
 
     Attributes:
         runtime: the network of committed positions; the other networks use its cache.
-        embedded_ids: number of token ids that have an embedding.
+        embedded_ids: number of token ids that have an embedding, and rows in the tables of DFlash2.
     """
 
     def __init__(
@@ -131,7 +138,8 @@ class BlockHead:
     ) -> None:
         config = checkpoint.config
         self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
-        self.markov_rank = self._small_tensors["markov_w1"].shape[1] if config.markov is not None else 0
+        self._tables = checkpoint.tables
+        self.markov_rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = open_head(
             context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
@@ -142,7 +150,11 @@ class BlockHead:
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)
         self._mask_row = checkpoint.mask_embedding
-        self.embedded_ids = embedding.shape[0]
+        before, after = (
+            self._tables[name].shape[0] if name in self._tables else embedding.shape[0] for name in ("predecessor", "successor")
+        )
+        self._scores_draft_ids = self.target_ids is not None and after == len(self.target_ids)
+        self.embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
     def set_ranking(self, ranking: Ranking) -> None:
@@ -181,8 +193,22 @@ class BlockHead:
 
     def markov_embedding(self, token_id: int) -> FloatArray:
         """Return the Markov embedding [r] of the previous token; zeros for an id beyond the table."""
-        table = self._small_tensors["markov_w1"]
-        return table[token_id] if token_id < len(table) else np.zeros(self.markov_rank, np.float32)
+        table = self._tables["markov_w1"]
+        known = token_id < table.shape[0]
+        return as_float32(table, np.array([token_id], np.int32))[0] if known else np.zeros(self.markov_rank, np.float32)
+
+    def rescore(self, previous: Sequence[int], selected: FloatArray, token_ids: IntArray, scores: FloatArray) -> FloatArray:
+        """Return the scores of a row's candidates after each of several previous tokens, [n, k].
+
+        Args:
+            previous: [n] token ids.
+            selected: [r] of the row.
+            token_ids, scores: [k] of the candidates.
+        """
+        before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selected
+        if self._scores_draft_ids and self.target_ids is not None:
+            token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
+        return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
     def markov_latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
@@ -206,7 +232,8 @@ class BlockHead:
     def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
         """Return the predicted probability that the token drafted at a row is accepted, given that those before it are."""
         features = np.concatenate([hidden, row]) if self.config.has_markov_confidence else hidden
-        return float(_sigmoid(self._small_tensors["confidence"][0] @ features + self._small_tensors["confidence_bias"][0]))
+        bias = self._small_tensors.get("confidence_bias")
+        return float(_sigmoid(self._small_tensors["confidence"][0] @ features + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
