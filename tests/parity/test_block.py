@@ -62,6 +62,7 @@ VARIANTS: dict[str, Variant] = {
     "dspark, LFM2's rotation": Variant(
         {**DSPARK, "architectures": ["Lfm2DSparkDraftModel"]}, lambda: block_tensors(DSPARK, markov="vanilla"), plain={"interleaved": True}
     ),
+    "dspark, rnn, at its own position": dspark("rnn", with_markov=True, sample_from_anchor=False),
     "dspark, at its own position": dspark("vanilla", sample_from_anchor=False),
 }
 
@@ -81,10 +82,12 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
     mask = np.ones((size, size), np.bool_)
     output = head.run_block([BlockRows(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
     shift = 0 if at_anchor else 1
-    logits, hidden = np.array(output.logits)[shift:], np.array(output.hidden_states)[shift:]
+    logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
+    hidden = states[shift:]
     if not head.rank:
         return logits.argmax(-1).tolist(), [], logits
-    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.rank, np.float32)
+    state = head.first_state(anchor, states[0], drafts_at_anchor=at_anchor)
+    tokens, confidences, rows, previous = [], [], [], anchor
     for base, h in zip(logits, hidden, strict=True):
         e = head.markov_row(previous)
         latent, state = head.latent(e, h, state)

@@ -148,7 +148,7 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         mask_token_id=mask_id[0],
         embedding_scale=fields.number("input_embedding_scale", 1.0),
         logit_scale=fields.number("output_multiplier", 1.0),
-        logit_soft_cap=fields.optional_number("final_logit_softcapping"),
+        logit_soft_cap=fields.optional_number("final_logit_softcapping") or None,  # 0 = none
         drafts_at_anchor=_drafts_at_anchor(files, fields),
         markov=_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,

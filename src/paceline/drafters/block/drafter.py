@@ -142,7 +142,7 @@ class BlockDrafter(Drafter):
             count = len(rows.wanted)
             if is_biased:
                 self._remember_firsts(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
-                self._add_biased(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
+                self._add_biased(draft, logits[first + shift : first + count], hidden[first : first + count])
             else:
                 ranked = output.ranked[first : first + count]
                 self._remember_firsts(draft.request, [row.token_ids[0] for row in ranked[:2]])
@@ -164,13 +164,20 @@ class BlockDrafter(Drafter):
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
     def _add_biased(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
-        """Add levels from left to right; each row gets the bias of the tokens before it."""
-        head, states = self.head, {0: np.zeros(self.head.rank, np.float32)}
+        """Add levels from left to right; each row gets the bias of the tokens before it.
+
+        Args:
+            logits: [D, Vd] of the rows that draft.
+            hidden: [B, E] of all rows.
+        """
+        head, anchor = self.head, draft.request.token_ids[-1]
+        states = {0: head.first_state(anchor, hidden[0], drafts_at_anchor=self.drafts_at_anchor)}
+        hidden = hidden[len(hidden) - len(logits) :]
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
                 return
-            rows = [head.markov_row(draft.request.token_ids[-1] if node == 0 else draft.token_ids[node]) for node in nodes]
+            rows = [head.markov_row(anchor if node == 0 else draft.token_ids[node]) for node in nodes]
             made = [
                 head.latent(row, hidden[level], states[draft.parents[node] if node else 0]) for node, row in zip(nodes, rows, strict=True)
             ]

@@ -184,6 +184,17 @@ class BlockHead:
         table = self._small["markov_w1"]
         return table[token_id] if token_id < len(table) else np.zeros(self.rank, np.float32)
 
+    def first_state(self, anchor: int, hidden: FloatArray, *, drafts_at_anchor: bool) -> FloatArray:
+        """Return the recurrent state [r] before the first row that drafts.
+
+        If the anchor's row drafts nothing, the state passes it nevertheless: speculators trains it so.
+
+        Args:
+            hidden: [E] of the anchor's row.
+        """
+        state = np.zeros(self.rank, np.float32)
+        return state if drafts_at_anchor else self.latent(self.markov_row(anchor), hidden, state)[1]
+
     def latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
 
