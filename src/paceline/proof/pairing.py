@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_block_config
+from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_alignment, describe_alignment, open_block, read_block_config
 from paceline.drafters.draft_model import read_mask_token
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
@@ -167,7 +167,9 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     config = read_block_config(files, target.config)
     opened = open_block(files, config, target.config)
     read = ", ".join(map(str, config.boundaries))
-    summary = f"{files.kind.value} drafter, blocks of {config.block_size}, that reads layer boundaries {read}; "
+    given = config.drafts_at_anchor
+    place = describe_alignment(drafts_at_anchor=default_alignment(files) if given is None else given, is_known=given is not None)
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}, that reads layer boundaries {read}; {place}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
     return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 

@@ -1,5 +1,6 @@
 """Block drafters are recognised, refused by what they are, and read the right row."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,11 @@ def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path,
         (drafter,) = llm.engine.speculator.drafters
         assert isinstance(drafter, BlockDrafter)
         before = drafter.drafts_at_anchor
+        assert "a row is expected to draft the token at its own position, which the first drafts will show" in llm.banner
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         first, second = llm.generate([[5, 6]], sampling)[0], llm.generate([[5, 6]], sampling)[0]
+        assert llm.explain(second)[-1].endswith("blocks of 7, a row drafts the token after its own position)")
     assert first.token_ids == second.token_ids == plain.token_ids
     assert (before, drafter.drafts_at_anchor) == (False, True)
     assert second.speculation.mean_acceptance_length > 1.5
@@ -118,7 +121,16 @@ def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> Non
     assert found.problems == []
     (one,) = found.drafters
     assert one.pair is not None
-    assert one.pair.summary.startswith("dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; its sizes fit")
+    summary = (
+        "dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; a row drafts the token after its own position; its sizes fit"
+    )
+    assert one.pair.summary.startswith(summary)
+    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    del config["sample_from_anchor"]
+    (drafter / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (one,) = diagnose(DoctorOptions(model=str(target), drafters=(str(drafter),))).drafters
+    assert one.pair is not None
+    assert "a row is expected to draft the token after its own position, which the first drafts will show; its" in one.pair.summary
     other = write_random_block(tmp_path / "other", hidden_size=64)
     found = diagnose(DoctorOptions(model=str(target), drafters=(str(other),)))
     assert not found.works

@@ -9,9 +9,11 @@ pass over the prompt.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from paceline.drafters.block.checkpoint import describe_alignment
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
 from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
@@ -59,9 +61,7 @@ class BlockDrafter(Drafter):
         self._num_right = [0, 0]  # how often row 0, and row 1, predicted the next token
         self._num_compared = 0
         self._firsts = RequestState[tuple[int, int, int]]()  # of the last draft: its position, and the most probable tokens of rows 0 and 1
-        layers = config.layers
-        parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
-        self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
+        self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         late = []
@@ -103,6 +103,12 @@ class BlockDrafter(Drafter):
     def release(self, request: Request) -> None:
         self.context.release(request)
         self._firsts.pop(request)
+
+    def _description(self) -> str:
+        config, layers = self.head.config, self.head.config.layers
+        parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
+        place = describe_alignment(drafts_at_anchor=self.drafts_at_anchor, is_known=not self._is_alignment_unknown)
+        return f"{self.name} ({parts}, {place})"
 
     def _shape(self, budget: DraftBudget) -> tuple[int, int]:
         depth, width = draft_shape(budget, self._tree_width)
@@ -215,6 +221,7 @@ class BlockDrafter(Drafter):
         if abs(lead) >= CLEAR_LEAD or self._num_compared >= MAX_COMPARED:
             self._is_alignment_unknown = False
             self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
+            self.traits = replace(self.traits, description=self._description())
 
 
 def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) -> Draws | None:
