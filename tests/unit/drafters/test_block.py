@@ -1,9 +1,11 @@
 """Block drafters are recognised, refused by what they are, and read the right row."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +17,15 @@ from harness.medusa_checkpoints import write_successor_target
 from harness.model_configs import make_config
 from paceline import LLM, SamplingParams
 from paceline.drafters.block.checkpoint import open_block, read_block_config
-from paceline.drafters.block.drafter import BlockDrafter
+from paceline.drafters.block.drafter import BlockDrafter, best_first_tree
+from paceline.drafters.draft_sampler import DraftTokens
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.tree import DraftTree
 
 TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
 
@@ -145,3 +151,72 @@ def test_auto_takes_the_block_drafter_in_the_targets_draft_folder(tmp_path: Path
         assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
     with pytest.raises(IncompatibleDrafterError, match="holds a dspark drafter and no draft model: use drafter='auto'"):
         LLM(str(target), drafter="draft_model")
+
+
+# Trees over independent rows
+
+
+def marginals(random: np.random.Generator, confidence: float, num_rows: int = 15) -> list[DraftTokens]:
+    """The four best tokens of each row, 0 to 3; 4 stands for all others."""
+    rows = []
+    for depth in range(num_rows):
+        best = confidence * 0.97**depth
+        others = np.sort(random.dirichlet(np.full(4, 0.5)) * (1.0 - best))[::-1]
+        probs = sorted([best, *others[:3].tolist()], reverse=True)
+        rows.append(DraftTokens(range(4), probs))
+    return rows
+
+
+def best_first(rows: Sequence[DraftTokens], num_rows: int) -> DraftTree:
+    budget = DraftBudget(row_budget=num_rows, max_depth=len(rows), layout=TreeLayout.MASK)
+    tree = best_first_tree(9, budget, len(rows), lambda path: rows[len(path)], "test")
+    assert tree is not None
+    tree.check()
+    return tree
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.7, 0.5])
+def test_a_tree_over_independent_rows_holds_the_most_probable_paths(confidence: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+        rows = [DraftTokens(row.token_ids[:3], row.probs[:3]) for row in marginals(random, confidence, 8)]
+        tree = best_first(rows, 16)
+        level, every = [1.0], [1.0]
+        for row in rows:
+            level = [prob * own for prob in level for own in row.probs]
+            every += level
+        reached = [1.0]
+        assert tree.probs is not None
+        for parent, prob in zip(tree.parents[1:], tree.probs[1:], strict=True):
+            reached.append(reached[parent] * prob)
+        np.testing.assert_allclose(sorted(reached), sorted(every)[-16:])
+
+
+@pytest.mark.parametrize(("confidence", "least_gain"), [(0.9, 1.02), (0.8, 1.1), (0.7, 1.2), (0.5, 1.4)])
+def test_a_tree_over_independent_rows_emits_more_tokens_than_a_chain_of_as_many_rows(
+    confidence: float, least_gain: float, seed: int
+) -> None:
+    random, emitted = np.random.default_rng(seed), {"chain": 0, "tree": 0}
+    for _ in range(100):
+        rows = marginals(random, confidence)
+        trees = {
+            "tree": best_first(rows, 16),
+            "chain": DraftTree.chain(9, [row.token_ids[0] for row in rows], "test"),  # 16 rows with the root
+        }
+        borders = np.cumsum([row.probs for row in rows], 1)
+        for _ in range(20):
+            text = (borders < random.random((len(rows), 1))).sum(1).tolist()
+            for name, tree in trees.items():
+                emitted[name] += 1 + len(accepted(tree, text))
+    assert emitted["tree"] > least_gain * emitted["chain"]
+
+
+def accepted(tree: DraftTree, text: Sequence[int]) -> list[int]:
+    """The nodes whose paths the text begins with."""
+    nodes: list[int] = []
+    for token in text:
+        found = [node for node in tree.children(nodes[-1] if nodes else 0) if tree.token_ids[node] == token]
+        if not found:
+            break
+        nodes += found
+    return nodes

@@ -1,14 +1,13 @@
 """Drafting with a block drafter: one pass drafts all positions of a block.
 
-Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accepted token is the target's own draw; a draft may be shorter
-than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's pass (DDTree
-of mlx-vlm chooses by probability alone).
+Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec), trees over independent rows as DDTree of mlx-vlm. Deviations: every accepted token
+is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the target's pass.
 
 Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
 pass over the prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +23,7 @@ from paceline.runtimes.ranking import Draws, RankedRow
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 FLUSH_ROWS = 64  # waiting rows at which context rows are computed without a draft
 CLEAR_LEAD, MAX_COMPARED = 4, 24
@@ -137,37 +137,43 @@ class BlockDrafter(Drafter):
     def _draft(self, group: Sequence[tuple[BlockRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
-        drafts = [draft for _, draft in group]
         is_biased = self.head.rank > 0
         shift = 0 if self.drafts_at_anchor else 1
         output = self.head.run_block([rows for rows, _ in group], None if is_biased else _block_draws(group, shift))
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
-        first = 0
+        first, trees = 0, dict[int, DraftTree | None]()
         for rows, draft in group:
             count = len(rows.wanted)
             if is_biased:
                 self._remember_firsts(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
                 self._add_biased(draft, logits[first + shift : first + count], hidden[first : first + count])
+                trees[id(draft.request)] = draft.to_tree(self.name)
             else:
                 ranked = output.ranked[first : first + count]
                 self._remember_firsts(draft.request, [row.token_ids[0] for row in ranked[:2]])
-                self._add_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
+                trees[id(draft.request)] = self._from_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
-        return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
+        return trees
 
-    def _add_independent(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
-        """Add levels from rows that are independent of one another."""
-        for level in range(draft.depth):
-            nodes = draft.frontier
-            if not nodes:
-                return
+    def _from_independent(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
+        """Draft from rows that are independent of one another."""
+        request, width = draft.request, draft.width
+        if draft.uses_ranking:
+            is_greedy = request.params.is_greedy
+            tokens = [self._sampler.sample_ranked(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
+
+        def tokens_after(path: Sequence[int]) -> DraftTokens:
             if draft.uses_ranking:
-                is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_ranked(ranked[level], draft.width, is_greedy=is_greedy)] * len(nodes)
-            else:
-                found = [self._next(draft, node, logits[level]) for node in nodes]
-            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+                return tokens[len(path)]
+            return self._sampler.sample(request, path, logits[len(path)], width, needs_draft_probs=draft.budget.needs_draft_probs)
+
+        if width > 1:
+            return best_first_tree(request.token_ids[-1], draft.budget, draft.depth, tokens_after, self.name)
+        for _ in range(draft.depth):
+            if draft.frontier:
+                draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
+        return draft.to_tree(self.name)
 
     def _add_biased(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Add levels from left to right; each row gets the bias of the tokens before it.
@@ -222,6 +228,27 @@ class BlockDrafter(Drafter):
             self._is_alignment_unknown = False
             self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
             self.traits = replace(self.traits, description=self._description())
+
+
+def best_first_tree(
+    root: int, budget: DraftBudget, depth: int, tokens_after: Callable[[Sequence[int]], DraftTokens], source: str
+) -> DraftTree | None:
+    """Return the tree of the most probable paths over independent rows, by the product of the rows' probabilities (DDTree).
+
+    Args:
+        root: the last token.
+        depth: number of rows.
+        tokens_after: returns the candidates after a path.
+        source: name of the drafter.
+    """
+
+    def expand(path: tuple[int, ...]) -> list[Candidate[tuple[int, ...]]]:
+        if len(path) == depth:
+            return []
+        found = tokens_after(path)
+        return [(token, prob, source, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
+
+    return grow_tree(root, budget, (), expand)
 
 
 def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) -> Draws | None:
