@@ -34,6 +34,7 @@ def block_tensors(
     confidence: bool | None = None,
     qk_norm: bool = True,
     target_hidden: int = TARGET_HIDDEN,
+    num_boundaries: int = 3,
     rank: int = 6,
     seed: int = 0,
 ) -> Tensors:
@@ -44,7 +45,8 @@ def block_tensors(
     """
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * target_hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, num_boundaries * target_hidden), "hidden_norm.weight": (hidden,)}
+    shapes["norm.weight"] = (hidden,)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
         shapes |= {
@@ -57,7 +59,7 @@ def block_tensors(
         if qk_norm:
             shapes |= {f"{prefix}self_attn.{part}_norm.weight": (size,) for part in ("q", "k")}
     if markov is not None:
-        shapes |= {"markov_head.markov_w1.weight": (VOCAB_SIZE, rank), "markov_head.markov_w2.weight": (VOCAB_SIZE, rank)}
+        shapes |= {f"markov_head.markov_{name}.weight": (config["vocab_size"], rank) for name in ("w1", "w2")}
     if markov == "gated":
         shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
     if markov == "rnn":
@@ -136,8 +138,11 @@ def write_fitted_block(directory: Path, kind: str, texts: Sequence[Sequence[int]
         tensors["norm.weight"] *= 0.2  # rows of the block say little
         tensors["markov_head.markov_w1.weight"] = torch.eye(VOCAB_SIZE)
         tensors["markov_head.markov_w2.weight"] = torch.from_numpy(2.0 * log_probs).float()
-        if markov == "rnn":  # the gate of the output lets the token before through
-            tensors["markov_head.joint_proj.weight"][2 * VOCAB_SIZE :, VOCAB_SIZE : 2 * VOCAB_SIZE] += 4.0 * torch.eye(VOCAB_SIZE)
+        if markov == "rnn":  # the output lets the token before through, and little else
+            output = tensors["markov_head.joint_proj.weight"][2 * VOCAB_SIZE :]
+            output *= 0.02
+            output[:, VOCAB_SIZE : 2 * VOCAB_SIZE] += 2.0 * torch.eye(VOCAB_SIZE)
+            tensors["markov_head.joint_proj.bias"][2 * VOCAB_SIZE :] *= 0.02
         return write_head(directory, config, tensors)
     config["dflash_config"] = layers
     if "causal" not in kind and "sliding" not in kind:
