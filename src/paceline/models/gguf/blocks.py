@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
+from paceline.models.gguf import codebook_blocks as codebook
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
@@ -306,6 +307,19 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "IQ4_NL": _Layout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
     "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_split_factors),
     "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
+    "NVFP4": _Layout(codebook.nvfp4, 4, 16, table=codebook.NVFP4_VALUES),
+    "IQ2_XXS": _Layout(codebook.iq2_xxs, 4, 32, table=codebook.IQ2_VALUES),
+    "IQ2_XS": _Layout(codebook.iq2_xs, 4, 16, table=codebook.IQ2_VALUES),
+    "IQ2_S": _Layout(codebook.iq2_s, 4, 16, table=codebook.IQ2_VALUES),
+    "IQ3_XXS": _Layout(codebook.iq3_xxs, 4, 32, table=codebook.IQ3_XXS_VALUES),
+    "IQ3_S": _Layout(codebook.iq3_s, 4, 32, table=codebook.IQ3_S_VALUES),
+    "IQ1_S": _Layout(codebook.iq1_s, 4, 32, table=codebook.IQ1_VALUES),
+    "IQ1_M": _Layout(codebook.iq1_m, 4, 16, table=codebook.IQ1_VALUES),
+    "TQ1_0": _Layout(codebook.tq1_0, 4, 32, 1),
+    "TQ2_0": _Layout(codebook.tq2_0, 4, 32, 1),
+    "Q1_0": _Layout(codebook.q1_0, 4, 32, table=codebook.Q1_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)
 """Names of the supported block types."""
+CONVERTED_TYPES = frozenset(name for name, layout in _LAYOUTS.items() if layout.read.__module__ == codebook.__name__)
+"""Those whose blocks no kernel reads: they become groups before they are packed."""

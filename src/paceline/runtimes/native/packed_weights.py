@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CapacityError
-from paceline.models.gguf.blocks import StoredBlocks, not_finite
+from paceline.errors import CapacityError, CheckpointError
+from paceline.models.gguf.blocks import CONVERTED_TYPES, StoredBlocks, not_finite
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix, SuperBlocks
 from paceline.models.storage.mapped_files import drop_pages
@@ -42,6 +42,7 @@ NARROW_KINDS = frozenset(
 """Kinds with codes of at most 6 bits. Without a byte dot product, their rows are packed differently (kernels/byte_dot.h)."""
 TABLE_KINDS = frozenset((MatrixKind.PANELS_4_BITS_TABLE, MatrixKind.PANELS_4_BITS_TABLE_FLOAT16, MatrixKind.PANELS_IQ4_XS))
 """Kinds whose codes index a table of values; their rows have a third packing."""
+_FLOAT16_TYPES = ("NVFP4", "TQ1_0", "TQ2_0", "Q1_0")  # blocks of several groups, whose scales float16 holds exactly
 _PANELS_PER_CALL = 16
 _GGUF_NUMBERS = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
 _LARGE_BYTES = 1 << 25  # pages of larger matrices are dropped from memory while they are packed, not afterwards
@@ -111,22 +112,40 @@ class PackedWeights:
 
 def pack_weights(matrix: GroupedMatrix, num_threads: int, arena: Arena | None = None) -> PackedWeights:
     """Return a copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
-    outputs, columns = matrix.shape
     has_float16 = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _fit_float16(matrix.scales)
-    packed = _allocate(matrix, outputs, has_float16=has_float16, arena=arena)
+    packed = _allocate(matrix, matrix.shape[0], has_float16=has_float16, arena=arena)
     if matrix.super_blocks is not None:
         _fill_super_blocks(packed, matrix, matrix.super_blocks, num_threads)
         return packed
+    _fill_groups(packed, matrix, num_threads)
+    return packed
+
+
+def _fill_groups(packed: PackedWeights, matrix: GroupedMatrix, num_threads: int) -> None:
     codes, scales, minimums = (_contiguous(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
-    stored = Matrix(packed.kind, outputs, columns, matrix.group, 0, 0, 0, codes.strides[0], *address, None, None)
+    stored = Matrix(packed.kind, *matrix.shape, matrix.group, 0, 0, 0, codes.strides[0], *address, None, None)
     library, to = kernels(), packed.data.ctypes.data
     _fill(packed, lambda begin, end: library.paceline_fill_panels(stored, packed.kind, _sign_flip(matrix), begin, end, to), num_threads)
+
+
+def _pack_converted(blocks: StoredBlocks, packed: PackedWeights, num_threads: int) -> PackedWeights:
+    """Fill the panels with groups that are made of some rows at a time."""
+
+    def fill_range(begin: int, end: int) -> None:
+        rows = slice(begin * OUTPUTS, min(end * OUTPUTS, packed.outputs))
+        try:
+            matrix = blocks.rows(rows).groups()
+        except CheckpointError:
+            raise not_finite(blocks.where, rows.start, rows.stop - 1) from None
+        _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
+
+    _fill(packed, fill_range, num_threads)
     return packed
 
 
 def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None = None) -> PackedWeights:
-    """Return the panels that `pack_weights` makes of the blocks' groups. The kernels read the blocks directly.
+    """Return the panels that `pack_weights` makes of the blocks' groups. The kernels read the blocks directly, if they know their type.
 
     Raises:
         CheckpointError: a scale is not finite.
@@ -134,6 +153,8 @@ def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None
     """
     (outputs, columns), example = blocks.shape, _example(blocks)
     packed = _allocate(example, outputs, has_float16=_has_float16(blocks, example), arena=arena)
+    if blocks.block_type.name in CONVERTED_TYPES:
+        return _pack_converted(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
     order = None if blocks.order is None else np.ascontiguousarray(blocks.order, np.int64)
     places = None if blocks.runs is None else np.argsort(blocks.runs).astype(np.int32)
@@ -233,6 +254,8 @@ def _example(blocks: StoredBlocks) -> GroupedMatrix:
 
 def _has_float16(blocks: StoredBlocks, example: GroupedMatrix) -> bool:
     """Return whether float16 holds the scales exactly, and they can be stored in pairs."""
+    if blocks.block_type.name in _FLOAT16_TYPES:
+        return True
     if blocks.shape[1] // RUN % 2 or example.group != RUN:
         return False
     if blocks.block_type.name == "MXFP4":
