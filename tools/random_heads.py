@@ -47,9 +47,8 @@ def write(directory: Path, target: ModelConfig, kind: str, num_layers: int, bloc
             "sample_from_anchor": kind == "dspark",
         }
         markov, confidence = ("vanilla", False) if kind == "dspark" else (None, None)
-        tensors = block_tensors(
-            config, markov=markov, confidence=confidence, target_hidden=hidden, num_boundaries=num_layers, rank=RANK
-        )  # fmt: skip
+        sizes = {"target_hidden": hidden, "num_boundaries": num_layers, "rank": RANK, "vocab_size": target.vocab_size}
+        tensors = block_tensors(config, markov=markov, confidence=confidence, **sizes)
     write_head(directory, config, tensors, dtype=torch.bfloat16)
 
 

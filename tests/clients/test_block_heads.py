@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.block.checkpoint import open_block, read_block_config
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import read_block_config
+from paceline.drafters.block.network import SELECTED, BlockHead, BlockRows, ContextRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import RowRange
@@ -39,6 +40,7 @@ NARROW, WIDE = {**SLIDING, "sliding_window": 12}, {**SLIDING, "sliding_window": 
 BLOCK = {"block_size": 7, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [0, 4, 6]}
 ZLAB = {"block_size": 8, "num_target_layers": 9}
 NESTED = {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]}
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 6}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 
 
@@ -78,6 +80,11 @@ CASES: dict[str, Case] = {
     "z-lab, default layers": Case("dflash", "dflash", config={**ZLAB, "dflash_config": {"mask_token_id": MASK}}),
     "z-lab, biases": zlab(layer={"attention_bias": True}),
     "z-lab, yarn": zlab(layer={"rope_parameters": YARN}),
+    "z-lab, dflash2": Case("dflash", "dflash2", config={**ZLAB, "dflash_config": {**NESTED, **SELECTOR}}),
+    "z-lab, dflash2, sliding": Case("dflash", "dflash2", NARROW, {**ZLAB, "dflash_config": {**NESTED, **SELECTOR, "output_multiplier": 0.5}}),
+    "dflash2": Case("speculators", "dflash2", config=SELECTOR),
+    "dflash2, sliding": Case("speculators", "dflash2", WIDE, SELECTOR),
+    "dflash2, sliding layers are causal": Case("speculators", "dflash2", WIDE, {**SELECTOR, "sliding_window_non_causal": False}),
     "dflash": Case("speculators", "dflash"),
     "dflash, its own vocabulary": Case("speculators", "dflash", draft_ids=DRAFT_IDS),
     "dflash, sliding layers are causal": Case("speculators", "dflash", WIDE),
@@ -136,9 +143,21 @@ def test_five_drafts_are_those_of_the_publishers_classes(
         shift = 0 if head.config.drafts_at_anchor else 1
         logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         np.testing.assert_allclose(logits[shift:], given[f"{number}.logits"], atol=TOLERANCE)
-        if f"{number}.tokens" in given:
+        if head.config.num_candidates:
+            selected = np.array(output.results[SELECTED])[shift:]
+            assert select(head, logits[shift:], selected, anchor) == given[f"{number}.tokens"].tolist()
+        elif f"{number}.tokens" in given:
             compare_biased(head, anchor, logits, hidden, {key: given.get(f"{number}.{key}") for key in ("tokens", "rows", "confidences")})
         tally["draft tokens that are those of the publishers' classes"] += len(logits) - shift
+
+
+def select(head: BlockHead, logits: NDArray[np.float32], selected: NDArray[np.float32], anchor: int) -> list[int]:
+    """The greedy tokens of a draft, each the best of its row's candidates after the one before."""
+    tokens = [anchor]
+    for row, own in zip(logits, selected, strict=True):
+        ids = np.sort(np.argsort(-row)[: head.config.num_candidates]).astype(np.int32)
+        tokens.append(int(ids[head.rescore([tokens[-1]], own, ids, row[ids])[0].argmax()]))
+    return tokens[1:]
 
 
 def compare_biased(

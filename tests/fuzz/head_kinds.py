@@ -10,7 +10,8 @@ import numpy as np
 
 from fuzz.damage import BYTES, Rng, damaged_json_text, pick
 from fuzz.kind import HIDDEN, INNER, LLAMA, VOCAB, Kind, damaged_gguf, damaged_safetensors, random_tensors, write_model
-from harness.block_checkpoints import DSPARK, block_tensors
+from harness.block_checkpoints import DFLASH2, DSPARK, block_tensors
+from harness.block_gguf import write_gguf_block
 from harness.gguf_checkpoints import write_gguf
 
 
@@ -111,10 +112,12 @@ BLOCK_CONFIG = {**DSPARK, **SIZES, "dflash_config": {"causal": False}, "markov_h
 
 
 def block_arrays() -> dict[str, np.ndarray]:
-    tensors = block_tensors({**DSPARK, **SIZES}, markov="rnn", confidence=True, target_hidden=HIDDEN)
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    rows = {name: np.resize(arrays[name], (VOCAB, 6)) for name in arrays if name.startswith("markov_head.markov_w")}
-    return {**arrays, **rows, "d2t": np.zeros(VOCAB, np.int64), "lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32)}
+    tensors = block_tensors({**DSPARK, **SIZES}, markov="rnn", confidence=True, target_hidden=HIDDEN, vocab_size=VOCAB)
+    return {
+        **{name: tensor.numpy() for name, tensor in tensors.items()},
+        "d2t": np.zeros(VOCAB, np.int64),
+        "lm_head.weight": np.ones((VOCAB, HIDDEN), np.float32),
+    }
 
 
 class BlockConfigFile(HeadKind):
@@ -146,6 +149,63 @@ class BlockSafetensorsFile(HeadKind):
 
     def make(self, rng: Rng) -> bytes:
         return damaged_safetensors(self.valid, rng)
+
+
+DFLASH2_CONFIG = {**DFLASH2, **SIZES, "dflash_config": {**DFLASH2["dflash_config"], "mask_token_id": VOCAB - 1}}
+VANILLA_CONFIG = {**DSPARK, **SIZES, "confidence_head_with_markov": True}
+RUN = 20  # every so many files what was opened drafts
+
+
+class BlockGgufFile(HeadKind):
+    """A DFlash2 or a DSpark drafter in llama.cpp's container, with matrices in blocks."""
+
+    name, share = "head drafter.gguf", 60
+
+    def prepare_head(self) -> None:
+        import gguf
+
+        self.valid, self.names = list[bytes](), list[tuple[list[str], list[str]]]()
+        for config, parts in ((DFLASH2_CONFIG, {}), (VANILLA_CONFIG, {"markov": "vanilla", "confidence": True})):
+            tensors = block_tensors(config, target_hidden=HIDDEN, vocab_size=VOCAB, **parts)
+            write_gguf_block(self.path, config, tensors, "Q8_0")
+            reader = gguf.GGUFReader(self.path)
+            self.valid.append(self.path.read_bytes())
+            self.names.append(([tensor.name for tensor in reader.tensors], list(reader.fields)[3:]))
+
+    def undamaged(self) -> bytes:
+        return self.valid[0]
+
+    def make(self, rng: Rng) -> bytes:
+        number = int(rng.integers(len(self.valid)))
+        return damaged_gguf(self.valid[number], *self.names[number], rng)
+
+    def use(self, index: int) -> None:
+        super().use(index)
+        if index % RUN == 0:
+            self.run()
+
+    def run(self) -> None:
+        """It drafts, whatever that is worth."""
+        from paceline.drafters import find_head
+        from paceline.drafters.block.checkpoint import open_block
+        from paceline.drafters.block.config import read_block_config
+        from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+        from paceline.models.config import WeightType
+        from paceline.models.weights import Tensor
+        from paceline.runtimes.base import RowRange
+
+        files = find_head(self.path)
+        if files is None:
+            return
+        config = read_block_config(files, self.facts.config)
+        block, table = open_block(files, config, self.facts.config), np.ones((VOCAB, HIDDEN), np.float32)
+        matrix = Tensor(table, WeightType.F32, table.shape)
+        head = BlockHead(block, {"lm_head.weight": matrix, **block.weights}, matrix, num_threads=1, max_model_len=64)
+        head.runtime.allocate_kv(4)
+        blocks, features = np.arange(4, dtype=np.int32), np.ones((3, HIDDEN * len(config.boundaries)), np.float32)
+        head.run_context([ContextRows(features, RowRange(0, 3, 0, blocks))])
+        rows = BlockRows(5, RowRange(0, 2, 3, blocks, np.ones((2, 2), np.bool_)), range(2))
+        assert head.run_block([rows]).logits.shape[0] == 2
 
 
 class HeadTorchFile(HeadKind):

@@ -2,7 +2,15 @@
 
 from fuzz.adapter_kinds import AdapterSafetensorsFile, AdapterSettingsFile
 from fuzz.assistant_kinds import AssistantConfigFile, AssistantGgufFile, AssistantSafetensorsFile
-from fuzz.head_kinds import BlockConfigFile, BlockSafetensorsFile, GgufModuleFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile
+from fuzz.head_kinds import (
+    BlockConfigFile,
+    BlockGgufFile,
+    BlockSafetensorsFile,
+    GgufModuleFile,
+    HeadConfigFile,
+    HeadSafetensorsFile,
+    HeadTorchFile,
+)
 from fuzz.kind import Kind
 from fuzz.model_kinds import (
     AdapterConfigFile,
@@ -18,6 +26,6 @@ from fuzz.tokenizer_kinds import ChatTemplateFile, SpecialTokensFile, TokenizerC
 KINDS: tuple[type[Kind], ...] = (
     ConfigFile, GenerationConfigFile, AdapterConfigFile, SafetensorsFile, IndexFile, TokenizerFile, TokenizerConfigFile, SpecialTokensFile,
     ChatTemplateFile, GgufModelFile, HeadConfigFile, HeadSafetensorsFile, HeadTorchFile, QuantizedCacheFile, GgufModuleFile,
-    BlockConfigFile, BlockSafetensorsFile,
+    BlockConfigFile, BlockSafetensorsFile, BlockGgufFile,
     AssistantConfigFile, AssistantSafetensorsFile, AssistantGgufFile, AdapterSettingsFile, AdapterSafetensorsFile,
 )  # fmt: skip

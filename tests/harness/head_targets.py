@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from harness.block_checkpoints import write_perfect_block, write_random_block
+from harness.block_checkpoints import write_perfect_block, write_random_block, write_random_block2
 from harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from harness.eagle_checkpoints import (
     CODE,
@@ -212,6 +212,7 @@ def write_random_pairs(folder: Path) -> dict[str, Pair]:
         "medusa": str(write_heads(folder / "medusa", "rows", random_heads(num_heads=4))),
         "dflash": str(write_random_block(folder / "dflash")),
         "dflash-sliding": str(write_random_block(folder / "dflash-sliding", layer_types=["sliding_attention"] * 2, sliding_window=24)),
+        "dflash2": str(write_random_block2(folder / "dflash2")),
         "dspark": str(write_random_block(folder / "dspark", markov="rnn")),
         "draft_model": str(draft),
         "pard": str(_with_mask_token(draft, folder / "pard")),
@@ -290,7 +291,7 @@ TEXTS = ("ngram", "suffix", "prediction", "ngram-and-eagle3", "all")
 KINDS = {
     "random": (
         *("eagle", "eagle3", "peagle", "medusa", *(f"mtp-{layout}" for layout in MTP_LAYOUTS)),
-        *("dflash", "dflash-sliding", "dspark", "draft_model", "pard", *TEXTS),
+        *("dflash", "dflash-sliding", "dflash2", "dspark", "draft_model", "pard", *TEXTS),
     ),
     "known": ("eagle", "eagle-deaf", "eagle3", *(f"mtp-{layout}" for layout in MTP_LAYOUTS), *TEXTS),
     "cyclic": ("medusa-rows", "medusa-tgi", "medusa-vllm_map", "dspark", "medusa-and-suffix"),

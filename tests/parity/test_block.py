@@ -1,5 +1,6 @@
 """Block drafters compute what their publishers compute: held to a plain computation, and to transformers' Muse Glimmer assistant."""
 
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from harness.block_checkpoints import DFLASH, DSPARK, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
+from harness.block_checkpoints import DFLASH, DFLASH2, DSPARK, GEMMA4, MASK, SIZES, TARGET_HIDDEN, VOCAB_SIZE, PlainBlock, block_tensors
+from harness.block_gguf import write_gguf_block
 from harness.eagle_checkpoints import Tensors, write_head
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
-from paceline.drafters.block.checkpoint import open_block, read_block_config
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters import find_head
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import read_block_config
+from paceline.drafters.block.network import SELECTED, BlockHead, BlockRows, ContextRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
 
+REFERENCE = Path(__file__).parents[2].parent / "shared" / "reference" / "block_drafters_reference.py"
 BLOCKS = np.array([3, 1, 2, 5, 4], np.int32)
 FULL, SLIDING = "full_attention", "sliding_attention"
 BOTH_WAYS = ((None, False),) * 3
@@ -39,6 +44,11 @@ def dflash(nested: Mapping[str, Any] | None = None, **more: Any) -> dict[str, An
 def dspark(kind: str, with_markov: bool | None = None, **more: Any) -> Variant:
     config = {**DSPARK, "markov_head_type": kind, "confidence_head_with_markov": bool(with_markov), **more}
     return Variant(config, lambda: block_tensors(DSPARK, markov=kind, confidence=with_markov))
+
+
+def dflash2(nested: Mapping[str, Any] | None = None, **more: Any) -> Variant:
+    config = {**DFLASH2, **more, "dflash_config": {**DFLASH2["dflash_config"], **(nested or {})}}
+    return Variant(config, lambda: block_tensors(config))
 
 
 SLIDES = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": 12}
@@ -64,14 +74,24 @@ VARIANTS: dict[str, Variant] = {
     ),
     "dspark, rnn, at its own position": dspark("rnn", with_markov=True, sample_from_anchor=False),
     "dspark, at its own position": dspark("vanilla", sample_from_anchor=False),
+    "dspark, Gemma 4's layers": Variant(GEMMA4, lambda: block_tensors(GEMMA4, markov="vanilla", confidence=True)),
+    "dflash2": dflash2(),
+    "dflash2, kernels of 3 rows, groups of 8": dflash2({"conv_kernel_size": 3, "conv_group_size": 8, "selector_top_k": 16}),
+    "dflash2, groups of 16": dflash2({"conv_group_size": 16}),
+    "dflash2, a single candidate": dflash2({"selector_top_k": 1}),
+    "dflash2, scales and cap": dflash2({"input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+    "dflash2, drafts after its own position": dflash2(sample_from_anchor=True),
 }
 
 
 def open_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embedding: Any, lm_head: Any, backend: str) -> BlockHead:
-    files = HeadFiles.open(write_head(tmp_path / "drafter", config, tensors))
-    target = make_config(hidden_size=TARGET_HIDDEN, vocab_size=VOCAB_SIZE, num_layers=9)
+    return open_files(HeadFiles.open(write_head(tmp_path / "drafter", config, tensors)), embedding, lm_head, backend)
+
+
+def open_files(files: HeadFiles, embedding: Any, lm_head: Any, backend: str = "auto") -> BlockHead:
+    target = make_config(hidden_size=files.tensors["fc.weight"].shape[1] // 3, vocab_size=VOCAB_SIZE, num_layers=9)
     block = open_block(files, read_block_config(files, target), target)
-    parts = {**dict(block.weights), "lm_head.weight": plain_tensor(lm_head.astype(np.float32))}
+    parts = {"lm_head.weight": plain_tensor(lm_head.astype(np.float32)), **dict(block.weights)}
     head = BlockHead(block, parts, plain_tensor(embedding.astype(np.float32)), num_threads=2, max_model_len=128, backend=backend)
     head.runtime.allocate_kv(8)
     return head
@@ -84,6 +104,8 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
     shift = 0 if at_anchor else 1
     logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
     hidden = states[shift:]
+    if head.config.num_candidates:
+        return select(head, logits, np.array(output.results[SELECTED])[shift:], anchor), [], logits
     if not head.rank:
         return logits.argmax(-1).tolist(), [], logits
     state = head.first_state(anchor, states[0], drafts_at_anchor=at_anchor)
@@ -98,6 +120,15 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
         tokens.append(previous)
         rows.append(row)
     return tokens, confidences, np.stack(rows)
+
+
+def select(head: BlockHead, logits: Any, selected: Any, anchor: int) -> list[int]:
+    """Greedy tokens of a drafter with a selector."""
+    tokens = [anchor]
+    for row, vector in zip(logits, selected, strict=True):
+        best = np.argsort(-row, kind="stable")[: head.config.num_candidates].astype(np.int32)
+        tokens.append(int(best[head.rescore(tokens[-1:], vector, best, row[best])[0].argmax()]))
+    return tokens[1:]
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
@@ -123,6 +154,128 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
         assert tokens == wanted
         np.testing.assert_allclose(logits, expected, atol=1e-4)
         np.testing.assert_allclose(confidences, chances, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("dflash2")])
+def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) -> None:
+    if not REFERENCE.exists():
+        pytest.skip(f"{REFERENCE} is not there")
+    reference, variant, random = runpy.run_path(str(REFERENCE)), VARIANTS[name], np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    tensors = variant.tensors()
+    config = {**variant.config, **variant.config["dflash_config"]}
+    wanted = reference["BlockDrafter"](config, {name: one.double().numpy() for name, one in tensors.items()}, embedding, lm_head)
+    head, num_known = open_head(tmp_path, variant.config, tensors, embedding, lm_head, "auto"), 0
+    for count, rows in [(9, 8), (1, 8), (5, 8), (8, 4), (20, 8)]:
+        features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
+        wanted.commit(features.astype(np.float64))
+        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        num_known += count
+        tokens, _, _ = draft(head, num_known, anchor, rows, at_anchor=bool(head.config.drafts_at_anchor))
+        assert tokens == wanted.guesses(anchor, rows)[0]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflash": (dflash(), {}),
+    "dflash, sliding both ways": (dflash(**SLIDES, is_causal=False), {}),
+    "dflash, causal": (dflash(is_causal=True), {}),
+    "dflash, scales and cap": (
+        dflash({"input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0, "attention_value_scale": 0.7}),
+        {},
+    ),
+    "dspark": ({**DSPARK, "confidence_head_with_markov": True}, {"markov": "vanilla", "confidence": True}),
+    "dspark, at its own position": ({**DSPARK, "sample_from_anchor": False}, {"markov": "vanilla", "confidence": False}),
+    "dflash2": (dict(dflash2().config), {}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_drafts_of_a_gguf_file_equal_those_of_safetensors(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    config, parts = FILES[name]
+    tensors = block_tensors(config, **parts)
+    compare_with_gguf(tmp_path, config, tensors, write_gguf_block(tmp_path / "drafter.gguf", config, tensors))
+
+
+@pytest.mark.parametrize("matrix_type", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
+def test_quantised_drafters_equal_their_values(kind: str, matrix_type: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    config = {**(DSPARK if kind == "dspark" else DFLASH2), **WIDE}
+    tensors = block_tensors(config, markov="vanilla" if kind == "dspark" else None, target_hidden=256)
+    for values in tensors.values():
+        values.mul_(0.3)  # so that rounding changes no token
+    compare_with_gguf(tmp_path, config, tensors, write_gguf_block(tmp_path / "drafter.gguf", config, tensors, matrix_type))
+
+
+def test_keys_of_a_gguf_file_without_values_are_its_values(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    random = np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    tensors = {name: values for name, values in block_tensors().items() if ".v_proj." not in name}
+    write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors)
+    files = find_head(tmp_path / "drafter.gguf")
+    assert files is not None
+    head = open_files(files, embedding, lm_head)
+    plain = PlainBlock({**dflash(), **DFLASH["dflash_config"]}, tensors, embedding, lm_head, BOTH_WAYS)
+    features = random.normal(size=(9, 3 * TARGET_HIDDEN)).astype(np.float32)
+    plain.commit(features.astype(np.float64))
+    head.run_context([ContextRows(features, RowRange(0, 9, 0, BLOCKS))])
+    tokens, _, logits = draft(head, 9, 5, 8, at_anchor=False)
+    wanted, _, expected = plain.draft(5, 8)
+    assert tokens == wanted
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_a_gguf_file_names_the_target_ids_of_its_draft_vocabulary(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    ids = np.arange(0, VOCAB_SIZE, 2)
+    own = {"lm_head.weight": torch.randn(len(ids), 32), "d2t": torch.from_numpy(ids - np.arange(len(ids)))}
+    tensors = block_tensors() | own
+    compare_with_gguf(tmp_path, dflash(), tensors, write_gguf_block(tmp_path / "drafter.gguf", dflash(), tensors))
+
+
+def compare_with_gguf(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, held: Tensors) -> None:
+    """Compare five drafts of `drafter.gguf` with those of its tensors `held` as safetensors."""
+    random, size = np.random.default_rng(1), config["block_size"]
+    embedding, lm_head = (random.normal(size=(VOCAB_SIZE, config["hidden_size"])) for _ in range(2))
+    files = find_head(tmp_path / "drafter.gguf")
+    assert files is not None
+    plain = HeadFiles.open(write_head(tmp_path / "drafter", config, held))
+    assert files.kind is plain.kind
+    heads = [open_files(one, embedding, lm_head) for one in (files, plain)]
+    assert heads[0].config == heads[1].config
+    if heads[0].target_ids is not None:
+        np.testing.assert_array_equal(heads[0].target_ids, heads[1].target_ids)
+    num_known, at_anchor = 0, bool(heads[0].config.drafts_at_anchor)
+    for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
+        features, anchor = random.normal(size=(count, 3 * config["hidden_size"])).astype(np.float32), int(random.integers(0, MASK))
+        num_known += count
+        found = []
+        for head in heads:
+            head.run_context([ContextRows(features, RowRange(0, count, num_known - count, BLOCKS))])
+            found.append(draft(head, num_known, anchor, rows, at_anchor=at_anchor))
+        assert found[0][0] == found[1][0]
+        np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+        np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_blocks_of_one_pass_do_not_see_one_another(backend: str, tmp_path: Path) -> None:
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels here")
+    random = np.random.default_rng(1)
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    head = open_head(tmp_path, DFLASH2, block_tensors(DFLASH2), embedding, lm_head, backend)
+    features = random.normal(size=(6, 3 * TARGET_HIDDEN)).astype(np.float32)
+    parts = []
+    for blocks, anchor, size in ((BLOCKS[:2], 7, 5), (BLOCKS[2:4], 9, 8)):
+        head.run_context([ContextRows(features, RowRange(0, 6, 0, blocks))])
+        parts.append(BlockRows(anchor, RowRange(0, size, 6, blocks, np.ones((size, size), np.bool_)), range(size)))
+    together = np.array(head.run_block(parts).logits)
+    alone = [np.array(head.run_block([part]).logits) for part in parts]
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [64, 9])

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter
+from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter, open_gguf_block
+from paceline.drafters.block import fits_target as fits_block
 from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle import boundaries_of, open_eagle_drafter
@@ -248,7 +249,7 @@ def _find_embedded(name: str, target: Path) -> PreparedDrafter:
             return PreparedDrafter(head.kind.value, directory, head)
         raise IncompatibleDrafterError(f"{directory} holds a {head.kind.value} drafter and no draft model: use drafter='auto'")
     if name == "auto":
-        head = _find_assistant(target) or _find_own_module(target)
+        head = _find_beside(target, ASSISTANT) or _find_beside(target, EMBEDDED) or _find_own_module(target)
         if head is None:
             return PreparedDrafter(NgramDrafter.name)
         return PreparedDrafter(head.kind.value, head.path, head, is_optional=head.kind is HeadKind.MTP)
@@ -257,18 +258,21 @@ def _find_embedded(name: str, target: Path) -> PreparedDrafter:
     )
 
 
-def _find_assistant(target: Path) -> HeadFiles | None:
-    """Open the head in the target's assistant folder, a directory or the only GGUF file there; None if there is none for this model.
+def _find_beside(target: Path, name: str) -> HeadFiles | None:
+    """Open the head in a folder of the target, a directory or the only GGUF file there; None if there is none for this model.
 
     The folder next to a GGUF file may be meant for another GGUF file.
     """
-    folder = (target.parent if is_gguf(target) else target) / ASSISTANT
+    folder = (target.parent if is_gguf(target) else target) / name
     if (folder / "config.json").is_file():
         head = find_head(folder)
     else:
         files = gguf_models(folder) if folder.is_dir() else []
         head = find_head(files[0]) if len(files) == 1 else None
-    return head if head is None or not is_gguf(target) or fits_target(head, read_model_config(target)) else None
+    if head is None or not is_gguf(target):
+        return head
+    sizes = read_model_config(target)
+    return head if fits_target(head, sizes) or fits_block(head, sizes) else None
 
 
 def _find_own_module(target: Path) -> HeadFiles | None:
@@ -300,7 +304,7 @@ def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool =
         CheckpointError: a file is damaged.
         IncompatibleDrafterError: it is of another kind, or of a method without a drafter.
     """
-    files = open_gguf_eagle(path) or open_gguf_assistant(path) if is_gguf(path) else HeadFiles.open(path)
+    files = open_gguf_eagle(path) or open_gguf_assistant(path) or open_gguf_block(path) if is_gguf(path) else HeadFiles.open(path)
     if files is None and inside_target:
         files = open_gguf_module(path)
     if files is None:

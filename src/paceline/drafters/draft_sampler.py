@@ -144,9 +144,33 @@ class DraftSampler:
         return _most_probable(request.params, scores if ids is None else scores[ids], ids, first, width)  # scores of other ids are -inf
 
     def sample_candidates(
-        self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, needs_draft_probs: bool
+        self,
+        request: Request,
+        path: Sequence[int],
+        token_ids: NDArray[np.integer],
+        scores: FloatArray,
+        width: int,
+        *,
+        needs_draft_probs: bool,
     ) -> DraftTokens:
-        """Sample as `sample`, if all other ids are impossible and only the temperature changes rows."""
+        """Sample as `sample`, if all other ids are impossible.
+
+        Args:
+            token_ids: [k] the target's ids of the candidates, ascending.
+            scores: [k] their logits.
+        """
+        if not len(token_ids) or not np.isfinite(scores).all():
+            return NO_TOKENS
+        if not request.processor.only_scales:
+            whole = np.full(self._vocab_size, -np.inf, np.float32)
+            whole[token_ids] = scores
+            try:
+                return self.sample_target_row(request, path, whole, width, needs_draft_probs=needs_draft_probs)
+            except PacelineError:  # none of them is allowed here
+                return NO_TOKENS
+        is_greedy = request.params.is_greedy
+        scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
+        candidates = Distribution(scaled, token_ids.astype(np.int64), is_greedy)
         if needs_draft_probs and width == 1 and not candidates.greedy:
             return _draw_separately(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))

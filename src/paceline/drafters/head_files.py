@@ -4,9 +4,10 @@ A head comes as safetensors or as PyTorch files, with or without a config.json. 
 PyTorch files are read with `weights_only`, so that no code in them runs.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 from paceline.drafters.head_kinds import METHOD_FILES, HeadKind, kind_of
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig, WeightType
+from paceline.models.gguf.stored_tensor import TensorSource, read_tensor
 from paceline.models.storage.safetensors_file import checkpoint_files
 from paceline.models.storage.tensor_file import ITEM_TYPES, FileTensor, read_tensors
-from paceline.models.weights import Tensor
+from paceline.models.weights import AnyTensor, Tensor
 from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
@@ -37,6 +39,7 @@ class HeadFiles:
         tensors: by name, without prefixes such as `module.`.
         kind: the method they are for.
         files: the files that hold the tensors.
+        quantised: matrices in the quantised blocks of a GGUF file, by the same names.
     """
 
     path: Path
@@ -44,6 +47,7 @@ class HeadFiles:
     tensors: Mapping[str, FileTensor]
     kind: HeadKind
     files: tuple[Path, ...] = ()
+    quantised: Mapping[str, TensorSource] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> "HeadFiles":
@@ -121,6 +125,15 @@ class HeadFiles:
                 f"{self.path}: tensor {name!r} is of type {tensor.dtype}, supported are {', '.join(_WEIGHT_TYPES)}: use an unquantised head"
             )
         return Tensor(tensor.open(), _WEIGHT_TYPES[tensor.dtype], tensor.shape)
+
+    def matrix(self, name: str) -> AnyTensor:
+        """Return a tensor as `weight`; a matrix in quantised blocks stays quantised.
+
+        Raises:
+            CheckpointError: its stored type is not one of weights.
+        """
+        source = self.quantised.get(name)
+        return self.weight(name) if source is None else read_tensor(name, source, regroup=False, num_threads=os.cpu_count() or 1)
 
     def table(self, name: str) -> NDArray[np.int64]:
         """Return a table of ids, offsets or flags.

@@ -80,8 +80,10 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     if "mask_hidden" in shapes:
         return HeadKind.PEAGLE
     if "dflash_config" in config:
-        return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH
+        return block_kind(shapes)
     names = {file.name for file in files}
+    if not config and ("hidden_norm.weight" in shapes or "encoder.fc.weight" in shapes):
+        return block_kind(shapes)  # a file of tensors alone
     if "Eagle3" in architecture or _is_eagle3(shapes):
         is_parallel = config.get("parallel_drafting") is True or any(config.get(name) is not None for name in _PARALLEL_TOKENS)
         return HeadKind.PEAGLE if is_parallel else HeadKind.EAGLE3
@@ -95,6 +97,13 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
         return HeadKind.MTP
     return HeadKind.LANGUAGE_MODEL
+
+
+def block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:
+    """Return the kind of a block drafter by the names of its tensors."""
+    if any(name.startswith("candidate_selector.") for name in shapes):
+        return HeadKind.DFLASH2
+    return HeadKind.DSPARK if any("markov_" in name for name in shapes) else HeadKind.DFLASH
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:

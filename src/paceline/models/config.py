@@ -17,7 +17,7 @@ from paceline.models.families.family import Family
 from paceline.models.families.table import find_family
 from paceline.models.json_fields import JsonFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.layer_builder import LayerBuilder
+from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
 from paceline.models.multimodal import text_model_fields, ties_differ
 from paceline.models.rope import inverse_frequencies, query_scales
@@ -249,7 +249,7 @@ def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | 
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=read.max_positions,
         weight_type=weight_type or _weight_type(_type_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
@@ -282,18 +282,22 @@ def _embedding_scale(fields: JsonFields, family: Family) -> float:
 
 
 def check_frequencies(config: ModelConfig, path: Path) -> None:
-    """Refuse rotary parameters that give no finite frequencies.
+    """Refuse heads that are too large, before anything of their size is allocated, and rotary parameters without finite frequencies.
 
     Raises:
         CheckpointError: `path` has such parameters.
     """
+    largest = max((mixer.head_size for mixer in config.attentions.values()), default=0)
+    if largest > MAX_HEAD_SIZE:
+        raise CheckpointError(f"{path}: head_dim = {largest}, expected at most {MAX_HEAD_SIZE}")
     for rope, head_size in config.rotations:
         for context in (None, config.max_positions):
             try:
                 with np.errstate(all="ignore"):
                     frequencies, factor = inverse_frequencies(rope.for_context(context), head_size)
                     last = query_scales(rope, np.array([config.max_positions]))
-                    is_usable = all(bool(np.isfinite(part).all()) for part in (frequencies, np.float32(factor), last))
+                    angles = frequencies * np.float32(2**31)  # at any position
+                    is_usable = all(bool(np.isfinite(part).all()) for part in (angles, np.float32(factor), last))
             except (ArithmeticError, ValueError):
                 is_usable = False
             if not is_usable:

@@ -54,6 +54,13 @@ class JsonFields:
             raise CheckpointError(f"{self.path}: {name} = {value}, expected a number above 0")
         return value
 
+    def epsilon(self, name: str, default: float) -> float:
+        """Return the small number that a norm adds to a mean square, from 0 to 1."""
+        value = self.number(name, default)
+        if not 0.0 <= value <= 1.0:
+            raise CheckpointError(f"{self.path}: {name} = {value}, expected a number from 0 to 1")
+        return value
+
     def positives(self, name: str, count: int) -> tuple[float, ...]:
         """Return `count` finite numbers above 0."""
         value = self.values.get(name)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 4096
 MAX_HEAD_SIZE = 8192
+"""Of attention it is checked by `check_frequencies`."""
 MAX_EXPERTS = 1024
 """Limit of kernels/experts.c."""
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -180,7 +181,7 @@ def _heads(fields: JsonFields) -> tuple[int, int, int]:
         raise CheckpointError(
             f"{fields.path}: no head_dim, and hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}"
         )
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads, most=MAX_HEAD_SIZE)
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
     if head_size % 2:
         raise CheckpointError(f"{fields.path}: head_dim = {head_size}; rotary embeddings need an even one")
     return num_heads, num_kv_heads, head_size

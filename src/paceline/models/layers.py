@@ -299,6 +299,21 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConvolution:
+    """Convolutions over the rows of a pass before and after a mixer or an MLP, with a kernel of its own for each row.
+
+    With n the normed input of the part, `kernels` = projection(n) and `base` two weights [kernel_size, E], the kernel of a row is
+    `base[side, tap] + kernels[side, tap, column // group_size]`; side 0 is applied to n, side 1 to the output of the part. Rows before the
+    first one of a sequence's block are zeros.
+
+    Source: DFlash2 (z-lab `dflash/model.py`).
+    """
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """One layer. Equal layers share one object.
 
@@ -307,6 +322,7 @@ class LayerConfig:
         residual_scale: factor of what mixer and MLP add to the residual stream.
         input: the per-layer input; None = there is none.
         scales_output: the residual stream after the layer is multiplied by a learned scalar.
+        convolution: around mixer and MLP; None = there is none.
     """
 
     mixer: AttentionConfig | Recurrent | None
@@ -315,6 +331,7 @@ class LayerConfig:
     residual_scale: float = 1.0
     input: LayerInput | None = None
     scales_output: bool = False
+    convolution: BlockConvolution | None = None
 
     @property
     def attention(self) -> AttentionConfig:

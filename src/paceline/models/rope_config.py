@@ -105,9 +105,12 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
         return RopeConfig(
             theta=theta, type=rope_type, factor=rope.positive("factor"), original_max_positions=max_positions, rotated_fraction=fraction
         )
-    original = fields.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_positions))
+    name = "original_max_position_embeddings"
+    original = fields.size(name, rope.size(name, max_positions))
     # A checkpoint of these types may leave the factor out: it is the ratio of the two context lengths.
     means_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
+    if means_ratio and fields.values.get(name) is None and scaling.get(name) is None:
+        raise CheckpointError(f"{fields.path}: the rope parameters of type {rope_type.value!r} have neither factor nor {name}")
     config = RopeConfig(
         theta=theta,
         type=rope_type,

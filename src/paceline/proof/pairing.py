@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_alignment, describe_alignment, open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import BLOCK_KINDS, default_alignment, describe_alignment, read_block_config
 from paceline.drafters.draft_model import read_mask_token
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
@@ -115,7 +116,7 @@ class HeadFacts:
     Attributes:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens, in addition to the target's.
-        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix.
+        copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix, and of tables that stay as they are stored.
         open_switches: drafter options that its files leave open, with the values to try besides the defaults.
     """
 
@@ -167,10 +168,11 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     config = read_block_config(files, target.config)
     opened = open_block(files, config, target.config)
     read = ", ".join(map(str, config.boundaries))
-    given = config.drafts_at_anchor
+    given, chosen = config.drafts_at_anchor, f", {config.num_candidates} candidates a row" if config.num_candidates else ""
     place = describe_alignment(drafts_at_anchor=default_alignment(files) if given is None else given, is_known=given is not None)
-    summary = f"{files.kind.value} drafter, blocks of {config.block_size}, that reads layer boundaries {read}; {place}; "
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
+    facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.tables.values()))
     return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 
 

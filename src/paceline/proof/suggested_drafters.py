@@ -26,7 +26,7 @@ from paceline.small_files import read_json
 
 EAGLE, EAGLE3, PEAGLE, MEDUSA = (kind.value for kind in (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE, HeadKind.MEDUSA))
 MTP, ASSISTANT, DRAFT_MODEL = HeadKind.MTP.value, HeadKind.GEMMA4_ASSISTANT.value, HeadKind.LANGUAGE_MODEL.value
-DFLASH, DSPARK = HeadKind.DFLASH.value, HeadKind.DSPARK.value
+DFLASH, DFLASH2, DSPARK = HeadKind.DFLASH.value, HeadKind.DFLASH2.value, HeadKind.DSPARK.value
 BUILT_IN_METHODS = ("ngram", "suffix", "prediction")
 
 
@@ -50,6 +50,7 @@ ACCEPTANCE: Mapping[str, AssumedAcceptance] = {
         (MTP, 0.65, 0.85, "DeepSeek-V3, arXiv:2412.19437, section 5.4.3: 0.85 to 0.90 for the first token, later ones less"),
         (ASSISTANT, 0.60, 0.80, "model cards: 3.4 tokens a step with five draft tokens"),
         (DFLASH, 0.55, 0.80, "as EAGLE-3, by the acceptance lengths on the model cards; not measured here"),
+        (DFLASH2, 0.55, 0.80, "as DFlash; not measured here"),
         (DSPARK, 0.55, 0.80, "as DFlash; not measured here"),
         ("ngram", 0.05, 0.55, "measured here: from new prose to text that repeats its prompt"),
         ("suffix", 0.05, 0.60, "measured here: from new prose to text that repeats earlier text"),
@@ -106,9 +107,11 @@ PUBLISHED: tuple[tuple[str, str, str, float | None], ...] = (
     ("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", DFLASH, _LLAMA31_8B, None),
     ("z-lab/Qwen3-Coder-30B-A3B-DFlash", DFLASH, "Qwen/Qwen3-Coder-30B-A3B-Instruct", None),
     ("z-lab/gpt-oss-20b-DFlash", DFLASH, "openai/gpt-oss-20b", None),
+    ("incoai/Qwen3.8-27B-DFlash2", DFLASH2, "Qwen/Qwen3.8-27B", None),
     ("deepseek-ai/dspark_qwen3_4b_block7", DSPARK, "Qwen/Qwen3-4B", 0.5e9),
     ("deepseek-ai/dspark_qwen3_8b_block7", DSPARK, "Qwen/Qwen3-8B", 1.0e9),
     ("deepseek-ai/dspark_qwen3_14b_block7", DSPARK, "Qwen/Qwen3-14B", None),
+    ("deepseek-ai/dspark_gemma4_12b_block7", DSPARK, "google/gemma-4-12B-it", None),
     ("LiquidAI/LFM2.5-1.2B-Instruct-DSpark", DSPARK, "LiquidAI/LFM2.5-1.2B-Instruct", None),
     ("LiquidAI/LFM2.5-8B-A1B-DSpark", DSPARK, "LiquidAI/LFM2.5-8B-A1B", None),
     ("google/gemma-4-E2B-it-assistant", ASSISTANT, "google/gemma-4-E2B-it", 0.08e9),

@@ -3,7 +3,7 @@
 In the native runtime a block records an operation and `Value` is its number. In torch it computes and `Value` is a tensor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from paceline.errors import ConfigError
@@ -11,6 +11,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
     AttentionConfig,
+    BlockConvolution,
     ClampedSwiGLU,
     DenseMLP,
     ExpertMLP,
@@ -89,6 +90,13 @@ class Blocks(Protocol[Value]):
 
         In a tree, a row follows its parent. `layers.N.conv` has a weight [C, kernel_size], the last column for the row itself, and an
         optional bias [C].
+        """
+        ...
+
+    def block_convolution(self, x: Value, added: Value, convolution: BlockConvolution, name: str, side: int) -> Value:
+        """Return x [T, E] convolved over the rows of each range with kernels of base plus `added` [T, 2 * kernel_size * E / group_size].
+
+        See `BlockConvolution`. The base is the vector `name` of 2 * kernel_size * E values, sides first, then taps.
         """
         ...
 
@@ -280,11 +288,22 @@ def decoder_layer(
         x = blocks.rms_norm(x, prefix + name) if order.norms_output else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
-    if config.mixer is not None:
+    def convolved(n: Value, name: str, part: Callable[[Value], Value]) -> Value:
+        if config.convolution is None:
+            return part(n)
+        (added,) = blocks.linear(n, f"{prefix}{name}_kernels")
+        out = part(blocks.block_convolution(n, added, config.convolution, f"{prefix}{name}_base", 0))
+        return blocks.block_convolution(out, added, config.convolution, f"{prefix}{name}_base", 1)
+
+    mixer, mlp = config.mixer, config.mlp
+    if mixer is not None:
         normed = before(x, "attention_norm") if normed is None else normed
-        x = blocks.add(x, after(mixer_part(blocks, config.mixer, normed, layer), "attention_output_norm"))
-    if config.mlp is not None:
-        x = blocks.add(x, after(mlp_part(blocks, config.mlp, before(x, "mlp_norm"), layer, x), "mlp_output_norm"))
+        mixed = convolved(normed, "attention_convolution", lambda n: mixer_part(blocks, mixer, n, layer))
+        x = blocks.add(x, after(mixed, "attention_output_norm"))
+    if mlp is not None:
+        stream = x
+        mixed = convolved(before(x, "mlp_norm"), "mlp_convolution", lambda n: mlp_part(blocks, mlp, n, layer, stream))
+        x = blocks.add(x, after(mixed, "mlp_output_norm"))
     if config.input is not None and layer_input is not None:
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, layer_input, config.input.activation), prefix + "input_proj")

@@ -10,21 +10,38 @@ import pytest
 import torch
 
 from harness.always_drafts import draft_always
-from harness.block_checkpoints import DFLASH, DSPARK, block_tensors, write_perfect_block, write_random_block
+from harness.block_checkpoints import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    block_tensors,
+    perfect_block,
+    write_perfect_block,
+    write_random_block,
+    write_random_block2,
+)
+from harness.block_gguf import write_gguf_block
+from harness.checkpoints import write_checkpoint
 from harness.eagle_checkpoints import write_head
 from harness.exact_targets import skip_without_kernels
+from harness.gguf_checkpoints import write_gguf
 from harness.medusa_checkpoints import write_successor_target
 from harness.model_configs import make_config
 from paceline import LLM, SamplingParams
-from paceline.drafters.block.checkpoint import open_block, read_block_config
+from paceline.drafters import find_head
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import read_block_config
 from paceline.drafters.block.drafter import BlockDrafter, best_first_tree
-from paceline.drafters.draft_sampler import DraftTokens
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.kv_cache.row_plan import TreeLayout
+from paceline.models.checkpoint import read_model_config
 from paceline.proof.doctor import DoctorOptions, diagnose
+from paceline.sampling.draw import Distribution, draw
 from paceline.speculation.drafter import DraftBudget
+from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
 TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
@@ -50,9 +67,8 @@ def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "of the kind Gemma4DSparkModel, which is not supported"),
+        ({"architectures": ["LingDSparkModel"]}, "of the kind LingDSparkModel, which is not supported"),
         ({"lilicorr_top_k": 4}, "'lilicorr_top_k', which is not supported"),
-        ({"conv_kernel_size": 2}, "'conv_kernel_size', which is not supported"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; vanilla, gated, rnn are"),
         ({"mask_token_id": 97}, r"mask_token_id = \[97\], expected one id below the target's 97"),
         ({"target_layer_ids": [1, 3]}, r"reads 3 of the target's layer boundaries, and its config names \[2, 4\]"),
@@ -64,6 +80,123 @@ def test_a_drafter_that_computes_something_else_is_refused(more: Any, what: str,
     files = HeadFiles.open(write_head(tmp_path, {**DSPARK, **more}, block_tensors(markov="vanilla")))
     with pytest.raises(IncompatibleDrafterError, match=what):
         read_block_config(files, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1.0, expected a number from 0 to 1"),
+        ({"block_size": -1}, "block_size = -1, expected an integer from 2 to 256"),
+        ({"mask_token_id": None}, "has no mask_token_id, the token that fills a block"),
+        ({"input_embedding_scale": -2.0}, "input_embedding_scale = -2.0, expected a number above 0"),
+        ({"output_multiplier": 0}, "output_multiplier = 0.0, expected a number above 0"),
+        ({"final_logit_softcapping": -3.0}, "final_logit_softcapping = -3.0, expected a number above 0"),
+        ({"is_causal": "yes"}, "is_causal = 'yes', expected true or false"),
+        ({"hidden_size": 64}, "hidden_size = 64, and the tensors of .* have 32"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers = 5, and the tensors of .* have 3"),
+        ({"markov_rank": 256}, "markov_rank = 256, and the tensors of .* have 6"),
+        ({"rope_scaling": {"type": "yarn"}}, "has no 'max_position_embeddings'|'yarn' have neither factor nor original_max_position"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": None}, "has no 'max_position_embeddings'"),
+        ({"rope_scaling": {"rope_dim": 99}}, "rope_dim = 99, expected an integer from 1 to 16"),
+        ({"head_dim": 2**20, "num_attention_heads": 64}, "64 heads of 1048576 values, expected 64 in all"),
+        ({"conv_kernel_size": 2}, "conv_kernel_size is set, and .* holds no attention_conv"),
+        ({"architectures": ["DFlash2DraftModel"]}, r"a dflash2 drafter without candidate_selector\.\*"),
+    ],
+)
+def test_an_impossible_value_of_the_config_is_refused(more: Any, what: str, tmp_path: Path) -> None:
+    config = {name: value for name, value in {**DSPARK, **more}.items() if value is not None}
+    files = HeadFiles.open(write_head(tmp_path, config, block_tensors(markov="vanilla")))
+    with pytest.raises(CheckpointError, match=what):
+        read_block_config(files, TARGET)
+
+
+def test_missing_layers_of_a_shallow_target_are_named(tmp_path: Path) -> None:
+    files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": {"mask_token_id": 3}}, block_tensors()))
+    with pytest.raises(
+        IncompatibleDrafterError, match="has no target_layer_ids, and the usual ones for 3 layers do not exist in a target of 2"
+    ):
+        read_block_config(files, make_config(hidden_size=32, vocab_size=97, num_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"conv_group_size": 5}, "groups of 5 values"),
+        ({"conv_kernel_size": 3}, "convolutions of 3 rows"),
+        ({"selector_top_k": 0}, "selector_top_k = 0, expected an integer from 1 to 1024"),
+        ({"selector_rank": 9}, "selector_rank = 9, and the tensors of .* have 8"),
+    ],
+)
+def test_sizes_that_a_dflash2_drafter_does_not_have_are_refused(more: Any, what: str, tmp_path: Path) -> None:
+    config = {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **more}}
+    files = HeadFiles.open(write_head(tmp_path, config, block_tensors(DFLASH2)))
+    with pytest.raises(CheckpointError, match=what):
+        read_block_config(files, TARGET)
+
+
+def test_tensors_without_a_config_are_named_as_a_block_drafters(tmp_path: Path) -> None:
+    path = write_head(tmp_path, DFLASH, block_tensors())
+    (path / "config.json").unlink()
+    files = HeadFiles.open(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing: it holds a block drafter's sizes"):
+        read_block_config(files, TARGET)
+
+
+def test_the_mask_embedding_of_a_file_replaces_the_targets_row(tmp_path: Path) -> None:
+    path = write_head(tmp_path, DFLASH, block_tensors())
+    torch.save({"mask_token_id": 96, "embedding": torch.arange(32.0)}, path / "mask_embedding.pt")
+    files = HeadFiles.open(path)
+    row = open_block(files, read_block_config(files, TARGET), TARGET).mask_embedding
+    assert row is not None
+    assert row.tolist() == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (None, "is no regular file"),
+        ({"embedding": torch.zeros(32), "other": torch.zeros(1)}, "holds .*other.*, expected a tensor 'embedding' and a 'mask_token_id'"),
+        ({"weight": torch.zeros(32)}, "holds .*weight.*, expected a tensor 'embedding'"),
+        ([1, 2], "holds list, expected a tensor 'embedding'"),
+        ({"embedding": torch.zeros(32), "mask_token_id": 5}, "is for mask_token_id 5, config.json has 96"),
+        ({"embedding": torch.zeros(32), "mask_token_id": torch.zeros(2)}, "is for mask_token_id tensor"),
+        ({"embedding": torch.zeros(31)}, "holds a row of 31 values, expected 32 numbers"),
+        ({"embedding": "x"}, "expected a tensor 'embedding'"),
+    ],
+)
+def test_a_mask_embedding_that_cannot_be_used_is_refused(content: Any, what: str, tmp_path: Path) -> None:
+    path = write_head(tmp_path, DFLASH, block_tensors())
+    if content is None:
+        (path / "mask_embedding.pt").mkdir()
+    else:
+        torch.save(content, path / "mask_embedding.pt")
+    files = HeadFiles.open(path)
+    with pytest.raises(CheckpointError, match=what):
+        open_block(files, read_block_config(files, TARGET), TARGET)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "what"),
+    [
+        ({"block_size": 1}, r"dflash\.block_size = 1, expected an integer from 2 to 256"),
+        ({"target_layers": 3}, r"dflash\.target_layers = 3, expected a list of layers"),
+        ({"embedding_length": 64}, r"dflash\.embedding_length = 64, and the tensors"),
+        ({"attention.value_length": 8}, r"dflash\.attention\.value_length = 8, expected the size of keys, 16"),
+        ({"rope.dimension_sections": [4, 4, 0, 0]}, r"dflash\.rope\.dimension_sections = \[4, 4, 0, 0\], expected a single section"),
+        ({"mask_token_id": 200}, "mask_token_id = .200., expected one id below the target's 97"),
+    ],
+)
+def test_metadata_of_a_gguf_file_is_read_or_refused(metadata: Any, what: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors(), metadata=metadata)
+    with pytest.raises((CheckpointError, IncompatibleDrafterError), match=what):
+        read_block_config(find_block(tmp_path / "drafter.gguf"), TARGET)
+
+
+def find_block(path: Path) -> HeadFiles:
+    files = find_head(path)
+    assert files is not None
+    return files
 
 
 def test_a_huge_head_size_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -151,6 +284,82 @@ def test_auto_takes_the_block_drafter_in_the_targets_draft_folder(tmp_path: Path
         assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
     with pytest.raises(IncompatibleDrafterError, match="holds a dspark drafter and no draft model: use drafter='auto'"):
         LLM(str(target), drafter="draft_model")
+
+
+@pytest.mark.parametrize("folder", ["draft", "assistant"])
+@pytest.mark.parametrize("is_file", [False, True])
+def test_auto_takes_the_gguf_drafter_next_to_its_target(is_file: bool, folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    skip_without_kernels()
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    config, tensors = perfect_block(successor, sharpness=4.0)
+    write_gguf_block(target / folder / "drafter.gguf", config, tensors)
+    count = len(successor)
+    tokens = {
+        "model": "llama", "tokens": [f"<{number}>" for number in range(count)], "scores": [-float(number) for number in range(count)],
+        "token_type": [2, *[1] * (count - 1)],
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in tokens.items()}
+    model = write_gguf(target, target / "model.gguf", metadata=metadata) if is_file else target
+    if is_file:
+        (target / "model.safetensors").unlink()
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(str(model), kv_cache_gb=0.05) as llm:
+        assert [drafter.name for drafter in llm.engine.speculator.drafters] == ["ngram", "dspark"]
+        plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
+        assert llm.generate([[5, 6]], sampling)[0].token_ids == plain.token_ids
+
+
+def test_a_gguf_drafter_given_as_a_model_is_named_as_a_drafter(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_gguf_block(tmp_path / "drafter.gguf", DFLASH, block_tensors())
+    with pytest.raises(CheckpointError, match=r"holds a drafter \(dflash\): pass it as the drafter of the model it is for"):
+        read_model_config(tmp_path / "drafter.gguf")
+
+
+def test_doctor_checks_a_gguf_drafter(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    target, successor = write_successor_target(tmp_path / "target", "qwen3", sharpness=4.0)
+    config, tensors = perfect_block(successor, sharpness=4.0)
+    write_gguf_block(tmp_path / "drafter.gguf", config, tensors, "Q8_0")
+    found = diagnose(DoctorOptions(model=str(target), drafters=(str(tmp_path / "drafter.gguf"),)))
+    assert found.problems == []
+    (one,) = found.drafters
+    assert one.pair is not None
+    assert one.pair.summary.startswith(
+        "dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; a row drafts the token after its own"
+    )
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_candidates_are_drawn_from_their_own_distribution(acceptance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a temperature: with the target's noise, or with separate noise and the probabilities that rejection needs."""
+    skip_without_kernels()
+    draft_always(monkeypatch)
+    real, seen = DraftSampler.sample_candidates, []
+
+    def recording(self: DraftSampler, request: Request, path: Any, token_ids: Any, scores: Any, width: int, **more: Any) -> DraftTokens:
+        found = real(self, request, path, token_ids, scores, width, **more)
+        seen.append(((request.seed, request.sample_index, len(request.token_ids) + len(path)), token_ids.copy(), scores.copy(), found))
+        return found
+
+    monkeypatch.setattr(DraftSampler, "sample_candidates", recording)
+    target = write_checkpoint(tmp_path / "target", "qwen3", num_hidden_layers=3, seed=4)
+    drafter = str(write_random_block2(tmp_path / "drafter"))
+    with LLM(str(target), drafter=drafter, kv_cache_gb=0.05, acceptance=acceptance) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True))
+    assert len(seen) > 20
+    for place, token_ids, scores, found in seen:
+        assert len(token_ids) == 5
+        exact = np.exp((scores.astype(np.float64) - scores.max()) / 0.8)
+        (token,) = found.token_ids
+        assert token in token_ids
+        if acceptance == "rejection":
+            assert found.draft_probs is not None
+            np.testing.assert_array_equal(found.draft_probs.token_ids, token_ids)
+            np.testing.assert_allclose(found.draft_probs.values, exact / exact.sum(), atol=1e-6)
+        else:
+            assert token == draw(Distribution((scores / 0.8).astype(np.float32), token_ids.astype(np.int64), False), *place)
 
 
 # Trees over independent rows

@@ -304,7 +304,7 @@ def test_two_names_for_one_tensor_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, EAGLE3, eagle3_tensors() | more)
 
 
-@pytest.mark.parametrize("named", ["dflash2", "xpress", "mlp"])
+@pytest.mark.parametrize("named", ["xpress", "mlp"])
 def test_a_method_that_cannot_be_used_is_named_as_its_publisher_names_it(named: str, tmp_path: Path) -> None:
     head = write_head(tmp_path, {**EAGLE3, "speculators_model_type": named}, eagle3_tensors())
     with pytest.raises(IncompatibleDrafterError, match=f"is a {named} drafter, which is not supported; those of medusa, eagle, .* are"):

@@ -9,6 +9,7 @@ from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.errors import BackendUnavailableError
 from paceline.models.config import ModelConfig
+from paceline.models.layers import BlockConvolution
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, Network, RowRange
@@ -174,3 +175,30 @@ def test_a_target_says_of_rows_what_their_logits_say(backend: str, seed: int) ->
 def test_another_backend_is_refused() -> None:
     with pytest.raises(BackendUnavailableError, match="'onnx'"):
         open_head(network, CONFIG, weights(), num_threads=1, max_model_len=8, backend="onnx")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("width", "group", "size"), [(40, 5, 3), (1040, 16, 2), (48, 48, 4), (33, 1, 1)])
+def test_a_block_convolution_stays_within_its_range(width: int, group: int, size: int, backend: str) -> None:
+    """Two ranges of 7 rows and of 2, on widths that fill no vector and on several pieces."""
+    if backend == "native" and kernels_path() is None:
+        pytest.skip("no native kernels for this machine")
+    convolution, random = BlockConvolution(kernel_size=size, group_size=group), np.random.default_rng(3)
+    groups, base = width // group, random.normal(size=(2, size, width)).astype(np.float32)
+
+    def convolve(blocks: Blocks[Value]) -> Mapping[str, Value]:
+        x, added = blocks.input("x", width), blocks.input("added", 2 * size * groups)
+        return {f"side {side}": blocks.block_convolution(x, added, convolution, "base", side) for side in (0, 1)}
+
+    held = Weights({"base.weight": plain_tensor(base.reshape(-1))})
+    head = open_head(convolve, CONFIG, held, num_threads=3, max_model_len=64, backend=backend)
+    head.new_cache(8)
+    x = random.normal(size=(9, width)).astype(np.float32)
+    added = random.normal(size=(9, 2, size, groups)).astype(np.float32)
+    found = run(head, {"x": x, "added": added.reshape(9, -1)}, batch_of(RowRange(0, 7, 3, table(1)), RowRange(7, 2, 0, table(2))))
+    for side in (0, 1):
+        expected = np.zeros((9, width))
+        for row in range(9):
+            for tap in range(min(size, (row if row < 7 else row - 7) + 1)):
+                expected[row] += (base[side, tap] + np.repeat(added[row, side, tap], group)) * x[row - tap]
+        np.testing.assert_allclose(found[f"side {side}"], expected, atol=1e-5)

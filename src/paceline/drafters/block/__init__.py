@@ -1,17 +1,19 @@
-"""Block drafters: DFlash and DSpark, which draft a whole block of tokens in one pass."""
+"""Block drafters: DFlash, DFlash2 and DSpark, which draft a whole block of tokens in one pass."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_alignment, open_block, read_block_config
+from paceline.drafters.block.checkpoint import open_block
+from paceline.drafters.block.config import BLOCK_KINDS, default_alignment, fits_target, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
+from paceline.drafters.block.gguf import open_gguf_block
 from paceline.drafters.block.network import BlockHead
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import AnyTensor, Weights
 
-__all__ = ["BLOCK_KINDS", "block_boundaries", "open_block_drafter"]
+__all__ = ["BLOCK_KINDS", "block_boundaries", "fits_target", "open_block_drafter", "open_gguf_block"]
 
 
 def block_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:

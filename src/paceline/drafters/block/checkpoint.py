@@ -1,92 +1,71 @@
-"""Read block drafters from their files: the config of the network, and its weights under our names.
+"""Weights of a block drafter under the names of `network.py`, from safetensors, PyTorch or GGUF files."""
 
-A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
-the target's hidden states. Sources: DFlash (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse
-Glimmer's assistant (transformers).
-"""
-
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_pairing, target_ids_of
-from paceline.drafters.head_kinds import HeadKind
-from paceline.errors import CheckpointError, IncompatibleDrafterError
-from paceline.models.config import ModelConfig, WeightType, check_frequencies
-from paceline.models.families.table import FAMILIES
-from paceline.models.json_fields import JsonFields
-from paceline.models.layer_builder import ACTIVATIONS
-from paceline.models.layers import AttentionConfig, DenseMLP, LayerConfig, QKNorm
-from paceline.models.rope_config import read_rope
-from paceline.models.storage.tensor_file import FileTensor, read_tensors
-from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
+from paceline.drafters.block.config import (
+    CONVOLUTIONS,
+    SELECTOR,
+    SINKS,
+    BlockConfig,
+    MarkovKind,
+    config_fields,
+    is_neox,
+    with_plain_names,
+)  # fmt: skip
+from paceline.drafters.head_files import HeadFiles, target_ids_of
+from paceline.errors import CheckpointError, shortened
+from paceline.models.config import ModelConfig, WeightType
+from paceline.models.layers import DenseMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.storage.tensor_file import read_torch_file
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32, take_rows
 
-BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DSPARK)
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-_MUSE = {
-    "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
-    "rope_theta": 500000.0,
-}  # fmt: skip
-_UNSUPPORTED_KEYS = ("lilicorr", "conv_kernel_size", "selector_rank", "projector_type", "shared_kv")
-"""Prefixes of config keys whose networks are not supported."""
-_UNSUPPORTED_ARCHITECTURES = ("Gemma4DSpark", "DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
+Shapes = dict[str, tuple[int, ...]]
+MASK_FILE = "mask_embedding.pt"
 _PARTS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
     **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-_OURS = {"norm": "final_norm", "embed_tokens": "embedding", "markov_head.markov_w2": "markov_output"}
-_SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
-
-
-class MarkovKind(Enum):
-    """What the bias of DSpark depends on."""
-
-    VANILLA = "vanilla"  # the previous token
-    GATED = "gated"  # the previous token and the hidden state of the row
-    RNN = "rnn"  # all tokens drafted so far, through a recurrent state
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig:
-    """Config of a block drafter.
-
-    Attributes:
-        layers: its decoder layers; their `vocab_size` is the number of draft ids.
-        feature_size: width of one of the target's hidden states.
-        boundaries: the target's layer boundaries it reads, in the order in which they are concatenated.
-        block_size: maximum rows of a block, including that of the last token.
-        embedding_scale: factor of the embedding rows.
-        logit_scale, logit_soft_cap: applied to the logits, in this order.
-        drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
-            position; None = the files do not say.
-        markov: bias of DSpark; None = none.
-        has_confidence: it predicts the probability that a draft token is accepted.
-        confidence_reads_token: that prediction also reads the previous token's Markov row.
-        own_lm_head, own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
-    """
-
-    kind: HeadKind
-    layers: ModelConfig
-    feature_size: int
-    boundaries: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_soft_cap: float | None = None
-    drafts_at_anchor: bool | None = None
-    markov: MarkovKind | None = None
-    has_confidence: bool = False
-    confidence_reads_token: bool = False
-    own_lm_head: bool = False
-    own_embedding: bool = False
+_NORMS = {
+    NormOrder.PRE: {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"},
+    NormOrder.SANDWICH: {
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_output_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_output_norm",
+    },
+}
+_WHOLE = {
+    **dict.fromkeys(SINKS, "attention.sinks"),
+    "layer_scalar": "output_scale.weight",
+    **{
+        f"{part}.kernel_projection.weight": f"{ours}_kernels.weight"
+        for part, ours in zip(CONVOLUTIONS, ("attention_convolution", "mlp_convolution"), strict=True)
+    },
+    **{
+        f"{part}.base_kernel": f"{ours}_base.weight"
+        for part, ours in zip(CONVOLUTIONS, ("attention_convolution", "mlp_convolution"), strict=True)
+    },
+}
+"""Our names of tensors of a layer that have no module of ours."""
+_OURS = {
+    "norm": "final_norm",
+    "embed_tokens": "embedding",
+    "markov_head.markov_w2": "markov_output",
+    SELECTOR + "hidden_projection": "selector",
+}
+_TABLES = {
+    "markov_head.markov_w1.weight": "markov_w1",
+    SELECTOR + "predecessor_codebook": "predecessor",
+    SELECTOR + "successor_codebook": "successor",
+}
+_SMALL = {"markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint", "confidence_head.proj": "confidence"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,77 +74,18 @@ class BlockCheckpoint:
 
     Attributes:
         weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
-        small: float32 matrices that NumPy multiplies: `markov_w1` [V, r], `gate`, `joint`, `confidence`, with biases.
+        tables: matrices with a row for each token id, of which single rows are read: `markov_w1` [V, r]; `predecessor`, `successor` [V, r].
+        small: float32 matrices that NumPy multiplies: `gate`, `joint`, `confidence`, with biases.
         mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
     """
 
     config: BlockConfig
     weights: Weights
+    tables: Mapping[str, AnyTensor]
     small: Mapping[str, NDArray[np.float32]]
     mask_embedding: NDArray[np.float32] | None
     target_ids: NDArray[np.int64] | None
-
-
-def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
-    """Read the config of the drafter in `files`.
-
-    Raises:
-        CheckpointError: a value of the config is missing or impossible.
-        IncompatibleDrafterError: it computes something that is not supported, or was made for another target.
-    """
-    _check_supported(files)
-    files = _with_plain_names(files)
-    fields = _fields(files)
-    fc = files.shape("fc.weight")
-    if fc is None or fc[1] % target.hidden_size:
-        width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
-        raise IncompatibleDrafterError(
-            f"the {files.kind.value} drafter {files.path} holds {width}, the target's hidden states have {target.hidden_size} values: "
-            "it was made for another model"
-        )
-    layers = _layers(files, fields, fc[0])
-    boundaries = _boundaries(files, fields, fc[1] // target.hidden_size, target)
-    check_pairing(files, target, hidden_size=fc[1] // len(boundaries))
-    if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
-        raise IncompatibleDrafterError(
-            f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
-            f"{layers.hidden_size}: it was made for another model"
-        )
-    own_rows = files.shape("lm_head.weight")
-    own_lm_head = own_rows is not None and ("d2t" in files.tensors or own_rows != (target.vocab_size, target.hidden_size))
-    mask_id = fields.token_ids("mask_token_id")
-    if len(mask_id) != 1 or mask_id[0] >= target.vocab_size:
-        raise IncompatibleDrafterError(
-            f"{fields.path}: mask_token_id = {list(mask_id)}, expected one id below the target's {target.vocab_size}"
-        )
-    return BlockConfig(
-        kind=files.kind,
-        layers=replace(layers, vocab_size=own_rows[0] if own_lm_head and own_rows else target.vocab_size),
-        feature_size=target.hidden_size,
-        boundaries=boundaries,
-        block_size=fields.size("block_size", 16, least=2, most=256),
-        mask_token_id=mask_id[0],
-        embedding_scale=fields.number("input_embedding_scale", 1.0),
-        logit_scale=fields.number("output_multiplier", 1.0),
-        logit_soft_cap=fields.optional_number("final_logit_softcapping") or None,  # 0 = none
-        drafts_at_anchor=_drafts_at_anchor(files, fields),
-        markov=_markov_kind(files, fields),
-        has_confidence="confidence_head.proj.weight" in files.tensors,
-        confidence_reads_token=fields.flag("confidence_head_with_markov", default=False),
-        own_lm_head=own_lm_head,
-        own_embedding=layers.hidden_size != target.hidden_size,
-    )
-
-
-def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
-    if "markov_head.markov_w1.weight" not in files.tensors:
-        return None
-    name = str(fields.values.get("markov_head_type", "vanilla"))
-    known = [kind.value for kind in MarkovKind]
-    if name not in known:
-        raise IncompatibleDrafterError(f"{files.path}: markov_head_type {name!r} is not supported; {', '.join(known)} are")
-    return MarkovKind(name)
 
 
 def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> BlockCheckpoint:
@@ -174,181 +94,60 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
     """
-    files = _with_plain_names(files)
+    files = with_plain_names(files)
     required, optional, dropped = _shapes(files, config)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *dropped])
-    small = {name for name in used if name.startswith(("markov_head.", "confidence_head.")) and not name.endswith("markov_w2.weight")}
-    tensors: dict[str, AnyTensor] = {_our_name(name): files.weight(name) for name in used if name not in small}
-    if not _is_neox(_fields(files)):
+    small = {name for name in used if name.rpartition(".")[0] in _SMALL}
+    tensors = {_our_name(name, config): files.matrix(name) for name in used if name not in small and name not in _TABLES}
+    for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, taps, E] becomes a vector
+        tensors[name] = _flattened(tensors[name])
+    if not is_neox(config_fields(files)):
         _interleaved_to_halves(tensors, config.layers)
-    mask = files.path / "mask_embedding.pt"
-    stored = read_tensors(mask, "head") if files.path.is_dir() and mask.is_file() else {}
-    row = np.asarray(stored["embedding"].open(), np.float32).reshape(-1) if "embedding" in stored else None
-    if row is not None and len(row) != config.layers.hidden_size:
-        raise CheckpointError(f"{mask} holds a row of {len(row)} values, expected {config.layers.hidden_size}; download it again")
     return BlockCheckpoint(
         config,
         Weights(tensors),
-        {_small_name(name): as_float32(files.weight(name)) for name in small},
-        row,
+        {table: files.matrix(name) for name, table in _TABLES.items() if name in used},
+        {_small_name(name): as_float32(files.matrix(name)) for name in small},
+        _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
         target_ids_of(files, config.layers.vocab_size, target),
     )
 
 
-def _check_supported(files: HeadFiles) -> None:
-    """Refuse drafters whose network is not supported, by name."""
-    config = files.config
-    nested = config.get("dflash_config")
-    keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
-    unsupported = next((key for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
-    if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
-        raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
-    if unsupported is not None:
-        raise IncompatibleDrafterError(
-            f"{files.path} is a {files.kind.value} drafter with {unsupported!r}, which is not supported: use another drafter"
-        )
+def _flattened(tensor: AnyTensor) -> Tensor:
+    values = np.ascontiguousarray(as_float32(tensor)).reshape(-1)
+    return Tensor(values, WeightType.F32, values.shape)
 
 
-def _with_plain_names(files: HeadFiles) -> HeadFiles:
-    """Return the files with one spelling of each tensor name."""
-    renamed: dict[str, FileTensor] = {}
-    for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
-        renamed[name if alias is None else _ALIASES[alias] + name.removeprefix(alias)] = tensor
-    return replace(files, tensors=renamed)
+def _read_mask_embedding(path: Path, config: BlockConfig) -> NDArray[np.float32] | None:
+    """Return the embedding of the mask token that replaces the target's row, [E]; None = there is no such file.
 
-
-def _fields(files: HeadFiles) -> JsonFields:
-    """Return the fields of all levels of the config, merged."""
-    config: Mapping[str, Any] = files.config
-    values: dict[str, Any] = dict(_MUSE) if config.get("model_type") == "muse_glimmer_assistant" else {}
-    for part in (config.get("transformer_layer_config"), config, config.get("dflash_config")):
-        values |= part if isinstance(part, Mapping) else {}
-    if config.get("model_type") == "muse_glimmer_assistant":
-        values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
-        values["sliding_window"] += 1  # transformers counts the distance, not the positions
-    values.setdefault("max_position_embeddings", 2**20)
-    return JsonFields(values, files.path / "config.json" if files.path.is_dir() else files.path)
-
-
-def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConfig:
-    num_heads = fields.size("num_attention_heads")
-    query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
-    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
-    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
-    activation = str(fields.values.get("hidden_act", "silu"))
-    if query is None or key is None or gate is None:
-        raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    if query[0] != num_heads * head_size:  # before anything is allocated by these numbers
-        raise CheckpointError(f"{fields.path}: {num_heads} heads of {head_size} values, expected {query[0]} in all as q_proj has")
-    if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+        BackendUnavailableError: torch is not installed.
+    """
+    if not os.path.lexists(path):
+        return None
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file, expected the embedding of the mask token; download it again")
+    content: Any = read_torch_file(path, "mask embedding")
+    row: Any = content.get("embedding") if isinstance(content, dict) else None
+    if not hasattr(row, "numel") or not content.keys() <= {"embedding", "mask_token_id"}:
+        held = shortened(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} holds {held}, expected a tensor 'embedding' and a 'mask_token_id'; download it again")
+    token_id = content.get("mask_token_id", config.mask_token_id)
+    token_id = token_id.item() if hasattr(token_id, "numel") and token_id.numel() == 1 else token_id
+    if not isinstance(token_id, int) or token_id != config.mask_token_id:
         raise CheckpointError(
-            f"{fields.path}: hidden_act {activation!r} with {num_heads} heads of {head_size} values and {num_kv_heads} key heads is no "
-            f"network we run: the activation is one of {', '.join(ACTIVATIONS)}, heads are of even size and a multiple of the key heads"
+            f"{path} is for mask_token_id {shortened(token_id)}, config.json has {config.mask_token_id}: one of the two belongs to "
+            "another drafter"
         )
-    tensors = files.tensors
-    family = replace(FAMILIES["llama"], has_partial_rope=True)
-    attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        rope=read_rope(fields, family, head_size=head_size).for_context(None),
-        scale=float(head_size**-0.5),
-        qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
-        has_sinks=any(f"layers.0.{name}" in tensors for name in _SINKS),
-        value_scale=fields.number("attention_value_scale", 1.0),
-    )
-    mlp = DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation])
-    kinds = _attention_kinds(fields, max(1, files.count("layers.{}.")), speculators=files.is_speculators)
-    config = ModelConfig(
-        family="llama",
-        vocab_size=1,
-        hidden_size=hidden_size,
-        layers=tuple(LayerConfig(mixer=replace(attention, window=window, is_causal=causal), mlp=mlp) for window, causal in kinds),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=fields.size("max_position_embeddings"),
-        weight_type=WeightType.F32,
-    )
-    check_frequencies(config, fields.path)
-    return config
-
-
-def _attention_kinds(fields: JsonFields, num_layers: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
-    """Return window and causality of each layer. By default, layers with a window are causal and others see the whole block."""
-    values = fields.values
-    named = values.get("layer_types")
-    if fields.flag("use_swa", default=False):
-        windows: list[int | None] = [fields.size("swa_window_size")] * num_layers
-    elif named is None:
-        windows = [None] * num_layers
-    elif isinstance(named, list) and len(named) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in named[:num_layers]):
-        window = fields.size("sliding_window") if _SLIDING in named[:num_layers] else None
-        windows = [window if kind == _SLIDING else None for kind in named[:num_layers]]
-    else:
+    if row.numel() != config.layers.hidden_size or not row.is_floating_point():
         raise CheckpointError(
-            f"{fields.path}: layer_types = {str(named)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+            f"{path} holds a row of {row.numel()} values, expected {config.layers.hidden_size} numbers; download it again"
         )
-    given = values.get("is_causal", values.get("causal"))
-    if given is None and speculators and fields.flag("sliding_window_non_causal", default=True):
-        given = False
-    block_size = fields.size("block_size", 16)
-    causal = [window is not None if given is None else bool(given) for window in windows]
-    narrow = [window for window, is_causal in zip(windows, causal, strict=True) if window and not is_causal and window < block_size]
-    if narrow:
-        raise IncompatibleDrafterError(f"{fields.path}: a window of {narrow[0]} positions is shorter than a block of {block_size} rows")
-    return list(zip(windows, causal, strict=True))
-
-
-def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the boundaries it reads; boundary b is the input of layer b. Most files name layer outputs, speculators' boundaries."""
-    num_layers = target.num_layers
-    named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
-    if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
-        raise CheckpointError(f"{fields.path}: target_layer_ids = {str(named)[:80]}, expected a list of layers")
-    if "aux_hidden_state_layer_ids" in fields.values or (named is None and files.is_speculators):
-        found = [2, num_layers // 2, num_layers - 3] if named is None else list(named)
-    elif named is not None:
-        found = [layer + 1 for layer in named]
-    elif count == 1:
-        found = [num_layers // 2 + 1]
-    else:
-        found = [round(1 + index * (num_layers - 4) / (count - 1)) + 1 for index in range(count)]
-    if len(found) != count or len(set(found)) != count or not all(0 <= boundary <= num_layers for boundary in found):
-        raise IncompatibleDrafterError(
-            f"{files.path} reads {count} of the target's layer boundaries, and its config names {found} of {num_layers} layers: "
-            "it was made for another model"
-        )
-    return tuple(found)
-
-
-def _drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
-    given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
-    if given is not None:
-        return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
-    return False if files.kind is HeadKind.DFLASH else None
-
-
-def default_alignment(files: HeadFiles) -> bool:
-    """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
-    is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
-    return files.kind is HeadKind.DSPARK and not is_speculators
-
-
-def describe_alignment(*, drafts_at_anchor: bool, is_known: bool) -> str:
-    """Describe which position a row drafts: as the files say or the first drafts showed, or as it is tried first."""
-    place = "the token after its own position" if drafts_at_anchor else "the token at its own position"
-    return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
-
-
-def _is_neox(fields: JsonFields) -> bool:
-    """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
-    named = fields.values.get("architectures")
-    default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
-    return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))
+    return np.asarray(row.detach().float().reshape(-1).numpy(), np.float32)
 
 
 def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
@@ -360,41 +159,26 @@ def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -
             rows = (np.arange(heads)[:, None] * size + own).reshape(-1)
             for name, order in ((f"{part}_proj.weight", rows), (f"{part}_proj.bias", rows), (f"{part}_norm.weight", own)):
                 stored = tensors.get(f"layers.{layer}.{name}")
-                if isinstance(stored, Tensor):
-                    tensors[f"layers.{layer}.{name}"] = Tensor(stored.array[order], stored.weight_type, stored.shape)
+                if stored is not None:
+                    tensors[f"layers.{layer}.{name}"] = take_rows(stored, order)
 
 
-def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Sequence[str]]:
+def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequence[str]]:
     """Return the required tensors, the optional ones, and the names of unused ones, such as copies of the target's."""
     layers, hidden = config.layers, config.layers.hidden_size
-    required: dict[str, tuple[int, ...]] = {
+    required: Shapes = {
         "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
     }  # fmt: skip
-    optional: dict[str, tuple[int, ...]] = {"fc.bias": (hidden,)}
-    for layer, mixer in layers.attentions.items():
-        prefix, mlp = f"layers.{layer}.", layers.layers[layer].mlp
-        assert isinstance(mlp, DenseMLP)
-        inner = mlp.intermediate_size
-        matrices = {
-            "self_attn.q_proj": (mixer.query_size, hidden), "self_attn.k_proj": (mixer.kv_size, hidden),
-            "self_attn.v_proj": (mixer.kv_size, hidden), "self_attn.o_proj": (hidden, mixer.query_size),
-            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-        }  # fmt: skip
-        for name, shape in matrices.items():
-            required[f"{prefix}{name}.weight"] = shape
-            optional[f"{prefix}{name}.bias"] = shape[:1]
-        required |= {f"{prefix}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        if mixer.qk_norm is QKNorm.HEAD:
-            required |= {f"{prefix}self_attn.{name}.weight": (mixer.head_size,) for name in ("q_norm", "k_norm")}
-        if mixer.has_sinks:
-            required |= {prefix + name: (mixer.num_heads,) for name in _SINKS if prefix + name in files.tensors}
+    optional: Shapes = {"fc.bias": (hidden,)}
+    for index, layer in enumerate(layers.layers):
+        _add_layer(files, f"layers.{index}.", layer, hidden, required, optional)
     if config.own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     if config.own_embedding:
-        required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
+        required["embed_tokens.weight"] = (_rows(files, "embed_tokens.weight"), hidden)
     rank = (files.shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
-        embedded = (files.shape("markov_head.markov_w1.weight") or (0, 0))[0]
+        embedded = _rows(files, "markov_head.markov_w1.weight")
         required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
     if config.markov is MarkovKind.GATED:
         required |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
@@ -402,27 +186,65 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int,
         required |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
     if config.has_confidence:
         width = hidden + (rank if config.confidence_reads_token else 0)
-        required |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+        required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
+    if config.num_candidates:
+        rank, books = (
+            _rows(files, SELECTOR + "hidden_projection.weight"),
+            [SELECTOR + f"{name}_codebook" for name in ("predecessor", "successor")],
+        )
+        required[SELECTOR + "hidden_projection.weight"] = (rank, hidden)
+        required |= {name: (_rows(files, books[0]), rank) for name in books}
     copies = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
     dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return required, optional, dropped
 
 
-def _our_name(name: str) -> str:
+def _rows(files: HeadFiles, name: str) -> int:
+    return (files.shape(name) or (0, 0))[0]
+
+
+def _add_layer(files: HeadFiles, prefix: str, layer: LayerConfig, hidden: int, required: Shapes, optional: Shapes) -> None:
+    """Add the tensors of a decoder layer."""
+    mixer, mlp = layer.attention, layer.mlp
+    assert isinstance(mlp, DenseMLP)  # config.py makes no others
+    inner = mlp.intermediate_size
+    matrices = {
+        "self_attn.q_proj": (mixer.query_size, hidden), "self_attn.k_proj": (mixer.kv_size, hidden),
+        "self_attn.v_proj": (mixer.kv_size, hidden), "self_attn.o_proj": (hidden, mixer.query_size),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    if mixer.keys_are_values:
+        del matrices["self_attn.v_proj"]
+    for name, shape in matrices.items():
+        required[f"{prefix}{name}.weight"] = shape
+        optional[f"{prefix}{name}.bias"] = shape[:1]
+    required |= {f"{prefix}{name}.weight": (hidden,) for name in _NORMS[layer.norm_order]}
+    if mixer.qk_norm is QKNorm.HEAD:
+        required |= {f"{prefix}self_attn.{name}.weight": (mixer.head_size,) for name in ("q_norm", "k_norm")}
+    if mixer.has_sinks:
+        required |= {prefix + name: (mixer.num_heads,) for name in SINKS if prefix + name in files.tensors}
+    if layer.scales_output:
+        required[prefix + "layer_scalar"] = (1,)
+    if layer.convolution is not None:
+        size, groups = layer.convolution.kernel_size, hidden // layer.convolution.group_size
+        for part in CONVOLUTIONS:
+            required[f"{prefix}{part}.base_kernel"] = (2, size, hidden)
+            required[f"{prefix}{part}.kernel_projection.weight"] = (2 * size * groups, hidden)
+
+
+def _our_name(name: str, config: BlockConfig) -> str:
     """Return the name of a tensor of the file in `network.py`."""
-    if any(name.endswith(sinks) for sinks in _SINKS):
-        return f"layers.{name.split('.')[1]}.attention.sinks"
+    if name.startswith("layers."):
+        _, layer, part = name.split(".", 2)
+        if part in _WHOLE:
+            return f"layers.{layer}.{_WHOLE[part]}"
+        stem, kind = part.rsplit(".", 1)
+        names = {**_PARTS, **_NORMS[config.layers.layers[int(layer)].norm_order]}
+        return f"layers.{layer}.{names[stem]}.{kind}"
     stem, kind = name.rsplit(".", 1)
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".", 2)
-        return f"layers.{layer}.{_PARTS[part]}.{kind}"
     return f"{_OURS.get(stem, stem)}.{kind}"
 
 
 def _small_name(name: str) -> str:
-    parts = {
-        "markov_head.markov_w1": "markov_w1", "markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint",
-        "confidence_head.proj": "confidence",
-    }  # fmt: skip
     stem, kind = name.rsplit(".", 1)
-    return parts[stem] if kind == "weight" else f"{parts[stem]}_bias"
+    return _SMALL[stem] if kind == "weight" else f"{_SMALL[stem]}_bias"

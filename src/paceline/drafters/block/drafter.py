@@ -1,24 +1,26 @@
 """Drafting with a block drafter: one pass drafts all positions of a block.
 
-Sources: DFlash (z-lab), DSpark (deepseek-ai/DeepSpec), trees over independent rows as DDTree of mlx-vlm. Deviations: every accepted token
-is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the target's pass.
+Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), trees over independent rows as DDTree of mlx-vlm. Deviations: every
+accepted token is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the
+target's pass.
 
 Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
 pass over the prompt.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from paceline.drafters.block.checkpoint import describe_alignment
+from paceline.drafters.block.config import describe_alignment
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
-from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
+from paceline.drafters.block.network import SELECTED, BlockHead, BlockRows, ContextRows
+from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
 from paceline.kv_cache.cache import KVCache
-from paceline.runtimes.base import FloatArray, split_into_passes
+from paceline.runtimes.base import FloatArray, IntArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
@@ -56,7 +58,8 @@ class BlockDrafter(Drafter):
         self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
-        head.rank_with(self._sampler.ranking(tree_width))
+        ranking = self._sampler.ranking(tree_width)
+        head.rank_with(replace(ranking, count=config.num_candidates) if config.num_candidates else ranking)
         self._is_alignment_unknown = config.drafts_at_anchor is None
         self._num_right = [0, 0]  # how often row 0, and row 1, predicted the next token
         self._num_compared = 0
@@ -137,9 +140,9 @@ class BlockDrafter(Drafter):
     def _draft(self, group: Sequence[tuple[BlockRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
-        is_biased = self.head.rank > 0
+        is_biased, has_selector = self.head.rank > 0, self.head.config.num_candidates > 0
         shift = 0 if self.drafts_at_anchor else 1
-        output = self.head.run_block([rows for rows, _ in group], None if is_biased else _block_draws(group, shift))
+        output = self.head.run_block([rows for rows, _ in group], None if is_biased or has_selector else _block_draws(group, shift))
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first, trees = 0, dict[int, DraftTree | None]()
@@ -152,7 +155,11 @@ class BlockDrafter(Drafter):
             else:
                 ranked = output.ranked[first : first + count]
                 self._remember_firsts(draft.request, [row.token_ids[0] for row in ranked[:2]])
-                trees[id(draft.request)] = self._from_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
+                if has_selector:
+                    self._add_selected(draft, ranked[shift:], output.results[SELECTED][first + shift : first + count])
+                    trees[id(draft.request)] = draft.to_tree(self.name)
+                else:
+                    trees[id(draft.request)] = self._from_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
         return trees
 
@@ -174,6 +181,28 @@ class BlockDrafter(Drafter):
             if draft.frontier:
                 draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
         return draft.to_tree(self.name)
+
+    def _add_selected(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selected: FloatArray) -> None:
+        """Add levels from left to right; the candidates of each row are scored again, given the token before it."""
+        for level in range(draft.depth):
+            nodes, (log_sum, _, scores, ids) = draft.frontier, ranked[level]
+            if not nodes:
+                return
+            count = ids.index(-1) if -1 in ids else len(ids)
+            order = np.argsort(ids[:count])  # distributions list ids in this order
+            token_ids, kept = np.array(ids[:count], np.int32)[order], np.array(scores[:count], np.float32)[order]
+            found = [NO_TOKENS] * len(nodes)
+            if count and math.isfinite(log_sum):
+                previous = [draft.request.token_ids[-1] if node == 0 else draft.token_ids[node] for node in nodes]
+                rows = self.head.rescore(previous, selected[level], token_ids, kept)
+                found = [self._choose(draft, node, token_ids, row) for node, row in zip(nodes, rows, strict=True)]
+            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+
+    def _choose(self, draft: GrowingDraft, node: int, token_ids: IntArray, scores: FloatArray) -> DraftTokens:
+        needs_draft_probs = draft.budget.needs_draft_probs
+        return self._sampler.sample_candidates(
+            draft.request, draft.path(node), token_ids, scores, draft.width, needs_draft_probs=needs_draft_probs
+        )
 
     def _add_biased(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Add levels from left to right; each row gets the bias of the tokens before it.

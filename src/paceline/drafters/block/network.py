@@ -2,9 +2,9 @@
 
 `context_rows` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_rows` runs the last
 token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to each
-row (`biased_rows`).
+row (`biased_rows`). With DFlash2 the most probable tokens of a row are scored again, given the token before it (`rescore`).
 
-Sources: DFlash (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
+Sources: DFlash and DFlash2 (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,20 @@ from itertools import accumulate
 
 import numpy as np
 
-from paceline.drafters.block.checkpoint import BlockCheckpoint, BlockConfig, MarkovKind
+from paceline.drafters.block.checkpoint import BlockCheckpoint
+from paceline.drafters.block.config import BlockConfig, MarkovKind
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
-from paceline.models.weights import AnyTensor, Tensor, Weights
+from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, Blocks, Compose, Value, decoder_layer
 from paceline.runtimes.embedding import embedding_rows
 from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, Ranking
 
-BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
-"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; latent vectors of a bias, and its rows."""
+BOUNDARY, EMBEDDING, LATENT, BASE, SELECTED = "boundary", "embedding", "latent", "base", "selected"
+"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; latent vectors of a bias, and its rows.
+Result: the vectors that DFlash2 scores candidates with."""
 
 
 def context_rows(config: BlockConfig) -> Compose:
@@ -36,10 +38,13 @@ def context_rows(config: BlockConfig) -> Compose:
         context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
         for layer, attention in config.layers.attentions.items():
             prefix = f"layers.{layer}."
-            k, v = blocks.linear(context, prefix + "k_proj", prefix + "v_proj")
+            names = ["k_proj"] if attention.keys_are_values else ["k_proj", "v_proj"]
+            k, *others = blocks.linear(context, *(prefix + name for name in names))
+            v = others[0] if others else k
             if attention.qk_norm is QKNorm.HEAD:
                 k = blocks.head_norm(k, prefix + "k_norm", attention.num_kv_heads)
             k = blocks.rope(k, attention.num_kv_heads, attention.key_rope)
+            v = blocks.head_norm(v, None, attention.num_kv_heads) if attention.norms_values else v
             v = v if attention.value_scale == 1.0 else blocks.scale(v, attention.value_scale)
             stored.append(blocks.store_kv(k, v, attention, layer))
         return {f"stored.{layer}": value for layer, value in enumerate(stored)}
@@ -48,7 +53,7 @@ def context_rows(config: BlockConfig) -> Compose:
 
 
 def block_rows(config: BlockConfig) -> Compose:
-    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
+    """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]; DFlash2: `selected` [T, r]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         x = blocks.input(EMBEDDING, config.layers.hidden_size)
@@ -60,7 +65,8 @@ def block_rows(config: BlockConfig) -> Compose:
             logits = blocks.scale(logits, config.logit_scale)
         if config.logit_soft_cap is not None:
             logits = blocks.soft_cap(logits, config.logit_soft_cap)
-        return {LOGITS: logits, HIDDEN_STATES: hidden}
+        selected = {SELECTED: blocks.linear(hidden, "selector")[0]} if config.num_candidates else {}
+        return {LOGITS: logits, HIDDEN_STATES: hidden, **selected}
 
     return compose
 
@@ -114,7 +120,7 @@ class BlockHead:
 
     Attributes:
         runtime: the network of committed positions; the other networks use its cache.
-        embedded_ids: number of token ids that have an embedding.
+        embedded_ids: number of token ids that have an embedding, and rows in the tables of DFlash2.
     """
 
     def __init__(
@@ -131,7 +137,8 @@ class BlockHead:
     ) -> None:
         config = checkpoint.config
         self.config, self.target_ids, self._small = config, checkpoint.target_ids, checkpoint.small
-        self.rank = self._small["markov_w1"].shape[1] if config.markov is not None else 0
+        self._tables = checkpoint.tables
+        self.rank = self._tables["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = open_head(
             context_rows(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
@@ -142,7 +149,8 @@ class BlockHead:
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)
         self._mask_row = checkpoint.mask_embedding
-        self.embedded_ids = embedding.shape[0]
+        books = [table.shape[0] for name, table in self._tables.items() if name != "markov_w1"]
+        self.embedded_ids = min([embedding.shape[0], *books])
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
     def rank_with(self, ranking: Ranking) -> None:
@@ -181,8 +189,19 @@ class BlockHead:
 
     def markov_row(self, token_id: int) -> FloatArray:
         """Return the Markov row [r] of the previous token; zeros for an id that the drafter does not know."""
-        table = self._small["markov_w1"]
-        return table[token_id] if token_id < len(table) else np.zeros(self.rank, np.float32)
+        table = self._tables["markov_w1"]
+        return as_float32(table, np.array([token_id], np.int32))[0] if token_id < table.shape[0] else np.zeros(self.rank, np.float32)
+
+    def rescore(self, previous: Sequence[int], selected: FloatArray, token_ids: IntArray, scores: FloatArray) -> FloatArray:
+        """Return the scores of a row's candidates after each of several previous tokens, [n, k].
+
+        Args:
+            previous: [n] token ids.
+            selected: [r] of the row.
+            token_ids, scores: [k] of the candidates.
+        """
+        before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selected
+        return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
     def first_state(self, anchor: int, hidden: FloatArray, *, drafts_at_anchor: bool) -> FloatArray:
         """Return the recurrent state [r] before the first row that drafts.
@@ -217,7 +236,8 @@ class BlockHead:
     def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
         """Return the probability that the token drafted at a row is accepted, given that those before it are."""
         features = np.concatenate([hidden, row]) if self.config.confidence_reads_token else hidden
-        return float(_sigmoid(self._small["confidence"][0] @ features + self._small["confidence_bias"][0]))
+        bias = self._small.get("confidence_bias")
+        return float(_sigmoid(self._small["confidence"][0] @ features + (0.0 if bias is None else bias[0])))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:

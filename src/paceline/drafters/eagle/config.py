@@ -377,7 +377,7 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(by_window[window] for window in windows),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=fields.size("max_position_embeddings"),
         weight_type=WeightType.F32,
     )

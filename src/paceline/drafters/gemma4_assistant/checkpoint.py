@@ -89,7 +89,7 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
         layers=layers,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.epsilon("rms_norm_eps", 1e-6),
         max_positions=target.max_positions,
         weight_type=WeightType.F32,
         tied_embeddings=True,

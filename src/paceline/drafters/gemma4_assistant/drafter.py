@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens
+from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
 from paceline.drafters.target import LoadedTarget
-from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
-from paceline.sampling.draw import Distribution
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
@@ -115,19 +113,7 @@ class AssistantDrafter(Drafter):
         if self._network.assistant.config.clusters is None:
             return self._sampler.sample(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
         ids, scores = self._network.candidates(output, row, self._vocab_size)
-        if not len(ids) or not np.isfinite(scores).all():
-            return NO_TOKENS
-        if request.processor.only_scales:  # then other tokens stay impossible
-            is_greedy = request.params.is_greedy
-            scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
-            candidates = Distribution(scaled, ids, is_greedy)
-            return self._sampler.sample_candidates(request, path, candidates, draft.width, needs_draft_probs=needs_draft_probs)
-        whole = np.full(self._vocab_size, -np.inf, np.float32)
-        whole[ids] = scores
-        try:
-            return self._sampler.sample_target_row(request, path, whole, draft.width, needs_draft_probs=needs_draft_probs)
-        except PacelineError:  # none of them is allowed here
-            return NO_TOKENS
+        return self._sampler.sample_candidates(request, path, ids, scores, draft.width, needs_draft_probs=needs_draft_probs)
 
 
 def open_assistant(files: HeadFiles, target: LoadedTarget) -> AssistantDrafter:

@@ -12,7 +12,7 @@ from paceline.models.families.family import Family, GgufFormat
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.json_fields import JsonFields
-from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
+from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, LayerInput, NormOrder, QKNorm
 from paceline.models.rope_config import read_rope
 
@@ -169,7 +169,7 @@ def _global_sizes(build: LayerBuilder) -> dict[str, Any]:
 
 
 def _checked(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
-    num_kv_heads, head_size = fields.size("num_key_value_heads"), fields.size("head_dim", most=MAX_HEAD_SIZE)
+    num_kv_heads, head_size = fields.size("num_key_value_heads"), fields.size("head_dim")
     if build.num_heads % num_kv_heads or head_size % 2:
         raise CheckpointError(
             f"{fields.path}: {build.num_heads} query heads over {num_kv_heads} key heads of {head_size} values: expected a multiple, "
@@ -348,6 +348,7 @@ _GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     models="Gemma 4 (text)",
     bundled_drafters=("gemma4_assistant",),
+    published_heads=("dflash", "dspark"),
     layers=_gemma4,
     defaults={
         **_DEFAULTS,

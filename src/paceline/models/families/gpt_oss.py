@@ -44,7 +44,7 @@ FAMILIES = (
         name="gpt_oss",
         architecture="GptOssForCausalLM",
         models="gpt-oss",
-        published_heads=("eagle3",),
+        published_heads=("eagle3", "dflash"),
         layers=_gpt_oss,
         defaults={
             "max_position_embeddings": 131072,

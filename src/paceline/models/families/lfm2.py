@@ -118,6 +118,7 @@ _LFM2 = Family(
         "final_norm": "model.embedding_norm",
     },
     recurrent_module="conv",
+    published_heads=("dspark",),
     field_aliases={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
     gguf=_GGUF,
 )

@@ -80,7 +80,7 @@ FAMILIES = (
         name="qwen3",
         architecture="Qwen3ForCausalLM",
         models="Qwen3",
-        published_heads=("eagle3",),
+        published_heads=("eagle3", "dflash", "dspark"),
         layers=_qwen3,
         defaults={**_DENSE, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),

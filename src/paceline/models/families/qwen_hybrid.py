@@ -120,6 +120,7 @@ _QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     models="Qwen3.5, Qwen3.6 (text)",
     bundled_drafters=("mtp",),
+    published_heads=("dflash", "dflash2"),
     layers=_qwen3_5,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     has_partial_rope=True,

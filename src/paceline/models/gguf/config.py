@@ -21,6 +21,7 @@ from paceline.models.rope_config import RopeConfig, RopeType
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of rotary frequencies, which are part of the configuration."""
 
+_DRAFTER_ARCHITECTURES = ("eagle3", "dflash")
 _STORED_AS = {"F16": WeightType.F16, "BF16": WeightType.BF16}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _METADATA_KEYS = {
@@ -61,6 +62,15 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise with_metadata_keys(error, fields.architecture, gguf_format(family).metadata_keys) from None
 
 
+def rope_values(file: GgufFile, *, head_size: int, max_positions: int) -> dict[str, Any]:
+    """Return the config.json fields of the rotary embeddings of a drafting head's file.
+
+    Raises:
+        CheckpointError: A value is out of range or not supported.
+    """
+    return _ConfigReader(file, FAMILIES["llama"])._rope(head_size, max_positions)
+
+
 def gguf_format(family: Family) -> GgufFormat:
     """Return how GGUF files of a family are read.
 
@@ -88,6 +98,8 @@ def _family_of(fields: GgufFields) -> Family:
     """Return the family of a file. Of several with its architecture, one that matches the metadata is chosen first."""
     if fields.architecture in ASSISTANT_ARCHITECTURES:
         raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter of that model")
+    if fields.architecture in _DRAFTER_ARCHITECTURES:
+        raise CheckpointError(f"{fields.file.path} holds a drafter ({fields.architecture}): pass it as the drafter of the model it is for")
     formats = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     formats.sort(key=lambda one: one[1].matches is None)
     for family, own in formats:

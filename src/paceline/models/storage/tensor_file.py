@@ -65,6 +65,26 @@ def _view(stored: StoredTensor, file_bytes: NDArray[np.uint8]) -> NDArray[Any]:
 
 def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
     """Return the tensors of a PyTorch file, which must be a flat dictionary of tensors."""
+    content = read_torch_file(path, what)
+    import torch
+
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(
+            f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
+        )
+    return {str(name): FileTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}
+
+
+def read_torch_file(path: Path, what: str) -> Any:
+    """Return the contents of a PyTorch file. Only tensors and plain values are read.
+
+    Args:
+        what: it is a file of, for errors.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds objects of other types.
+        BackendUnavailableError: torch is not installed.
+    """
     try:
         import torch
     except ImportError as error:
@@ -75,18 +95,13 @@ def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for files that are refused anyway
             try:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # files of PyTorch before 1.6 cannot be mapped
-                content = torch.load(path, map_location="cpu", weights_only=True)
+                return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling untrusted bytes can raise anything
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({described(error)}); use the {what} as safetensors, or download it again"
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError(
-            f"{path} holds more than tensors by name: it is no {what}'s file, or a training checkpoint; export its weights"
-        )
-    return {str(name): FileTensor(tuple(tensor.shape), _torch_type(tensor), partial(_array, tensor)) for name, tensor in content.items()}
 
 
 def _torch_type(tensor: "torch.Tensor") -> str:

@@ -10,6 +10,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
     AttentionConfig,
+    BlockConvolution,
     ClampedSwiGLU,
     ExpertMLP,
     GatedDeltaConfig,
@@ -29,6 +30,7 @@ from paceline.runtimes.native.records import (
     PANEL_KINDS,
     AddOperation,
     AttentionOperation,
+    BlockConvolutionOperation,
     ColumnsOperation,
     CombineOperation,
     ConcatOperation,
@@ -179,6 +181,14 @@ class NativeBlocks:
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
             conv_at=place.conv_at, record_at=place.record_at, weight=self._weights.transposed(name + ".weight"), bias=bias,
+        )  # fmt: skip
+        return self._append(operation, x)
+
+    def block_convolution(self, x: Value, added: Value, convolution: BlockConvolution, name: str, side: int) -> Value:
+        size = convolution.kernel_size
+        operation = BlockConvolutionOperation(
+            x=x.index, added=added.index, width=x.width, added_width=added.width, added_at=side * (added.width // 2), kernel_size=size,
+            group=convolution.group_size, base=self._weights.vector(name + ".weight") + 4 * side * size * x.width,
         )  # fmt: skip
         return self._append(operation, x)
 

@@ -22,7 +22,7 @@ PANEL_KINDS = frozenset(kind for kind in MatrixKind if kind.name.startswith("PAN
 Code = IntEnum(
     "Code",
     "LINEAR NORM ROPE ATTENTION GATED ADD GATHER SOFT_CAP CONCAT SILU_RESIDUAL RANK SCALE COLUMNS ROUTE EXPERTS COMBINE SIGMOID_GATE "
-    "CONVOLUTION STATE",
+    "CONVOLUTION STATE BLOCK_CONVOLUTION",
     start=0,
 )
 """The kind of an operation."""
@@ -248,6 +248,13 @@ class StateOperation(Operation):
     )
 
 
+class BlockConvolutionOperation(Operation):
+    """A convolution over the rows of a range, with a kernel of its own for each row, see `Blocks.block_convolution`."""
+
+    CODE, INPUTS = Code.BLOCK_CONVOLUTION, ("x", "added")
+    _fields_ = _fields("int32 x added width added_width added_at kernel_size group; pointer base")
+
+
 class AdapterProduct(Structure):
     """What an adapter adds to one product: `up` times `rank` numbers from `first` on, and a bias; or a replacement of the matrix."""
 
@@ -348,14 +355,15 @@ class Program(Structure):
     )
 
 
-VERSION = 20
+VERSION = 21
 """KERNELS_VERSION of kernels/native.h."""
 
 _RECORDS: tuple[type[Structure], ...] = (
     Matrix, SuperBlocksRecord, BlocksRecord, LinearOperation, NormOperation, RopeOperation, AttentionOperation, GatedOperation,
     AddOperation, SiluResidualOperation, GatherOperation, SoftCapOperation, ConcatOperation, RankOperation, ScaleOperation,
     ColumnsOperation, RouteOperation, ExpertsOperation, CombineOperation, SigmoidGateOperation, ConvolutionOperation,
-    StateOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, Step, Save, StateRange, Pass, Program,
+    StateOperation, BlockConvolutionOperation, AdapterProduct, AdapterSite, PassAdapter, Range, SampleOptions, SamplePath, Step, Save,
+    StateRange, Pass, Program,
 )  # fmt: skip
 LAYOUT = (VERSION, *map(sizeof, _RECORDS), DRAW.itemsize, -1)
 """What `paceline_layout` of the kernels returns for 0, 1, ..."""

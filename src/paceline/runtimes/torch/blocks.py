@@ -15,6 +15,7 @@ from paceline.models.config import ModelConfig
 from paceline.models.layers import (
     Activation,
     AttentionConfig,
+    BlockConvolution,
     ClampedSwiGLU,
     ExpertMLP,
     GatedDeltaConfig,
@@ -151,6 +152,17 @@ class TorchBlocks:
 
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
         return self._states.convolution(x, layer, self._weights)
+
+    def block_convolution(self, x: torch.Tensor, added: torch.Tensor, convolution: BlockConvolution, name: str, side: int) -> torch.Tensor:
+        size = convolution.kernel_size
+        base = self._weights.plain(name).reshape(2, size, -1)[side]
+        kernels = added.reshape(len(x), 2, size, -1)[:, side].repeat_interleave(convolution.group_size, dim=-1) + base
+        earlier = torch.from_numpy(np.concatenate([np.arange(rows.num_rows) for rows in self._batch.ranges])).to(x.device)
+        result = kernels[:, 0] * x
+        for tap in range(1, min(size, len(x))):
+            before = torch.roll(x, tap, 0) * (earlier >= tap)[:, None]
+            result = result + kernels[:, tap] * before
+        return result
 
     def delta_rule(self, x: torch.Tensor, b: torch.Tensor, a: torch.Tensor, mixer: GatedDeltaConfig, layer: int) -> torch.Tensor:
         return self._states.delta_rule(x, b, a, mixer, layer, self._weights)

@@ -5,7 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERNELS_VERSION 20 /* increased whenever a record, a code or a function changes; VERSION in runtimes/native/records.py is equal */
+#define KERNELS_VERSION 21 /* increased whenever a record, a code or a function changes; VERSION in runtimes/native/records.py is equal */
 
 /* Rows of a block, which share the loaded and decoded weights: as many as keep their sums in registers. */
 #ifdef __AVX512F__
@@ -59,7 +59,7 @@ typedef struct {
 
 enum {
     LINEAR, NORM, ROPE, ATTENTION, GATED, ADD, GATHER, SOFT_CAP, CONCAT, SILU_RESIDUAL, RANK, SCALE, COLUMNS, ROUTE, EXPERTS, COMBINE,
-    SIGMOID_GATE, CONVOLUTION, STATE,
+    SIGMOID_GATE, CONVOLUTION, STATE, BLOCK_CONVOLUTION,
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
 enum { SOFTMAX, SIGMOID }; /* how a router's logits become scores */
@@ -183,6 +183,14 @@ typedef struct {
     const float *weight;                            /* [kernel_size, channels], the last row for the row itself */
     const float *bias;                              /* [channels]; NULL = none */
 } ConvolutionOperation;
+
+/* A convolution over the rows of a range, with a kernel of its own for each row: base plus what the row adds to each group of columns. */
+typedef struct {
+    Operation head;
+    int32_t x, added, width, added_width, added_at; /* added: [rows, added_width], of it [kernel_size, width / group] from added_at on */
+    int32_t kernel_size, group;
+    const float *base; /* [kernel_size, width], the first row for the row itself */
+} BlockConvolutionOperation;
 
 /* Recurrent matrices [heads][rows_of_state, columns]: a gated delta rule (queries, keys and values in x, a and b its gates), or else Mamba-2
  * (x, B and C in x, a its step sizes). */
@@ -362,6 +370,7 @@ void add_scaled(const float *x, int width, float factor, float *sum);
 float sigmoid_of(float x);
 void add_silu(const float *x, const float *y, int width, float *out);
 void join(const float *x, int width, const float *y, int begin, int count, float *out);
+void convolve_block(const BlockConvolutionOperation *own, const float *x, const float *added, int earlier, int begin, int count, float *out);
 
 /* The result of ROUTE in its buffer. A pair is a row and one of its experts; pairs are ordered by expert, then by the row's adapter, then by row. */
 typedef struct {

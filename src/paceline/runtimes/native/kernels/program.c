@@ -262,6 +262,18 @@ static void run_concat(const Work *work, const Operation *operation) {
         join(x + piece.row * x_width, op->x_width, y + piece.row * y_width, piece.begin, piece.count, out + piece.at);
 }
 
+static void run_block_convolution(const Work *work, const Operation *operation) {
+    const BlockConvolutionOperation *op = (const BlockConvolutionOperation *)operation;
+    const Pass *pass = work->pass;
+    const float *x = buffer(work, op->x), *added = buffer(work, op->added) + op->added_at;
+    float *out = buffer(work, operation->out);
+    for (Piece piece = {{0}}; next_piece(work, op->width, &piece);) {
+        const size_t at = piece.row * (size_t)op->width;
+        const int earlier = (int)piece.row - pass->ranges[pass->range_of_row[piece.row]].start;
+        convolve_block(op, x + at, added + piece.row * (size_t)op->added_width, earlier, piece.begin, piece.count, out + at);
+    }
+}
+
 static void run_rank(const Work *work, const Operation *operation) {
     const RankOperation *op = (const RankOperation *)operation;
     const int pieces = pieces_of(op->columns), rows = work->rows;
@@ -283,7 +295,7 @@ static Function *const FUNCTIONS[] = {
     [ADD] = run_add,           [GATHER] = run_gather, [SOFT_CAP] = run_soft_cap, [CONCAT] = run_concat,
     [SILU_RESIDUAL] = run_silu_residual, [RANK] = run_rank, [SCALE] = run_scale, [COLUMNS] = run_columns,
     [ROUTE] = run_route,       [EXPERTS] = run_experts, [COMBINE] = run_combine, [SIGMOID_GATE] = run_sigmoid_gate,
-    [CONVOLUTION] = run_convolution, [STATE] = run_state,
+    [CONVOLUTION] = run_convolution, [STATE] = run_state, [BLOCK_CONVOLUTION] = run_block_convolution,
 };
 
 /* Return the first operation from `index` on that has rows. */
@@ -332,7 +344,7 @@ int32_t paceline_layout(int32_t index) {
         sizeof(AttentionOperation), sizeof(GatedOperation), sizeof(AddOperation), sizeof(SiluResidualOperation), sizeof(GatherOperation), sizeof(SoftCapOperation),
         sizeof(ConcatOperation), sizeof(RankOperation), sizeof(ScaleOperation), sizeof(ColumnsOperation), sizeof(RouteOperation),
         sizeof(ExpertsOperation), sizeof(CombineOperation), sizeof(SigmoidGateOperation), sizeof(ConvolutionOperation),
-        sizeof(StateOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
+        sizeof(StateOperation), sizeof(BlockConvolutionOperation), sizeof(AdapterProduct), sizeof(AdapterSite), sizeof(PassAdapter), sizeof(Range), sizeof(SampleOptions),
         sizeof(SamplePath), sizeof(Step), sizeof(Save), sizeof(StateRange), sizeof(Pass), sizeof(Program), sizeof(Draw),
     };
     return (size_t)index < sizeof LAYOUT / sizeof *LAYOUT ? (int32_t)LAYOUT[index] : -1;

@@ -87,6 +87,22 @@ void join(const float *x, int width, const float *y, int begin, int count, float
     if (left < count) memcpy(out + left, y + (begin + left - width), (size_t)(count - left) * sizeof(float));
 }
 
+/* Columns [begin, begin + count) of a row of a block convolution, of which `earlier` rows precede it in its block; rows before these are zeros. */
+void convolve_block(const BlockConvolutionOperation *own, const float *x, const float *added, int earlier, int begin, int count, float *out) {
+    const int taps = own->kernel_size <= earlier ? own->kernel_size : earlier + 1, groups = own->width / own->group;
+    EACH_16(column, part, count) {
+        const int first = begin + column;
+        floats sum = broadcast(0.0f);
+        for (int tap = 0; tap < taps; tap++) {
+            floats weight = broadcast(added[tap * groups + first / own->group]);
+            for (int lane = 1; lane < part; lane++) weight[lane] = added[tap * groups + (first + lane) / own->group];
+            weight += load_part(own->base + (size_t)tap * (size_t)own->width + first, part);
+            sum = fused(weight, load_part(x - (size_t)tap * (size_t)own->width + first, part), sum);
+        }
+        store_part(out + first, sum, part);
+    }
+}
+
 /* cap tanh(x / cap). */
 void soft_cap(const float *x, int width, float cap, float *out) {
     EACH_16(column, count, width)

@@ -1,0 +1,487 @@
+"""Config of a block drafter, read from config.json, or from the metadata of a GGUF file under the same names.
+
+A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
+the target's hidden states. Sources: DFlash and DFlash2 (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec),
+Muse Glimmer's assistant (transformers).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from paceline.drafters.head_files import HeadFiles, check_pairing
+from paceline.drafters.head_kinds import HeadKind
+from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
+from paceline.models.checkpoint import is_gguf
+from paceline.models.config import ModelConfig, WeightType, check_frequencies
+from paceline.models.families.table import FAMILIES
+from paceline.models.gguf.config import with_metadata_keys
+from paceline.models.json_fields import JsonFields
+from paceline.models.layer_builder import ACTIVATIONS
+from paceline.models.layers import AttentionConfig, BlockConvolution, DenseMLP, LayerConfig, NormOrder, QKNorm
+from paceline.models.rope_config import RopeConfig, read_rope
+from paceline.models.storage.tensor_file import FileTensor
+
+BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DFLASH2, HeadKind.DSPARK)
+GGUF_ARCHITECTURE = "dflash"
+GGUF_KEYS = {
+    "block_size": "block_size",
+    "sample_from_anchor": "sample_from_anchor",
+    "is_causal": "attention.causal",
+    "attention_value_scale": "attention.value_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "input_embedding_scale": "embedding_scale",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "target_layer_ids": "target_layers",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+"""Metadata keys of config.json fields in GGUF files of block drafters, without the architecture."""
+SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
+SELECTOR = "candidate_selector."
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ALIASES = {
+    "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.",
+    **{f"{SELECTOR}{name}_codebook.weight": f"{SELECTOR}{name}_codebook" for name in ("predecessor", "successor")},
+}  # fmt: skip
+_MUSE = {
+    "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
+    "rope_theta": 500000.0,
+}  # fmt: skip
+_UNSUPPORTED_KEYS = ("lilicorr", "projector_type", "shared_kv")
+"""Prefixes of config keys whose networks are not supported."""
+_UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
+_GEMMA4 = "Gemma4DSpark"
+_MAX_CANDIDATES = 1024
+
+
+class MarkovKind(Enum):
+    """What the bias of DSpark depends on."""
+
+    VANILLA = "vanilla"  # the previous token
+    GATED = "gated"  # the previous token and the hidden state of the row
+    RNN = "rnn"  # all tokens drafted so far, through a recurrent state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """Config of a block drafter.
+
+    Attributes:
+        layers: its decoder layers; their `vocab_size` is the number of draft ids.
+        feature_size: width of one of the target's hidden states.
+        boundaries: the target's layer boundaries it reads, in the order in which they are concatenated.
+        block_size: maximum rows of a block, including that of the last token.
+        embedding_scale: factor of the embedding rows.
+        logit_scale, logit_soft_cap: applied to the logits, in this order.
+        drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
+            position; None = the files do not say.
+        markov: bias of DSpark; None = none.
+        has_confidence: it predicts the probability that a draft token is accepted.
+        confidence_reads_token: that prediction also reads the previous token's Markov row.
+        num_candidates: DFlash2: the most probable tokens of a row that its selector scores again; 0 = it has none.
+        own_lm_head, own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
+    """
+
+    kind: HeadKind
+    layers: ModelConfig
+    feature_size: int
+    boundaries: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    drafts_at_anchor: bool | None = None
+    markov: MarkovKind | None = None
+    has_confidence: bool = False
+    confidence_reads_token: bool = False
+    num_candidates: int = 0
+    own_lm_head: bool = False
+    own_embedding: bool = False
+
+
+def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
+    """Read the config of the drafter in `files`.
+
+    Raises:
+        CheckpointError: a value of the config is missing or impossible.
+        IncompatibleDrafterError: it computes something that is not supported, or was made for another target.
+    """
+    try:
+        return _read_config(files, target)
+    except (CheckpointError, IncompatibleDrafterError) as error:
+        if not is_gguf(files.path):
+            raise
+        raise type(error)(str(with_metadata_keys(CheckpointError(str(error)), GGUF_ARCHITECTURE, GGUF_KEYS))) from None
+
+
+def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
+    """Return whether the files hold a block drafter for models of the target's sizes.
+
+    Raises:
+        CheckpointError: a value of the config is missing or impossible.
+    """
+    if files.kind not in BLOCK_KINDS:
+        return False
+    try:
+        read_block_config(files, target)
+    except IncompatibleDrafterError:
+        return False
+    return True
+
+
+def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
+    _check_supported(files)
+    files = with_plain_names(files)
+    fields = config_fields(files)
+    fc = files.shape("fc.weight")
+    if fc is None or fc[1] % target.hidden_size or not fc[1]:
+        width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
+        raise IncompatibleDrafterError(
+            f"the {files.kind.value} drafter {files.path} holds {width}, the target's hidden states have {target.hidden_size} values: "
+            "it was made for another model"
+        )
+    block_size = fields.size("block_size", 16, least=2, most=256)
+    layers = _layers(files, fields, fc[0], block_size)
+    _check_sizes(files, fields, layers)
+    boundaries = _boundaries(files, fields, fc[1] // target.hidden_size, target)
+    check_pairing(files, target, hidden_size=fc[1] // len(boundaries))
+    own_rows, own_lm_head = _own_rows(files, layers, target)
+    return BlockConfig(
+        kind=files.kind,
+        layers=replace(layers, vocab_size=own_rows if own_lm_head else target.vocab_size),
+        feature_size=target.hidden_size,
+        boundaries=boundaries,
+        block_size=block_size,
+        mask_token_id=_mask_token_id(fields, target),
+        embedding_scale=fields.positive("input_embedding_scale", layers.hidden_size**0.5 if _is_gemma4(files) else 1.0),
+        logit_scale=fields.positive("output_multiplier", 1.0),
+        logit_soft_cap=None if fields.values.get("final_logit_softcapping") in (None, 0) else fields.positive("final_logit_softcapping"),
+        drafts_at_anchor=_drafts_at_anchor(files, fields),
+        markov=_markov_kind(files, fields),
+        has_confidence="confidence_head.proj.weight" in files.tensors,
+        confidence_reads_token=fields.flag("confidence_head_with_markov", default=False),
+        num_candidates=_num_candidates(files, fields),
+        own_lm_head=own_lm_head,
+        own_embedding=layers.hidden_size != target.hidden_size,
+    )
+
+
+def _own_rows(files: HeadFiles, layers: ModelConfig, target: ModelConfig) -> tuple[int, bool]:
+    """Return the rows of the file's output matrix, and whether it is used: it is not a copy of the target's."""
+    if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
+        raise IncompatibleDrafterError(
+            f"{files.path} has no embed_tokens.weight, and the target's rows of {target.hidden_size} values do not fit its hidden size "
+            f"{layers.hidden_size}: it was made for another model"
+        )
+    own = files.shape("lm_head.weight")
+    return (0, False) if own is None else (own[0], "d2t" in files.tensors or own != (target.vocab_size, target.hidden_size))
+
+
+def _mask_token_id(fields: JsonFields, target: ModelConfig) -> int:
+    found = fields.token_ids("mask_token_id")
+    if not found:
+        raise CheckpointError(f"{fields.path} has no mask_token_id, the token that fills a block: download the drafter's config again")
+    if len(found) > 1 or found[0] >= target.vocab_size:
+        raise IncompatibleDrafterError(
+            f"{fields.path}: mask_token_id = {shortened(list(found))}, expected one id below the target's {target.vocab_size}"
+        )
+    return found[0]
+
+
+def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> None:
+    """Compare sizes of the config with those of the tensors: where they differ, one of the two files belongs to another drafter."""
+    markov, hidden = (files.shape(f"markov_head.{name}.weight") for name in ("markov_w1", "markov_w2"))
+    selector, head = files.shape(SELECTOR + "hidden_projection.weight"), files.shape("lm_head.weight")
+    stored = {
+        "hidden_size": layers.hidden_size,
+        "num_hidden_layers": layers.num_layers,
+        "markov_rank": 0 if markov is None or hidden is None else markov[1],
+        "selector_rank": 0 if selector is None else selector[0],
+        **({"draft_vocab_size": head[0]} if head is not None and "d2t" in files.tensors else {}),
+    }
+    for name, size in stored.items():
+        given = fields.values.get(name)
+        if given is not None and fields.size(name, least=0) != size:
+            raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
+
+
+def _num_candidates(files: HeadFiles, fields: JsonFields) -> int:
+    """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is none."""
+    if not any(name.startswith(SELECTOR) for name in files.tensors):
+        if files.kind is HeadKind.DFLASH2:
+            raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR}*: the file is damaged, download it again")
+        return 0
+    if "d2t" in files.tensors:
+        raise IncompatibleDrafterError(
+            f"{files.path} is a dflash2 drafter with a draft vocabulary (d2t), which is not supported: use another drafter"
+        )
+    return fields.size("selector_top_k", 16, most=_MAX_CANDIDATES)
+
+
+def _markov_kind(files: HeadFiles, fields: JsonFields) -> MarkovKind | None:
+    if "markov_head.markov_w1.weight" not in files.tensors:
+        return None
+    name = str(fields.values.get("markov_head_type", "vanilla"))
+    known = [kind.value for kind in MarkovKind]
+    if name not in known:
+        raise IncompatibleDrafterError(f"{files.path}: markov_head_type {name!r} is not supported; {', '.join(known)} are")
+    return MarkovKind(name)
+
+
+def _check_supported(files: HeadFiles) -> None:
+    """Refuse drafters whose network is not supported, by name."""
+    config = files.config
+    nested = config.get("dflash_config")
+    keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
+    architecture = _architecture(files)
+    unsupported = next((key for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
+    if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
+        raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
+    if unsupported is not None:
+        raise IncompatibleDrafterError(
+            f"{files.path} is a {files.kind.value} drafter with {unsupported!r}, which is not supported: use another drafter"
+        )
+
+
+def _architecture(files: HeadFiles) -> str:
+    named = files.config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def with_plain_names(files: HeadFiles) -> HeadFiles:
+    """Return the files with one spelling of each tensor name."""
+    renamed: dict[str, FileTensor] = {}
+    for name, tensor in files.tensors.items():
+        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
+        renamed[name if alias is None else _ALIASES[alias] + name.removeprefix(alias)] = tensor
+    return replace(files, tensors=renamed)
+
+
+def config_fields(files: HeadFiles) -> JsonFields:
+    """Return the fields of all levels of the config, merged.
+
+    Raises:
+        CheckpointError: there is no config.
+    """
+    config: Mapping[str, Any] = files.config
+    if not config:
+        raise CheckpointError(f"{files.config_path} is missing: it holds a block drafter's sizes; download it with the weights")
+    is_muse = config.get("model_type") == "muse_glimmer_assistant"
+    values: dict[str, Any] = dict(_MUSE) if is_muse else {}
+    for part in (config.get("transformer_layer_config"), config, config.get("dflash_config")):
+        values |= part if isinstance(part, Mapping) else {}
+    fields = JsonFields(values, files.config_path)
+    if is_muse:
+        values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
+        values["sliding_window"] = fields.size("sliding_window") + 1  # transformers counts the distance, not the positions
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        values.setdefault("max_position_embeddings", 2**20)  # other rotations depend on the length
+    return fields
+
+
+def _is_gemma4(files: HeadFiles) -> bool:
+    """Return whether the layers are those of Gemma 4: norms before and after a part, scores that are not scaled, normed values."""
+    return _GEMMA4 in _architecture(files)
+
+
+def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int, block_size: int) -> ModelConfig:
+    gate, is_gemma4 = files.shape("layers.0.mlp.gate_proj.weight"), _is_gemma4(files)
+    attention = _gemma4_attention(files, fields) if is_gemma4 else _attention(files, fields, hidden_size)
+    name = "hidden_activation" if is_gemma4 else "hidden_act"
+    activation = str(fields.values.get(name, "gelu_pytorch_tanh" if is_gemma4 else "silu"))
+    if gate is None:
+        raise CheckpointError(f"{files.path} has no layers.0.mlp.gate_proj.weight: the file is damaged, download it again")
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(f"{fields.path}: {name} {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
+    count = max(1, files.count("layers.{}."))
+    kinds = [(None, False)] * count if is_gemma4 else _attention_kinds(fields, count, block_size, speculators=files.is_speculators)
+    layer = LayerConfig(
+        mixer=attention,
+        mlp=DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation]),
+        norm_order=NormOrder.SANDWICH if is_gemma4 else NormOrder.PRE,
+        scales_output="layers.0.layer_scalar" in files.tensors,
+        convolution=_convolution(files, fields, hidden_size),
+    )
+    config = ModelConfig(
+        family="llama",
+        vocab_size=1,
+        hidden_size=hidden_size,
+        layers=tuple(replace(layer, mixer=replace(attention, window=window, is_causal=causal)) for window, causal in kinds),
+        norm_eps=fields.epsilon("norm_eps" if fields.values.get("rms_norm_eps") is None else "rms_norm_eps", 1e-6),
+        max_positions=fields.size("max_position_embeddings"),
+        weight_type=WeightType.F32,
+    )
+    check_frequencies(config, fields.path)
+    return config
+
+
+def _attention(files: HeadFiles, fields: JsonFields, hidden_size: int) -> AttentionConfig:
+    num_heads = fields.size("num_attention_heads")
+    head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
+    num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
+    _check_heads(files, fields, num_heads, num_kv_heads, head_size)
+    family, tensors = replace(FAMILIES["llama"], has_partial_rope=True), files.tensors
+    shares_keys = "layers.0.self_attn.v_proj.weight" not in tensors and is_gguf(files.path)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rope=read_rope(_with_fraction(fields, head_size), family, head_size=head_size).for_context(None),
+        scale=float(head_size**-0.5),
+        qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
+        has_sinks=any(f"layers.0.{name}" in tensors for name in SINKS),
+        norms_values=shares_keys,
+        keys_are_values=shares_keys,
+        value_scale=fields.positive("attention_value_scale", 1.0),
+    )
+
+
+def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
+    """Return the fields with `rope_dim`, LFM2's number of values of a head that rotate, as a fraction of the head."""
+    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or scaling.get("rope_dim") is None:
+        return fields
+    rotated = JsonFields(scaling, fields.path).size("rope_dim", most=head_size)
+    return JsonFields({**fields.values, "partial_rotary_factor": rotated / head_size}, fields.path)
+
+
+def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
+    """Return the attention of Gemma4DSparkModel, the same in all layers: that of Gemma 4's full layers."""
+    shares_keys = fields.flag("attention_k_eq_v", default=False)
+    num_heads, head_size = fields.size("num_attention_heads"), fields.size("global_head_dim", 512)
+    num_kv_heads = fields.size("num_global_key_value_heads" if shares_keys else "num_key_value_heads")
+    _check_heads(files, fields, num_heads, num_kv_heads, head_size)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rope=_gemma4_rope(fields, head_size),
+        scale=1.0,
+        qk_norm=QKNorm.HEAD,
+        norms_values=True,
+        keys_are_values=shares_keys,
+    )
+
+
+def _gemma4_rope(fields: JsonFields, head_size: int) -> RopeConfig:
+    ropes = fields.values.get("rope_parameters")
+    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(_FULL), Mapping):
+        raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_FULL}")
+    return read_rope(fields, FAMILIES["gemma4_text"], head_size=head_size, layer_type=_FULL)
+
+
+def _check_heads(files: HeadFiles, fields: JsonFields, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    """Compare the heads with the first layer before anything is allocated by these numbers."""
+    query, key = (files.shape(f"layers.0.self_attn.{name}.weight") for name in ("q_proj", "k_proj"))
+    if query is None or key is None:
+        raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
+    if query[0] != num_heads * head_size:
+        raise CheckpointError(f"{fields.path}: {num_heads} heads of {head_size} values, expected {query[0]} in all as q_proj has")
+    if head_size % 2 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.path}: {num_heads} heads of {head_size} values and {num_kv_heads} key heads: heads must be of even size, and their "
+            "number a multiple of that of the key heads"
+        )
+
+
+def _convolution(files: HeadFiles, fields: JsonFields, hidden_size: int) -> BlockConvolution | None:
+    """Return the convolutions of DFlash2; None = there are none."""
+    base = files.tensors.get("layers.0.attention_conv.base_kernel")
+    if base is None:
+        if fields.values.get("conv_kernel_size"):
+            raise CheckpointError(f"{fields.path}: conv_kernel_size is set, and {files.path} holds no attention_conv: download both again")
+        return None
+    group = fields.size("conv_group_size", 16)
+    size = base.shape[1] if len(base.shape) == 3 else 0
+    if not 0 < size <= 16 or fields.size("conv_kernel_size", size) != size or hidden_size % group:
+        raise CheckpointError(
+            f"{fields.path}: convolutions of {fields.values.get('conv_kernel_size')} rows over groups of {group} values, and base_kernel "
+            f"is of shape {list(base.shape)}: expected [2, up to 16 rows, {hidden_size}] and a divisor of {hidden_size}"
+        )
+    return BlockConvolution(kernel_size=size, group_size=group)
+
+
+def _attention_kinds(fields: JsonFields, num_layers: int, block_size: int, *, speculators: bool) -> list[tuple[int | None, bool]]:
+    """Return window and causality of each layer. By default, layers with a window are causal and others see the whole block."""
+    values = fields.values
+    named = values.get("layer_types")
+    if fields.flag("use_swa", default=False):
+        windows: list[int | None] = [fields.size("swa_window_size")] * num_layers
+    elif named is None:
+        windows = [None] * num_layers
+    elif isinstance(named, list) and len(named) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in named[:num_layers]):
+        window = fields.size("sliding_window") if _SLIDING in named[:num_layers] else None
+        windows = [window if kind == _SLIDING else None for kind in named[:num_layers]]
+    else:
+        raise CheckpointError(
+            f"{fields.path}: layer_types = {shortened(named)}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
+        )
+    given = "is_causal" if values.get("is_causal") is not None else "causal"
+    is_both_ways = speculators and fields.flag("sliding_window_non_causal", default=True)
+    causal = [fields.flag(given, default=window is not None and not is_both_ways) for window in windows]
+    narrow = [window for window, is_causal in zip(windows, causal, strict=True) if window and not is_causal and window < block_size]
+    if narrow:
+        raise IncompatibleDrafterError(f"{fields.path}: a window of {narrow[0]} positions is shorter than a block of {block_size} rows")
+    return list(zip(windows, causal, strict=True))
+
+
+def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
+    """Return the boundaries it reads; boundary b is the input of layer b. Most files name layer outputs, speculators' boundaries."""
+    num_layers = target.num_layers
+    named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
+        raise CheckpointError(f"{fields.path}: target_layer_ids = {shortened(named)}, expected a list of layers")
+    if "aux_hidden_state_layer_ids" in fields.values or (named is None and files.is_speculators):
+        found = [2, num_layers // 2, num_layers - 3] if named is None else list(named)
+    elif named is not None:
+        found = [layer + 1 for layer in named]
+    elif count == 1:
+        found = [num_layers // 2 + 1]
+    else:
+        found = [round(1 + index * (num_layers - 4) / (count - 1)) + 1 for index in range(count)]
+    if named is None and (found != sorted(set(found)) or found[0] < 0 or found[-1] > num_layers):
+        raise IncompatibleDrafterError(
+            f"{fields.path} has no target_layer_ids, and the usual ones for {count} layers do not exist in a target of {num_layers}: "
+            "download the drafter's config again, or use another drafter"
+        )
+    if len(found) != count or len(set(found)) != count or not all(0 <= boundary <= num_layers for boundary in found):
+        raise IncompatibleDrafterError(
+            f"{files.path} reads {count} of the target's layer boundaries, and its config names {found} of {num_layers} layers: "
+            "it was made for another model"
+        )
+    return tuple(found)
+
+
+def _drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
+    given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
+    if given is not None:
+        return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
+    return None if files.kind is HeadKind.DSPARK else False
+
+
+def default_alignment(files: HeadFiles) -> bool:
+    """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
+    is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
+    return files.kind is HeadKind.DSPARK and not is_speculators
+
+
+def describe_alignment(*, drafts_at_anchor: bool, is_known: bool) -> str:
+    """Describe which position a row drafts: as the files say or the first drafts showed, or as it is tried first."""
+    place = "the token after its own position" if drafts_at_anchor else "the token at its own position"
+    return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
+
+
+def is_neox(fields: JsonFields) -> bool:
+    """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
+    named = fields.values.get("architectures")
+    default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
+    return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))
