@@ -81,7 +81,9 @@ CASES: dict[str, Case] = {
     "z-lab, biases": zlab(layer={"attention_bias": True}),
     "z-lab, yarn": zlab(layer={"rope_parameters": YARN}),
     "z-lab, dflash2": Case("dflash", "dflash2", config={**ZLAB, "dflash_config": {**NESTED, **SELECTOR}}),
-    "z-lab, dflash2, sliding": Case("dflash", "dflash2", NARROW, {**ZLAB, "dflash_config": {**NESTED, **SELECTOR, "output_multiplier": 0.5}}),
+    "z-lab, dflash2, sliding": Case(
+        "dflash", "dflash2", NARROW, {**ZLAB, "dflash_config": {**NESTED, **SELECTOR, "output_multiplier": 0.5}}
+    ),
     "dflash2": Case("speculators", "dflash2", config=SELECTOR),
     "dflash2, sliding": Case("speculators", "dflash2", WIDE, SELECTOR),
     "dflash2, sliding layers are causal": Case("speculators", "dflash2", WIDE, {**SELECTOR, "sliding_window_non_causal": False}),

@@ -38,6 +38,7 @@ NORMAL = {
     ("gemma4-f32-native", "dspark-gated", "tree"),
     ("gpt_oss-bf16-paths", "dflash", "tree"),
     ("lfm2-f32-native", "dspark-unaligned", "chain"),
+    ("qwen3_5-f32-native", "dflash2", "tree"),
 }
 """Cases of a normal run."""
 
