@@ -277,7 +277,8 @@ def best_first_tree(
         found = tokens_after(path)
         return [(token, prob, source, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
 
-    return grow_tree(root, budget, (), expand)
+    start: tuple[int, ...] = ()
+    return grow_tree(root, budget, start, expand)
 
 
 def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) -> Draws | None:
