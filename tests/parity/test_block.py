@@ -175,6 +175,20 @@ def test_dflash2_drafts_equal_the_shared_reference(name: str, tmp_path: Path) ->
         assert tokens == wanted.guesses(anchor, rows)[0]
 
 
+@pytest.mark.parametrize("has_all_ids", [False, True])
+def test_candidates_of_a_draft_vocabulary_are_scored_by_their_own_rows(has_all_ids: bool, tmp_path: Path) -> None:
+    random, ids, chosen = np.random.default_rng(1), np.arange(0, VOCAB_SIZE, 2), np.array([3, 7, 20])
+    embedding, lm_head = random.normal(size=(VOCAB_SIZE, 32)), random.normal(size=(VOCAB_SIZE, 32))
+    after = torch.randn(VOCAB_SIZE if has_all_ids else len(ids), 8)
+    own = {"lm_head.weight": torch.randn(len(ids), 32), "d2t": torch.from_numpy(ids - np.arange(len(ids)))}
+    tensors = block_tensors(DFLASH2) | own | {"candidate_selector.successor_codebook": after}
+    head = open_head(tmp_path, DFLASH2, tensors, embedding, lm_head, "auto")
+    vector, scores = random.normal(size=8).astype(np.float32), random.normal(size=3).astype(np.float32)
+    found = head.rescore([5], vector, ids[chosen].astype(np.int32), scores)[0]
+    before, rows = tensors["candidate_selector.predecessor_codebook"][5].numpy(), after.numpy()[ids[chosen] if has_all_ids else chosen]
+    np.testing.assert_allclose(found, scores + rows @ (before * vector), atol=1e-5)
+
+
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dflash": (dflash(), {}),

@@ -4,7 +4,6 @@ A head comes as safetensors or as PyTorch files, with or without a config.json. 
 PyTorch files are read with `weights_only`, so that no code in them runs.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -126,14 +125,17 @@ class HeadFiles:
             )
         return Tensor(tensor.open(), _WEIGHT_TYPES[tensor.dtype], tensor.shape)
 
-    def matrix(self, name: str) -> AnyTensor:
+    def matrix(self, name: str, num_threads: int = 1) -> AnyTensor:
         """Return a tensor as `weight`; a matrix in quantised blocks stays quantised.
+
+        Args:
+            num_threads: for the conversion of the blocks.
 
         Raises:
             CheckpointError: its stored type is not one of weights.
         """
         source = self.quantised.get(name)
-        return self.weight(name) if source is None else read_tensor(name, source, regroup=False, num_threads=os.cpu_count() or 1)
+        return self.weight(name) if source is None else read_tensor(name, source, regroup=False, num_threads=num_threads)
 
     def table(self, name: str) -> NDArray[np.int64]:
         """Return a table of ids, offsets or flags.

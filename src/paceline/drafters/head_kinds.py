@@ -71,12 +71,12 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
         return _SPECULATORS[named]
     if config.get("model_type") in _ASSISTANTS:
         return HeadKind.GEMMA4_ASSISTANT
-    if config.get("projector_type") == "domino" or any(name.startswith("prefix_gru.") for name in shapes):
+    if "domino" in _projectors(config) or any(name.startswith("prefix_gru.") for name in shapes):
         return HeadKind.DOMINO
     architecture = " ".join(_architectures(config))
     for part, kind in _ARCHITECTURES.items():
         if part in architecture:
-            return kind
+            return block_kind(shapes) if kind is HeadKind.DFLASH else kind
     if "mask_hidden" in shapes:
         return HeadKind.PEAGLE
     if "dflash_config" in config:
@@ -97,6 +97,11 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     if extra_layer in shapes or any(name.startswith(("mtp.", "mtp_layers.")) for name in shapes):
         return HeadKind.MTP
     return HeadKind.LANGUAGE_MODEL
+
+
+def _projectors(config: Mapping[str, Any]) -> list[object]:
+    nested = config.get("dflash_config")
+    return [config.get("projector_type"), nested.get("projector_type") if isinstance(nested, Mapping) else None]
 
 
 def block_kind(shapes: Mapping[str, tuple[int, ...]]) -> HeadKind:

@@ -68,6 +68,7 @@ def test_a_block_drafter_is_recognised_by_its_config(config: Any, kind: HeadKind
     ("more", "what"),
     [
         ({"architectures": ["LingDSparkModel"]}, "of the kind LingDSparkModel, which is not supported"),
+        ({"dflash_config": {"projector_type": "lattice"}}, "with projector_type 'lattice', which is not supported"),
         ({"lilicorr_top_k": 4}, "'lilicorr_top_k', which is not supported"),
         ({"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; vanilla, gated, rnn are"),
         ({"mask_token_id": 97}, r"mask_token_id = \[97\], expected one id below the target's 97"),
@@ -108,6 +109,16 @@ def test_an_impossible_value_of_the_config_is_refused(more: Any, what: str, tmp_
     files = HeadFiles.open(write_head(tmp_path, config, block_tensors(markov="vanilla")))
     with pytest.raises(CheckpointError, match=what):
         read_block_config(files, TARGET)
+
+
+def test_a_dspark_drafter_under_dflashs_name_is_one(tmp_path: Path) -> None:
+    """As SpecForge writes them; whether the confidence head reads the token shows in its width."""
+    nested = {"mask_token_id": 96, "target_layer_ids": [1, 3, 5], "projector_type": "dspark", "enable_confidence_head": True}
+    tensors = block_tensors(markov="vanilla", confidence=True)
+    files = HeadFiles.open(write_head(tmp_path, {**DFLASH, "dflash_config": nested}, tensors))
+    config = read_block_config(files, TARGET)
+    assert (files.kind, config.drafts_at_anchor, config.confidence_reads_token) == (HeadKind.DSPARK, None, True)
+    assert open_block(files, config, TARGET).tables.keys() == {"markov_w1"}
 
 
 def test_missing_layers_of_a_shallow_target_are_named(tmp_path: Path) -> None:

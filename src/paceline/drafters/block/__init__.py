@@ -36,7 +36,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     """
     sizes = target.runtime.config
     config = read_block_config(files, sizes)
-    opened = open_block(files, config, sizes)
+    opened = open_block(files, config, sizes, num_threads=target.engine.num_threads)
     quantised = target.quantized(opened.weights, files.files, as_draft_model=True)
     weights = target.runtime.weights or open_weights(target.directory, sizes)
     tensors: dict[str, AnyTensor] = dict(quantised)

@@ -21,6 +21,7 @@ from paceline.drafters.block.config import (
 )  # fmt: skip
 from paceline.drafters.head_files import HeadFiles, target_ids_of
 from paceline.errors import CheckpointError, shortened
+from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import DenseMLP, LayerConfig, NormOrder, QKNorm
 from paceline.models.storage.tensor_file import read_torch_file
@@ -60,6 +61,7 @@ _OURS = {
     "markov_head.markov_w2": "markov_output",
     SELECTOR + "hidden_projection": "selector",
 }
+_CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 _TABLES = {
     "markov_head.markov_w1.weight": "markov_w1",
     SELECTOR + "predecessor_codebook": "predecessor",
@@ -75,6 +77,7 @@ class BlockCheckpoint:
     Attributes:
         weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
         tables: matrices with a row for each token id, of which single rows are read: `markov_w1` [V, r]; `predecessor`, `successor` [V, r].
+            `successor` may have a row for each draft id instead.
         small: float32 matrices that NumPy multiplies: `gate`, `joint`, `confidence`, with biases.
         mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
@@ -88,8 +91,11 @@ class BlockCheckpoint:
     target_ids: NDArray[np.int64] | None
 
 
-def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> BlockCheckpoint:
+def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig, *, num_threads: int = 1) -> BlockCheckpoint:
     """Open the weights and the draft vocabulary.
+
+    Args:
+        num_threads: for the conversion of a GGUF file's matrices.
 
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
@@ -100,7 +106,7 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *dropped])
     small = {name for name in used if name.rpartition(".")[0] in _SMALL}
-    tensors = {_our_name(name, config): files.matrix(name) for name in used if name not in small and name not in _TABLES}
+    tensors = {_our_name(name, config): files.matrix(name, num_threads) for name in used if name not in small and name not in _TABLES}
     for name in [name for name in tensors if name.endswith("_base.weight")]:  # [2, taps, E] becomes a vector
         tensors[name] = _flattened(tensors[name])
     if not is_neox(config_fields(files)):
@@ -108,9 +114,9 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     return BlockCheckpoint(
         config,
         Weights(tensors),
-        {table: files.matrix(name) for name, table in _TABLES.items() if name in used},
+        {table: files.matrix(name, num_threads) for name, table in _TABLES.items() if name in used},
         {_small_name(name): as_float32(files.matrix(name)) for name in small},
-        _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
+        None if is_gguf(files.path) else _read_mask_embedding(files.config_path.with_name(MASK_FILE), config),
         target_ids_of(files, config.layers.vocab_size, target),
     )
 
@@ -188,12 +194,10 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[Shapes, Shapes, Sequ
         width = hidden + (rank if config.confidence_reads_token else 0)
         required["confidence_head.proj.weight"], optional["confidence_head.proj.bias"] = (1, width), (1,)
     if config.num_candidates:
-        rank, books = (
-            _rows(files, SELECTOR + "hidden_projection.weight"),
-            [SELECTOR + f"{name}_codebook" for name in ("predecessor", "successor")],
-        )
+        rank, before, after = (_rows(files, SELECTOR + name) for name in ("hidden_projection.weight", *_CODEBOOKS))
         required[SELECTOR + "hidden_projection.weight"] = (rank, hidden)
-        required |= {name: (_rows(files, books[0]), rank) for name in books}
+        required[SELECTOR + _CODEBOOKS[0]] = (before, rank)
+        required[SELECTOR + _CODEBOOKS[1]] = (after if after == layers.vocab_size and "d2t" in files.tensors else before, rank)
     copies = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
     dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return required, optional, dropped

@@ -54,7 +54,7 @@ _MUSE = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
-_UNSUPPORTED_KEYS = ("lilicorr", "projector_type", "shared_kv")
+_UNSUPPORTED_KEYS = ("lilicorr", "shared_kv")
 """Prefixes of config keys whose networks are not supported."""
 _UNSUPPORTED_ARCHITECTURES = ("DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
 _GEMMA4 = "Gemma4DSpark"
@@ -167,7 +167,7 @@ def _read_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         drafts_at_anchor=_drafts_at_anchor(files, fields),
         markov=_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
-        confidence_reads_token=fields.flag("confidence_head_with_markov", default=False),
+        confidence_reads_token=fields.flag("confidence_head_with_markov", default=_has_wide_confidence(files, layers)),
         num_candidates=_num_candidates(files, fields),
         own_lm_head=own_lm_head,
         own_embedding=layers.hidden_size != target.hidden_size,
@@ -213,16 +213,17 @@ def _check_sizes(files: HeadFiles, fields: JsonFields, layers: ModelConfig) -> N
             raise CheckpointError(f"{fields.path}: {name} = {given}, and the tensors of {files.path} have {size}: download both again")
 
 
+def _has_wide_confidence(files: HeadFiles, layers: ModelConfig) -> bool:
+    """Return whether the confidence head takes more than the hidden state."""
+    return (files.shape("confidence_head.proj.weight") or (0, 0))[1] > layers.hidden_size
+
+
 def _num_candidates(files: HeadFiles, fields: JsonFields) -> int:
     """Return how many tokens of a row the selector of DFlash2 scores again; 0 = there is none."""
     if not any(name.startswith(SELECTOR) for name in files.tensors):
         if files.kind is HeadKind.DFLASH2:
             raise CheckpointError(f"{files.path} is a dflash2 drafter without {SELECTOR}*: the file is damaged, download it again")
         return 0
-    if "d2t" in files.tensors:
-        raise IncompatibleDrafterError(
-            f"{files.path} is a dflash2 drafter with a draft vocabulary (d2t), which is not supported: use another drafter"
-        )
     return fields.size("selector_top_k", 16, most=_MAX_CANDIDATES)
 
 
@@ -242,12 +243,15 @@ def _check_supported(files: HeadFiles) -> None:
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
     architecture = _architecture(files)
-    unsupported = next((key for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
+    unsupported = next((repr(key) for key in keys if key.startswith(_UNSUPPORTED_KEYS)), None)
+    for level in (config, nested if isinstance(nested, Mapping) else {}):
+        if level.get("projector_type") not in (None, *(kind.value for kind in BLOCK_KINDS)):
+            unsupported = f"projector_type {shortened(level['projector_type'])}"
     if any(name in architecture for name in _UNSUPPORTED_ARCHITECTURES):
         raise IncompatibleDrafterError(f"{files.path} is a drafter of the kind {architecture}, which is not supported: use another drafter")
     if unsupported is not None:
         raise IncompatibleDrafterError(
-            f"{files.path} is a {files.kind.value} drafter with {unsupported!r}, which is not supported: use another drafter"
+            f"{files.path} is a {files.kind.value} drafter with {unsupported}, which is not supported: use another drafter"
         )
 
 
@@ -356,9 +360,11 @@ def _with_fraction(fields: JsonFields, head_size: int) -> JsonFields:
 
 def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
     """Return the attention of Gemma4DSparkModel, the same in all layers: that of Gemma 4's full layers."""
-    shares_keys = fields.flag("attention_k_eq_v", default=False)
-    num_heads, head_size = fields.size("num_attention_heads"), fields.size("global_head_dim", 512)
-    num_kv_heads = fields.size("num_global_key_value_heads" if shares_keys else "num_key_value_heads")
+    key, norm = (files.tensors.get(f"layers.0.self_attn.{name}.weight") for name in ("k_proj", "q_norm"))
+    if key is None or norm is None or len(norm.shape) != 1 or not key.shape or 0 in norm.shape or key.shape[0] < norm.shape[0]:
+        raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
+    head_size = norm.shape[0]  # configs give it as global_head_dim, or by layer
+    num_heads, num_kv_heads = fields.size("num_attention_heads"), key.shape[0] // head_size
     _check_heads(files, fields, num_heads, num_kv_heads, head_size)
     return AttentionConfig(
         num_heads=num_heads,
@@ -368,7 +374,7 @@ def _gemma4_attention(files: HeadFiles, fields: JsonFields) -> AttentionConfig:
         scale=1.0,
         qk_norm=QKNorm.HEAD,
         norms_values=True,
-        keys_are_values=shares_keys,
+        keys_are_values=fields.flag("attention_k_eq_v", default=False),
     )
 
 

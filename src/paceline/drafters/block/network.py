@@ -149,8 +149,11 @@ class BlockHead:
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)
         self._mask_row = checkpoint.mask_embedding
-        books = [table.shape[0] for name, table in self._tables.items() if name != "markov_w1"]
-        self.embedded_ids = min([embedding.shape[0], *books])
+        before, after = (
+            self._tables[name].shape[0] if name in self._tables else embedding.shape[0] for name in ("predecessor", "successor")
+        )
+        self._scores_draft_ids = self.target_ids is not None and after == len(self.target_ids)
+        self.embedded_ids = min(embedding.shape[0], before, before if self._scores_draft_ids else after)
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
     def rank_with(self, ranking: Ranking) -> None:
@@ -201,6 +204,8 @@ class BlockHead:
             token_ids, scores: [k] of the candidates.
         """
         before = as_float32(self._tables["predecessor"], np.array(previous, np.int32)) * selected
+        if self._scores_draft_ids and self.target_ids is not None:
+            token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
         return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
     def first_state(self, anchor: int, hidden: FloatArray, *, drafts_at_anchor: bool) -> FloatArray:
