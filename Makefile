@@ -105,7 +105,7 @@ $(SPECULATORS):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet "torch==2.13.0+cpu" || $(@D)/bin/python -m pip install --quiet "torch==2.13.0"
 	$(@D)/bin/python -m pip install --quiet transformers==5.19.0 "datasets<=5.1.0" openai pydantic pydantic-settings loguru
-	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(@D)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
 	touch $@
 
 # Tools that write quantised checkpoints, for the CPU; AutoAWQ without what it runs models with.

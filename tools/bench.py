@@ -3,6 +3,8 @@
     python tools/bench.py passes --model mini DIR/model.gguf --quantization none int8 --rows 1 2 4 8 16 32
     python tools/bench.py turns --batches 1 4 16 --temperatures 0 1 --texts 6
     python tools/bench.py turns --modes plain oracle --accuracy 0.7 --prompt-tokens 4096 --kinds random
+    python tools/bench.py drafts --model DIR/target.gguf --drafter DIR/dspark DIR/eagle3 --depths 1 3 5 7
+    python tools/bench.py turns --model DIR/target.gguf --drafter DIR/dspark --modes plain scripted scripted_wrong --accuracy 0.8
     python tools/bench.py host --batches 1 16 --vocab 152064
 
 passes: median milliseconds of a pass by its rows, after --cached rows. Models and settings take turns in one process.
@@ -10,6 +12,9 @@ passes: median milliseconds of a pass by its rows, after --cached rows. Models a
 turns: engines with one target and one cache take turns step by step, in random order. Each has its own drafter and policy, which keep
     learning from text to text. A ratio is plain over the mode, for the seconds of one request without its prompt. All tokens must agree.
     With one thread, processor seconds are compared too: other programs disturb them less than the clock.
+    scripted, scripted_wrong: the drafter of --drafter drafts, and its tokens are replaced by right ones, with the probability --accuracy
+    each, or by wrong ones. So a head with random weights (tools/random_heads.py) costs what a trained one does.
+drafts: median milliseconds of a proposal by its depth, next to those of a plain step.
 host: wall time of a step less the kernels' run, on a small model with a large vocabulary.
 
 Every mode prints the machine, a table and, with --out, writes everything to a JSON file.
@@ -26,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +58,14 @@ from paceline.runtimes.cost import time_passes  # noqa: E402
 from paceline.sampling.params import SamplingParams  # noqa: E402
 from paceline.speculation.draft_length.explain import explain_policy  # noqa: E402
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength  # noqa: E402
-from paceline.speculation.drafter import Drafter  # noqa: E402
+from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter  # noqa: E402
+from paceline.speculation.request import Request  # noqa: E402
 from paceline.speculation.speculator import Speculator  # noqa: E402
+from paceline.speculation.tree import DraftTree  # noqa: E402
 
 SEED = 7
 KINDS = ("chat", "arithmetic", "random")
-MODES = ("plain", "again", "ngram", "suffix", "prediction", "no_prediction", "wrong", "oracle", "draft_model")
+MODES = ("plain", "again", "ngram", "suffix", "prediction", "no_prediction", "wrong", "oracle", "draft_model", "scripted", "scripted_wrong")
 HOST_DRAFT_TOKENS = 4
 HOST_PROMPT_TOKENS = 64
 FIRST_TOKENS = 3  # output tokens whose steps `host` leaves out
@@ -74,6 +81,32 @@ def make_requests(llm: LLM, prompts: Prompts, params: SamplingParams) -> list[En
 
 def random_prompts(llm: LLM, count: int, num_tokens: int, random: np.random.Generator) -> list[list[int]]:
     return [[int(token) for token in random.integers(10, llm.vocab_size, num_tokens)] for _ in range(count)]
+
+
+class PaidOracle(OracleDrafter):
+    """Drafts as an oracle does, after another drafter drafted as many tokens.
+
+    Attributes:
+        seconds: of each proposal of the other drafter.
+    """
+
+    def __init__(self, paid: Drafter, answers: Answers, accuracy: float, vocab_size: int) -> None:
+        super().__init__(answers, accuracy=accuracy, vocab_size=vocab_size, seed=SEED)
+        self.paid, self.seconds = paid, list[float]()
+        self.name, self.needs, self.traits = paid.name, paid.needs, paid.traits
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
+        start = time.perf_counter()
+        trees = self.paid.propose(requests, [replace(budget, min_reach=0.0) for budget in budgets])  # its probabilities are random
+        self.seconds.append(time.perf_counter() - start)
+        depths = [0 if tree is None else tree.tree_depth for tree in trees]
+        return super().propose(requests, [replace(budget, max_depth=depth) for budget, depth in zip(budgets, depths, strict=True)])
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        self.paid.observe(rows)
+
+    def release(self, request: Request) -> None:
+        self.paid.release(request)
 
 
 # passes
@@ -168,6 +201,8 @@ def make_side(name: str, llm: LLM, accuracy: float) -> Side:
         "draft_model": llm.drafter, "wrong": WrongDrafter(answers, llm.vocab_size),
         "oracle": OracleDrafter(answers, accuracy=accuracy, vocab_size=llm.vocab_size, seed=SEED),
     }  # fmt: skip
+    if name.startswith("scripted") and llm.drafter is not None:
+        drafters[name] = PaidOracle(llm.drafter, answers, 0.0 if name == "scripted_wrong" else accuracy, llm.vocab_size)
     drafter, policy = drafters.get(name), FixedDraftLength(DEFAULT_DRAFT_TOKENS)
     if drafter is not None:
         policy = AdaptiveDraftLength(DEFAULT_DRAFT_TOKENS, policy_in_use.cost.profile)
@@ -195,7 +230,7 @@ def run_texts(llm: LLM, sides: Sequence[Side], prompts: list[list[int]], params:
     """One batch of texts on every side, step by step in random order."""
     random = np.random.default_rng(SEED + len(sides[0].steps))
     unrelated = random_prompts(llm, len(prompts), options.max_tokens, random)
-    if {"wrong", "oracle"} & {side.name for side in sides}:
+    if {"wrong", "oracle", "scripted", "scripted_wrong"} & {side.name for side in sides}:
         plain = sides[0].engine.run(requests := make_requests(llm, prompts, params))
         for _ in plain:
             pass
@@ -256,7 +291,7 @@ def _compare(plain: Side, side: Side, chosen: Sequence[int], batch: int) -> dict
 def bench_turns(options: argparse.Namespace) -> Rows:
     options.profiler = cProfile.Profile() if options.profile else None
     lines: Rows = []
-    drafter = "draft_model" if "draft_model" in options.modes else "ngram"
+    drafter = options.drafter or ("draft_model" if "draft_model" in options.modes else "ngram")
     with LLM(options.model, drafter=drafter, threads=options.threads, quantization=options.quantization, max_num_seqs=max(options.batches),
              enable_prefix_caching=True) as llm:  # fmt: skip
         for batch in options.batches:
@@ -265,6 +300,51 @@ def bench_turns(options: argparse.Namespace) -> Rows:
     if options.profiler is not None:
         pstats.Stats(options.profiler).sort_stats("tottime").print_stats(40)
     return lines
+
+
+# drafts
+
+
+def bench_drafts(options: argparse.Namespace) -> Rows:
+    """A row for each drafter and depth."""
+    lines: Rows = []
+    random = np.random.default_rng(SEED)
+    for drafter in options.drafter:
+        with LLM(options.model, drafter=drafter, threads=options.threads, quantization=options.quantization) as llm:
+            paid = llm.drafter
+            assert paid is not None
+            (prompt,) = random_prompts(llm, 1, options.prompt_tokens, random)
+            params = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True, seed=SEED)
+            plain = time_text(llm, prompt, params, None)
+            for depth in options.depths:
+                answers = {(tuple(prompt), SEED): plain[0]}
+                oracle = PaidOracle(paid, answers, options.accuracy, llm.vocab_size)
+                tokens, step_s = time_text(llm, prompt, params, oracle, depth)
+                if tokens != plain[0]:
+                    raise SystemExit(f"with {drafter} other tokens were emitted")
+                draft_ms, plain_ms = 1e3 * statistics.median(oracle.seconds[FIRST_TOKENS:]), 1e3 * statistics.median(plain[1])
+                lines.append({
+                    "drafter": Path(drafter).name, "depth": depth, "plain ms": f"{plain_ms:.2f}", "proposal ms": f"{draft_ms:.2f}",
+                    "of a plain step": f"{draft_ms / plain_ms:.3f}", "step ms": f"{1e3 * statistics.median(step_s):.2f}",
+                    "tokens a step": f"{len(tokens) / len(step_s):.2f}", "speedup": f"{sum(plain[1]) / sum(step_s):.3f}",
+                })  # fmt: skip
+    return lines
+
+
+def time_text(
+    llm: LLM, prompt: list[int], params: SamplingParams, drafter: Drafter | None, depth: int = 1
+) -> tuple[list[int], list[float]]:
+    """Emitted tokens, and the seconds of each step after the first token."""
+    use_drafter(llm, drafter, depth)
+    (request,) = make_requests(llm, [prompt], params)
+    llm.engine.add(request)
+    seconds: list[float] = []
+    while not request.is_finished:
+        has_token, start = request.num_output_tokens > 0, time.perf_counter()
+        llm.engine.step()
+        if has_token:
+            seconds.append(time.perf_counter() - start)
+    return list(request.output_token_ids), seconds
 
 
 # host
@@ -299,9 +379,9 @@ def small_model(options: argparse.Namespace, weight_scale: float) -> Iterator[tu
         yield llm, execution.kernels
 
 
-def use_drafter(llm: LLM, drafter: Drafter | None) -> None:
+def use_drafter(llm: LLM, drafter: Drafter | None, depth: int = HOST_DRAFT_TOKENS) -> None:
     """Draft a fixed number of tokens with a drafter from now on."""
-    drafters, policy = [] if drafter is None else [drafter], FixedDraftLength(HOST_DRAFT_TOKENS)
+    drafters, policy = [] if drafter is None else [drafter], FixedDraftLength(depth)
     llm.engine.speculator = Speculator(drafters, policy, vocab_size=llm.vocab_size, layout=llm.engine.cache.layout)
 
 
@@ -364,31 +444,35 @@ def _host_row(logits: str, batch: int, temperature: float, num_drafts: int, step
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
-    passes, turns, host = (modes.add_parser(name) for name in ("passes", "turns", "host"))
+    passes, turns, drafts, host = (modes.add_parser(name) for name in ("passes", "turns", "drafts", "host"))
     passes.add_argument("--model", nargs="+", default=["mini"], help="directories, GGUF files or mini")
     passes.add_argument("--quantization", nargs="+", default=["none"])
     passes.add_argument("--backend", default="auto")
     passes.add_argument("--dtype", default="auto")
     passes.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     passes.add_argument("--cached", type=int, default=64, help="rows in the cache before the timed ones")
-    turns.add_argument("--model", default="mini")
-    turns.add_argument("--quantization", default="none")
+    for one in (turns, drafts):
+        one.add_argument("--model", default="mini")
+        one.add_argument("--quantization", default="none")
+        one.add_argument("--prompt-tokens", type=int, default=48, help="of random prompts")
+    drafts.add_argument("--drafter", nargs="+", required=True)
+    drafts.add_argument("--depths", type=int, nargs="+", default=[1, 3, 5, 7])
+    turns.add_argument("--drafter", help="directory of the head of scripted modes")
     turns.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="the first one is the baseline")
     turns.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     turns.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     turns.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     turns.add_argument("--texts", type=int, default=6, help="batches of each kind")
     turns.add_argument("--warm-up", type=int, default=1, help="batches of each kind before them that are not counted")
-    turns.add_argument("--prompt-tokens", type=int, default=48, help="of random prompts")
     turns.add_argument("--profile", choices=MODES, help="print a profile of this mode's steps")
     turns.add_argument("--processor-clock", action="store_true", help="decide by processor seconds too: on a busy machine")
     turns.add_argument("--explain", action="store_true", help="print what each policy decided by")
     host.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     host.add_argument("--vocab", type=int, default=32000)
-    for one, threads, repeats in ((passes, 2, 7), (turns, 1, 1), (host, 2, 3)):
+    for one, threads, repeats in ((passes, 2, 7), (turns, 1, 1), (drafts, 2, 1), (host, 2, 3)):
         one.add_argument("--threads", type=int, default=threads)
         one.add_argument("--out", type=Path, help="JSON file for everything measured")
-        if one is not turns:
+        if one in (passes, host):
             one.add_argument("--repeats", type=int, default=repeats)
         if one is not passes:
             one.add_argument("--max-tokens", type=int, default=96)
@@ -400,7 +484,7 @@ def main() -> None:
     options = _options()
     machine = describe_machine()
     print(f"machine: {json.dumps(machine)}\n")
-    lines = {"passes": bench_passes, "turns": bench_turns, "host": bench_host}[options.mode](options)
+    lines = {"passes": bench_passes, "turns": bench_turns, "drafts": bench_drafts, "host": bench_host}[options.mode](options)
     print(f"{dict_table(lines)}\n\nload average afterwards: {describe_machine()['load_average']}")
     if options.out:
         options.out.write_text(json.dumps({"machine": machine, options.mode: lines}, indent=1), encoding="utf-8")

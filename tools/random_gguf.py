@@ -7,7 +7,7 @@ python tools/random_gguf.py DIR/qwen3.5-0.8b.gguf --model qwen3.5-0.8b-q8_0 --la
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,12 +216,55 @@ def llama(layers: int, hidden: int, inner: int, vocab: int, kind: str) -> Model:
         prefix, own = f"blk.{layer}", fine if layer % 2 == 0 else plain
         _attention(model, prefix, hidden, heads, plain, has_norms=False)
         model.tensors[-2] = Tensor(f"{prefix}.attn_v.weight", (heads[1] * head, hidden), own)
-        model.add(f"{prefix}.ffn_norm.weight", (hidden,))
-        for part, shape, of_part in (("gate", (inner, hidden), plain), ("up", (inner, hidden), plain), ("down", (hidden, inner), own)):
-            model.add(f"{prefix}.ffn_{part}.weight", shape, of_part)
+        _mlp(model, prefix, hidden, inner, plain, own)
     model.add("output_norm.weight", (hidden,))
     model.add("output.weight", (vocab, hidden), fine)
     return model
+
+
+def tied(
+    architecture: str, sizes: tuple[int, int, int], heads: tuple[int, int, int], kind: str, attention: Sequence[int] | None = None
+) -> Callable[[int], Model]:
+    """A dense model whose output matrix is the embedding.
+
+    Args:
+        sizes: hidden, of the MLP, of the vocabulary.
+        heads: of queries and of keys, and their size.
+        kind: of all matrices; Q4_K_M: Q4_K, but Q6_K for the embedding and the way down of every other layer.
+        attention: layers with attention, the others have short convolutions; None = all.
+    """
+    hidden, inner, vocab = sizes
+    plain, fine = ("Q4_K", "Q6_K") if kind == "Q4_K_M" else (kind, kind)
+
+    def make(layers: int) -> Model:
+        counts = [heads[1] if attention is None or layer in attention else 0 for layer in range(layers)]
+        metadata: dict[str, Any] = {
+            "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": heads[0], "attention.key_length": heads[2],
+            "attention.head_count_kv": heads[1] if attention is None else counts, "attention.value_length": heads[2], "rope.freq_base": 1e6,
+            "context_length": 32768, "vocab_size": vocab, "attention.layer_norm_rms_epsilon": 1e-6, "block_count": layers,
+        }  # fmt: skip
+        model = Model(architecture, metadata if attention is None else metadata | {"shortconv.l_cache": 3})
+        model.add("token_embd.weight", (vocab, hidden), fine)
+        for layer, count in enumerate(counts):
+            prefix = f"blk.{layer}"
+            if count:
+                _attention(model, prefix, hidden, heads, plain, has_norms=True)
+            else:
+                model.add(f"{prefix}.attn_norm.weight", (hidden,))
+                model.add(f"{prefix}.shortconv.in_proj.weight", (3 * hidden, hidden), plain)
+                model.add(f"{prefix}.shortconv.conv.weight", (hidden, 3))
+                model.add(f"{prefix}.shortconv.out_proj.weight", (hidden, hidden), plain)
+            _mlp(model, prefix, hidden, inner, plain, fine if layer % 2 == 0 else plain)
+        model.add("output_norm.weight" if attention is None else "token_embd_norm.weight", (hidden,))
+        return model
+
+    return make
+
+
+def _mlp(model: Model, prefix: str, hidden: int, inner: int, kind: str, down: str) -> None:
+    model.add(f"{prefix}.ffn_norm.weight", (hidden,))
+    for part, shape, own in (("gate", (inner, hidden), kind), ("up", (inner, hidden), kind), ("down", (hidden, inner), down)):
+        model.add(f"{prefix}.ffn_{part}.weight", shape, own)
 
 
 def llama_of(hidden: int, inner: int, vocab: int, kind: str) -> Callable[[int], Model]:
@@ -229,9 +272,12 @@ def llama_of(hidden: int, inner: int, vocab: int, kind: str) -> Callable[[int], 
     return lambda layers: llama(layers, hidden, inner, vocab, kind)
 
 
-MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
+MODELS: dict[str, Callable[[int], Model]] = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "gemma-4-e4b": gemma4_e4b}
 MODELS |= {f"qwen3.5-0.8b-{kind.lower()}": qwen35_small(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
 MODELS |= {f"qwen3.5-9b-{kind.lower()}": qwen35_large(kind) for kind in ("Q8_0", "Q4_0", "Q4_K")}
+for kind in ("Q4_K_M", "BF16"):
+    MODELS[f"lfm2.5-1.2b-{kind.lower()}"] = tied("lfm2", (2048, 8192, 65536), (32, 8, 64), kind, (2, 5, 8, 10, 12, 14))  # 16 layers
+    MODELS[f"qwen3-4b-{kind.lower()}"] = tied("qwen3", (2560, 9728, 151936), (32, 8, 128), kind)  # 36 layers
 LLAMA_KINDS = ("Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q4_K_M", "Q5_K", "Q6_K", "IQ4_XS")
 MODELS |= {f"llama-1b-{kind.lower()}": llama_of(2048, 8192, 32000, kind) for kind in LLAMA_KINDS}  # 16 layers: 1.04 billion weights
 MODELS |= {f"llama-8b-{kind.lower()}": llama_of(4096, 14336, 128256, kind) for kind in LLAMA_KINDS}  # 32 layers
@@ -297,6 +343,9 @@ def random_bytes(tensor: Tensor, random: np.random.Generator) -> NDArray[np.uint
         is_matrix = len(tensor.shape) > 1 and not tensor.name.endswith(".bias")
         values = random.normal(0.0 if is_matrix or tensor.name.endswith(".bias") else 1.0, 0.02, tensor.shape).astype(np.float32)
         return np.ascontiguousarray(values).view(np.uint8)
+    if tensor.kind == "BF16":
+        values = random.standard_normal(tensor.shape, np.float32) * np.float32(tensor.shape[-1] ** -0.5)
+        return np.ascontiguousarray(values.view(np.uint16)[..., 1::2]).view(np.uint8)
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     blocks = random.integers(0, 256, byte_shape(tensor), np.uint8)
     headers = blocks.reshape(-1, num_bytes)

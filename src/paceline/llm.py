@@ -205,7 +205,8 @@ class LLM(metaclass=_NamesHints):
     def explain(self, output: RequestOutput) -> list[str]:
         """Return lines on how much was drafted for an output and why, and on its steps if it has them (`speculation={"trees": True}`)."""
         steps = explain_steps(output.steps) if output.steps is not None else []
-        return steps if self.drafter is None else [*steps, *explain_policy(self.engine.speculator.policy)]
+        described = [f"drafter: {one.traits.description}" for one in self.engine.speculator.drafters if one.traits.description]
+        return [*steps, *explain_policy(self.engine.speculator.policy), *described] if self.engine.speculator.drafters else steps
 
     def stats(self) -> EngineStats:
         """Return the counters of all requests so far."""

@@ -27,6 +27,7 @@ MADE_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": HYBRIDS["qwen3_5-moe"],
     "lfm2": HYBRIDS["lfm2-moe"],
     "granite": HYBRIDS["granite"],
+    "nemotron_h": HYBRIDS["nemotron_h"],
     "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 30.0}),  # layers of two sizes, and some that share keys
 }
 """Targets that are more than a family: its name, and values of the config. Windows of less than a block move within and across blocks."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from harness.adapters import Asked, make_adapter
+from harness.block_checkpoints import write_fitted_block
 from harness.engine_jobs import BEYOND, HEADS, Solo, open_drafting, write_heads_and_target
 from harness.engine_traffic import check_clean, check_engine
 from harness.exact_targets import skip_without_kernels
@@ -25,12 +26,15 @@ from paceline.speculation.request import Request
 
 NUM_BLOCKS = 11  # less than eight texts take
 TEXT_DRAFTERS = ["none", "ngram", "suffix", "suffix_tree", "prediction", "draft_model", "draft_tree", "several", "oracle", "wrong", "chaos"]
+BLOCKS = ("dflash", "dspark-rnn")
 CASES = [
     *(("llama", kind) for kind in TEXT_DRAFTERS),
     *((name, kind) for name, kinds in HEADS.items() for kind in kinds),
     *((name, "chaos") for name in ("gemma4", "qwen3_5", "gpt_oss")),
+    *((name, kind) for name in ("llama", "gemma4", "qwen3_5") for kind in BLOCKS),
 ]
 RARE = {("llama", "ngram"), ("llama", "suffix"), ("llama", "wrong"), ("mean", "eagle"), ("legible", "eagle"), ("gemma4", "chaos")}
+RARE |= {("llama", "dflash"), ("gemma4", "dspark-rnn"), ("qwen3_5", "dflash")}
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,9 @@ def given_of(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPat
             answer = answer_alone(solo, prompt, params, adapter_name)
             longer = answer_alone(solo, prompt, replace(params, max_tokens=12 + BEYOND), adapter_name)
             asked.append(Asked(prompt, params, adapter_name, answer, longer.token_ids))
+        sizes = {"hidden_size": solo.config.hidden_size, "num_layers": solo.config.num_layers}
+        texts = [one.beyond for one in asked]
+        drafts |= {kind: write_fitted_block(folder / f"{name}-{kind}", kind, texts, **sizes) for kind in BLOCKS if (name, kind) in CASES}
         made[name] = Given(solo, adapters, asked, drafts)
         return made[name]
 
@@ -136,8 +143,9 @@ def test_requests_with_several_adapters_equal_those_alone(target: str, kind: str
     assert llm.stats().num_preemptions > 0
     assert sum(request.num_cached_tokens for request in again) > 0
     check_clean(llm)
-    if kind in ("draft_model", "oracle"):
+    if kind in ("draft_model", "oracle", *BLOCKS):
         assert llm.stats().speculation.num_draft_tokens > 0
+        assert llm.stats().drafter_failures == 0
 
 
 def test_two_adapters_on_one_prompt_share_no_block(given_of: GivenOf) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.eagle_checkpoints import Tensors, random_tensors, write_head
+from harness.eagle_checkpoints import Tensors, random_tensors, vocabulary_tables, write_head
 
 Array = NDArray[Any]
 TARGET_HIDDEN, VOCAB_SIZE, MASK = 32, 97, 96
@@ -49,6 +49,8 @@ def block_tensors(
     qk_norm: bool = True,
     target_hidden: int = TARGET_HIDDEN,
     vocab_size: int = VOCAB_SIZE,
+    num_boundaries: int = 3,
+    rank: int = 6,
     seed: int = 0,
 ) -> Tensors:
     """Random tensors of a drafter; with convolutions and a selector if the config has their sizes.
@@ -58,10 +60,11 @@ def block_tensors(
     """
     is_gemma4 = "global_head_dim" in config
     size = config["global_head_dim" if is_gemma4 else "head_dim"]
-    hidden, inner, rank = config["hidden_size"], config["intermediate_size"], 6
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * size
     keys = config["num_global_key_value_heads" if is_gemma4 else "num_key_value_heads"] * size
-    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, 3 * target_hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (hidden, num_boundaries * target_hidden), "hidden_norm.weight": (hidden,)}
+    shapes["norm.weight"] = (hidden,)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
         shapes |= {
@@ -139,6 +142,66 @@ def perfect_block(successor: NDArray[np.int64], *, sharpness: float, hidden_size
     output = torch.zeros(count, count)
     output[torch.from_numpy(successor), torch.arange(count)] = sharpness * hidden_size**0.5  # as the target's own logits
     return config, tensors | {"markov_head.markov_w2.weight": output}
+
+
+FITTED: Mapping[str, Mapping[str, Any]] = {
+    "dflash": {},
+    "dflash-causal": {"is_causal": True},
+    "dflash-sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12},
+    "dflash-sliding-both-ways": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 20, "is_causal": False},
+    "dflash-narrow": {"hidden_size": 32},  # with an embedding of its own
+    "dflash2": {},
+    "dspark-vanilla": {},
+    "dspark-vanilla-confidence": {"confidence": False},
+    "dspark-gated": {"confidence": True},
+    "dspark-rnn": {"confidence": True},
+    "dspark-own-position": {"sample_from_anchor": False},
+    "dspark-unaligned": {"sample_from_anchor": None},
+}
+"""Values of the config of `write_fitted_block`, by its kind; `confidence` as for `block_tensors`."""
+
+
+def write_fitted_block(directory: Path, kind: str, texts: Sequence[Sequence[int]], *, hidden_size: int, num_layers: int) -> Path:
+    """A random drafter that is right now and then: DFlash drafts only frequent tokens, the bias of DSpark holds the pairs of the texts.
+
+    It reads the target's embedding and its first and last layers.
+
+    Args:
+        texts: what the target writes.
+        hidden_size, num_layers: of the target.
+    """
+    is_dspark = kind.startswith("dspark")
+    base = DSPARK if is_dspark else DFLASH2 if kind == "dflash2" else DFLASH
+    config = {**base, "hidden_size": hidden_size, "num_hidden_layers": 2, **FITTED[kind]}
+    config = {name: value for name, value in config.items() if name != "confidence" and value is not None}
+    layers = {"mask_token_id": 3, "target_layer_ids": [-1, 0, num_layers - 1]}
+    markov = kind.split("-")[1] if is_dspark else None
+    markov = markov if markov in ("gated", "rnn", None) else "vanilla"
+    confidence = FITTED[kind].get("confidence")
+    tensors = block_tensors(config, markov=markov, confidence=confidence, target_hidden=hidden_size, rank=VOCAB_SIZE)
+    counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
+    for text in texts:
+        np.add.at(counts, (list(text[1:]), list(text[:-1])), 1.0)
+    if is_dspark:
+        config |= {**layers, "markov_head_type": markov, "confidence_head_with_markov": bool(confidence)}
+        log_probs = np.log((counts + 0.02) / (counts + 0.02).sum(0))
+        tensors["norm.weight"] *= 0.2  # rows of the block say little
+        tensors["markov_head.markov_w1.weight"] = torch.eye(VOCAB_SIZE)
+        tensors["markov_head.markov_w2.weight"] = torch.from_numpy(2.0 * log_probs).float()
+        if markov == "rnn":  # the output lets the token before through, and little else
+            output = tensors["markov_head.joint_proj.weight"][2 * VOCAB_SIZE :]
+            output *= 0.02
+            output[:, VOCAB_SIZE : 2 * VOCAB_SIZE] += 2.0 * torch.eye(VOCAB_SIZE)
+            tensors["markov_head.joint_proj.bias"][2 * VOCAB_SIZE :] *= 0.02
+        return write_head(directory, config, tensors)
+    config["dflash_config"] = {**config["dflash_config"], **layers}
+    if kind in ("dflash", "dflash-narrow"):
+        draft_ids = sorted(np.argsort(-counts.sum(1), kind="stable")[:10].tolist())
+        tensors |= random_tensors({"lm_head.weight": (len(draft_ids), config["hidden_size"])}, 1)
+        tensors |= vocabulary_tables(draft_ids, VOCAB_SIZE)
+    if kind == "dflash-narrow":
+        tensors |= random_tensors({"embed_tokens.weight": (VOCAB_SIZE, config["hidden_size"])}, 2)
+    return write_head(directory, config, tensors)
 
 
 class PlainBlock:
@@ -222,11 +285,13 @@ class PlainBlock:
 
     def draft(self, anchor: int, size: int) -> tuple[list[int], list[float], Array]:
         """Tokens, confidences and rows of logits of a draft."""
-        hidden = self.hidden(anchor, size)[0 if self.config.get("sample_from_anchor") else 1 :]
+        rows = self.hidden(anchor, size)
+        shift = 0 if self.config.get("sample_from_anchor") else 1
+        hidden = rows[shift:]
         logits = hidden @ self.head.T * self.config.get("output_multiplier", 1.0)
         cap = self.config.get("final_logit_softcapping")
         logits = np.tanh(logits / cap) * cap if cap else logits
-        tokens, confidences, previous, state = [], [], anchor, 0.0
+        tokens, confidences, previous, state = [], [], anchor, None
         for row, h in zip(logits, hidden, strict=True):
             if "candidate_selector.predecessor_codebook" in self.w:
                 before, after = (self.w[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
@@ -241,11 +306,9 @@ class PlainBlock:
                 if "markov_head.gate_proj.weight" in self.w:
                     latent = e * _sigmoid(self.w["markov_head.gate_proj.weight"] @ np.r_[h, e] + self.w["markov_head.gate_proj.bias"])
                 elif "markov_head.joint_proj.weight" in self.w:
-                    state = np.zeros_like(e) if not tokens else state
-                    joint = self.w["markov_head.joint_proj.weight"] @ np.r_[state, e, h] + self.w["markov_head.joint_proj.bias"]
-                    gate, candidate, latent = np.split(joint, 3)
-                    state = _sigmoid(gate) * state + (1 - _sigmoid(gate)) * np.tanh(candidate)
-                    latent = np.tanh(latent)
+                    if state is None:
+                        state = self._recurrent(np.zeros_like(e), e, rows[0])[0] if shift else np.zeros_like(e)
+                    state, latent = self._recurrent(state, e, h)
                 row += latent @ self.w["markov_head.markov_w2.weight"].T
                 if "confidence_head.proj.weight" in self.w:
                     features = np.r_[h, e] if self.config.get("confidence_head_with_markov") else h
@@ -255,6 +318,12 @@ class PlainBlock:
             previous = int(row.argmax())
             tokens.append(previous)
         return tokens, confidences, logits
+
+    def _recurrent(self, state: Array, e: Array, h: Array) -> tuple[Array, Array]:
+        """The next state, and the latent vector of the row's bias."""
+        joint = self.w["markov_head.joint_proj.weight"] @ np.r_[state, e, h] + self.w["markov_head.joint_proj.bias"]
+        gate, candidate, out = np.split(joint, 3)
+        return _sigmoid(gate) * state + (1 - _sigmoid(gate)) * np.tanh(candidate), np.tanh(out)
 
     def _heads(self, x: Array, prefix: str, part: str, positions: Array) -> Array:
         size = self.config["global_head_dim" if self.is_gemma4 else "head_dim"]

@@ -244,8 +244,8 @@ class JobMaker:
 
 # Drafters
 
-TREES = ("chaos", "draft_tree", "suffix_tree", "several", "eagle", "eagle3", "medusa", "mtp", "gemma4_assistant")  # get rows for branches
-WIDE = ("draft_tree", "eagle", "eagle3", "mtp", "gemma4_assistant")
+WIDE = ("draft_tree", "eagle", "eagle3", "mtp", "gemma4_assistant", "dflash", "dspark-rnn")
+TREES = ("chaos", "suffix_tree", "several", "medusa", *WIDE)  # get rows for branches
 HEADS = {"legible": ["eagle", "eagle3"], "mean": ["eagle"], "successor": ["medusa", "mtp"], "assisted": ["gemma4_assistant"]}
 """Targets with heads that know them."""
 
@@ -269,7 +269,7 @@ def make_drafter(kind: str, known: Answers, vocab_size: int, draft: Path, seed: 
         case "several":
             adversaries = [ChaosDrafter(known, vocab_size, seed=seed), OracleDrafter(known, accuracy=0.5, vocab_size=vocab_size, seed=seed)]
             return [PredictionDrafter(), *adversaries, SuffixDrafter(1), NgramDrafter()]
-        case "draft_model" | "draft_tree" | "eagle" | "eagle3" | "medusa" | "mtp" | "gemma4_assistant":
+        case _ if kind in ("draft_model", "medusa", *WIDE):
             return str(draft)
         case _:
             return kind

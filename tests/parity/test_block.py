@@ -72,6 +72,7 @@ VARIANTS: dict[str, Variant] = {
     "dspark, LFM2's rotation": Variant(
         {**DSPARK, "architectures": ["Lfm2DSparkDraftModel"]}, lambda: block_tensors(DSPARK, markov="vanilla"), plain={"interleaved": True}
     ),
+    "dspark, rnn, at its own position": dspark("rnn", with_markov=True, sample_from_anchor=False),
     "dspark, at its own position": dspark("vanilla", sample_from_anchor=False),
     "dspark, Gemma 4's layers": Variant(GEMMA4, lambda: block_tensors(GEMMA4, markov="vanilla", confidence=True)),
     "dflash2": dflash2(),
@@ -101,12 +102,14 @@ def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor:
     mask = np.ones((size, size), np.bool_)
     output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
     shift = 0 if at_anchor else 1
-    logits, hidden = np.array(output.logits)[shift:], np.array(output.hidden_states)[shift:]
+    logits, states = np.array(output.logits)[shift:], np.array(output.hidden_states)
+    hidden = states[shift:]
     if head.config.num_candidates:
         return select(head, logits, np.array(output.results[SELECTED])[shift:], anchor), [], logits
     if not head.markov_rank:
         return logits.argmax(-1).tolist(), [], logits
-    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.markov_rank, np.float32)
+    state = head.first_markov_state(anchor, states[0], drafts_at_anchor=at_anchor)
+    tokens, confidences, rows, previous = [], [], [], anchor
     for base, h in zip(logits, hidden, strict=True):
         e = head.markov_embedding(previous)
         latent, state = head.markov_latent(e, h, state)

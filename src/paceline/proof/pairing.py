@@ -11,7 +11,7 @@ import numpy as np
 from paceline.config import QuantOptions
 from paceline.drafters import HeadOptions
 from paceline.drafters.block.checkpoint import open_block
-from paceline.drafters.block.config import BLOCK_KINDS, read_block_config
+from paceline.drafters.block.config import BLOCK_KINDS, default_drafts_at_anchor, describe_alignment, read_block_config
 from paceline.drafters.draft_model import read_mask_token, too_large
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
@@ -30,10 +30,6 @@ from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
 from paceline.tokenizer.vocabulary import VocabularyComparison, compare_pieces
 
-_UNKNOWN_ALIGNMENT = (
-    "its config has no sample_from_anchor, so a row may draft the token at its position or the one after it: both are compared with the "
-    "first tokens, and the better one is kept"
-)
 _CACHE_TYPE = KVCacheDtype.F32
 
 
@@ -169,12 +165,12 @@ def _check_block(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, 
     config = read_block_config(files, target.config)
     opened = open_block(files, config, target.config)
     read = ", ".join(map(str, config.boundaries))
-    chosen = f", {config.num_candidates} candidates a row" if config.num_candidates else ""
-    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; "
+    given, chosen = config.drafts_at_anchor, f", {config.num_candidates} candidates a row" if config.num_candidates else ""
+    place = describe_alignment(drafts_at_anchor=default_drafts_at_anchor(files) if given is None else given, is_known=given is not None)
+    summary = f"{files.kind.value} drafter, blocks of {config.block_size}{chosen}, that reads layer boundaries {read}; {place}; "
     facts = HeadFacts(files.path, files.kind, opened.weights, config.layers.kv_bytes_per_token(_CACHE_TYPE) * 1000)
     facts = replace(facts, copied_bytes=sum(table.nbytes for table in opened.tables.values()))
-    notes = () if config.drafts_at_anchor is not None else (_UNKNOWN_ALIGNMENT,)
-    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size), None, notes)
+    return facts, PairCheck(True, summary + _sizes_fit(target.config.hidden_size))
 
 
 def _check_assistant(files: HeadFiles, target: CheckpointFacts) -> tuple[HeadFacts, PairCheck]:

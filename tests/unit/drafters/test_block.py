@@ -1,5 +1,7 @@
 """Block drafters are recognised, refused by what they are, and read the right row."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,18 @@ from paceline import LLM, SamplingParams
 from paceline.drafters import find_head
 from paceline.drafters.block.checkpoint import open_block
 from paceline.drafters.block.config import read_block_config
-from paceline.drafters.block.drafter import BlockDrafter
+from paceline.drafters.block.drafter import BlockDrafter, best_first_tree
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
+from paceline.kv_cache.row_plan import TreeLayout
 from paceline.models.checkpoint import read_model_config
 from paceline.proof.doctor import DoctorOptions, diagnose
 from paceline.sampling.draw import Distribution, draw
+from paceline.speculation.drafter import DraftBudget
 from paceline.speculation.request import Request
+from paceline.speculation.tree import DraftTree
 
 TARGET = make_config(hidden_size=32, vocab_size=97, num_layers=9)
 
@@ -249,9 +254,11 @@ def test_the_row_that_drafts_is_found_where_the_files_do_not_say(tmp_path: Path,
         (drafter,) = llm.engine.speculator.drafters
         assert isinstance(drafter, BlockDrafter)
         before = drafter.drafts_at_anchor
+        assert "a row is expected to draft the token at its own position, which the first drafts will show" in llm.banner
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         plain = llm.generate([[5, 6]], sampling, speculation={"enabled": False})[0]
         first, second = llm.generate([[5, 6]], sampling)[0], llm.generate([[5, 6]], sampling)[0]
+        assert llm.explain(second)[-1].endswith("blocks of 7, a row drafts the token after its own position)")
     assert first.token_ids == second.token_ids == plain.token_ids
     assert (before, drafter.drafts_at_anchor) == (False, True)
     assert second.speculation.mean_acceptance_length > 1.5
@@ -264,7 +271,16 @@ def test_doctor_checks_a_block_drafter_without_loading_it(tmp_path: Path) -> Non
     assert found.problems == []
     (one,) = found.drafters
     assert one.pair is not None
-    assert one.pair.summary.startswith("dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; its sizes fit")
+    summary = (
+        "dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; a row drafts the token after its own position; its sizes fit"
+    )
+    assert one.pair.summary.startswith(summary)
+    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
+    del config["sample_from_anchor"]
+    (drafter / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (one,) = diagnose(DoctorOptions(model=str(target), drafters=(str(drafter),))).drafters
+    assert one.pair is not None
+    assert "a row is expected to draft the token after its own position, which the first drafts will show; its" in one.pair.summary
     other = write_random_block(tmp_path / "other", hidden_size=64)
     found = diagnose(DoctorOptions(model=str(target), drafters=(str(other),)))
     assert not found.works
@@ -321,7 +337,9 @@ def test_doctor_checks_a_gguf_drafter(tmp_path: Path) -> None:
     assert found.problems == []
     (one,) = found.drafters
     assert one.pair is not None
-    assert one.pair.summary.startswith("dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; its sizes fit")
+    assert one.pair.summary.startswith(
+        "dspark drafter, blocks of 7, that reads layer boundaries 0, 1, 2; a row drafts the token after its own"
+    )
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
@@ -353,3 +371,72 @@ def test_candidates_are_drawn_from_their_own_distribution(acceptance: str, tmp_p
             np.testing.assert_allclose(found.draft_probs.probs, exact / exact.sum(), atol=1e-6)
         else:
             assert token == draw(Distribution((scores / 0.8).astype(np.float32), token_ids.astype(np.int64), False), *place)
+
+
+# Trees over independent rows
+
+
+def marginals(random: np.random.Generator, confidence: float, num_rows: int = 15) -> list[DraftTokens]:
+    """The four best tokens of each row, 0 to 3; 4 stands for all others."""
+    rows = []
+    for depth in range(num_rows):
+        best = confidence * 0.97**depth
+        others = np.sort(random.dirichlet(np.full(4, 0.5)) * (1.0 - best))[::-1]
+        probs = sorted([best, *others[:3].tolist()], reverse=True)
+        rows.append(DraftTokens(range(4), probs))
+    return rows
+
+
+def best_first(rows: Sequence[DraftTokens], num_rows: int) -> DraftTree:
+    budget = DraftBudget(row_budget=num_rows, max_depth=len(rows), layout=TreeLayout.MASK)
+    tree = best_first_tree(9, budget, len(rows), lambda path: rows[len(path)], "test")
+    assert tree is not None
+    tree.check()
+    return tree
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.7, 0.5])
+def test_a_tree_over_independent_rows_holds_the_most_probable_paths(confidence: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+        rows = [DraftTokens(row.token_ids[:3], row.probs[:3]) for row in marginals(random, confidence, 8)]
+        tree = best_first(rows, 16)
+        level, every = [1.0], [1.0]
+        for row in rows:
+            level = [prob * own for prob in level for own in row.probs]
+            every += level
+        reached = [1.0]
+        assert tree.probs is not None
+        for parent, prob in zip(tree.parents[1:], tree.probs[1:], strict=True):
+            reached.append(reached[parent] * prob)
+        np.testing.assert_allclose(sorted(reached), sorted(every)[-16:])
+
+
+@pytest.mark.parametrize(("confidence", "least_gain"), [(0.9, 1.02), (0.8, 1.1), (0.7, 1.2), (0.5, 1.4)])
+def test_a_tree_over_independent_rows_emits_more_tokens_than_a_chain_of_as_many_rows(
+    confidence: float, least_gain: float, seed: int
+) -> None:
+    random, emitted = np.random.default_rng(seed), {"chain": 0, "tree": 0}
+    for _ in range(100):
+        rows = marginals(random, confidence)
+        trees = {
+            "tree": best_first(rows, 16),
+            "chain": DraftTree.chain(9, [row.token_ids[0] for row in rows], "test"),  # 16 rows with the root
+        }
+        borders = np.cumsum([row.probs for row in rows], 1)
+        for _ in range(20):
+            text = (borders < random.random((len(rows), 1))).sum(1).tolist()
+            for name, tree in trees.items():
+                emitted[name] += 1 + len(accepted(tree, text))
+    assert emitted["tree"] > least_gain * emitted["chain"]
+
+
+def accepted(tree: DraftTree, text: Sequence[int]) -> list[int]:
+    """The nodes whose paths the text begins with."""
+    nodes: list[int] = []
+    for token in text:
+        found = [node for node in tree.children(nodes[-1] if nodes else 0) if tree.token_ids[node] == token]
+        if not found:
+            break
+        nodes += found
+    return nodes

@@ -481,6 +481,12 @@ def default_drafts_at_anchor(files: HeadFiles) -> bool:
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
+def describe_alignment(*, drafts_at_anchor: bool, is_known: bool) -> str:
+    """Describe which position a row drafts: as the files say or the first drafts showed, or as it is tried first."""
+    place = "the token after its own position" if drafts_at_anchor else "the token at its own position"
+    return f"a row drafts {place}" if is_known else f"a row is expected to draft {place}, which the first drafts will show"
+
+
 def is_neox_rope(fields: JsonFields) -> bool:
     """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
     named = fields.values.get("architectures")

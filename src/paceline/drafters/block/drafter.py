@@ -1,19 +1,20 @@
 """Drafting with a block drafter: one pass drafts all positions of a block.
 
-Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec). Deviations: every accepted token is the target's own draw; a draft may
-be shorter than the drafter's block; trees are grown over the rows' distributions and chosen by expected tokens per row of the target's
-pass (DDTree of mlx-vlm chooses by probability alone).
+Sources: DFlash and DFlash2 (z-lab), DSpark (deepseek-ai/DeepSpec), trees over independent rows as DDTree of mlx-vlm. Deviations: every
+accepted token is the target's own draw; a draft may be shorter than the drafter's block; trees are chosen by probability per row of the
+target's pass.
 
 Context rows are computed from the target's hidden states once per committed position, before the first draft that needs them. There is no
 pass over the prompt.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from paceline.drafters.block.config import describe_alignment
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
 from paceline.drafters.block.network import SELECTED, BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import NO_TOKENS, DraftSampler, DraftTokens, token_draws
@@ -24,6 +25,7 @@ from paceline.runtimes.ranking import Draws, RankedRow
 from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, DrafterNeeds, DrafterTraits, RequestState
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
+from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_PENDING_ROWS = 64  # with more pending rows, context rows are computed outside of drafting
 MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
@@ -63,9 +65,7 @@ class BlockDrafter(Drafter):
         self._num_correct = [0, 0]  # number of correct predictions of the next token by row 0, and by row 1
         self._num_compared = 0
         self._first_row_tokens = RequestState[tuple[int, int, int]]()  # per request: position, top tokens of rows 0 and 1
-        layers = config.layers
-        parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
-        self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
+        self.traits = DrafterTraits(self._description(), cache_bytes_per_token=self.context.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         late = []
@@ -108,6 +108,12 @@ class BlockDrafter(Drafter):
         self.context.release(request)
         self._first_row_tokens.pop(request)
 
+    def _description(self) -> str:
+        config, layers = self.head.config, self.head.config.layers
+        parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
+        place = describe_alignment(drafts_at_anchor=self.drafts_at_anchor, is_known=not self._is_alignment_unknown)
+        return f"{self.name} ({parts}, {place})"
+
     def _depth_and_width(self, budget: DraftBudget) -> tuple[int, int]:
         depth, width = draft_depth_and_width(budget, self._tree_width)
         return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
@@ -135,40 +141,47 @@ class BlockDrafter(Drafter):
     def _draft_blocks(self, group: Sequence[tuple[DraftBlock, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
-        drafts = [draft for _, draft in group]
         is_biased, has_selector = self.head.markov_rank > 0, self.head.config.num_candidates > 0
         shift = 0 if self.drafts_at_anchor else 1
         output = self.head.run_block([rows for rows, _ in group], None if is_biased or has_selector else _block_draws(group, shift))
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
-        first = 0
+        first, trees = 0, dict[int, DraftTree | None]()
         for rows, draft in group:
             count = len(rows.logit_rows)
             if is_biased:
                 self._store_first_row_tokens(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
-                self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
+                self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first : first + count])
+                trees[id(draft.request)] = draft.to_tree(self.name)
             else:
                 ranked = output.ranked[first : first + count]
                 self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
                 if has_selector:
                     self._add_selected_levels(draft, ranked[shift:], output.results[SELECTED][first + shift : first + count])
+                    trees[id(draft.request)] = draft.to_tree(self.name)
                 else:
-                    self._add_unbiased_levels(draft, ranked[shift:], output.logits[first + shift : first + count])
+                    trees[id(draft.request)] = self._unbiased_tree(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
-        return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
+        return trees
 
-    def _add_unbiased_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
-        """Add levels whose rows do not depend on the drafted tokens."""
-        for level in range(draft.depth):
-            nodes = draft.frontier
-            if not nodes:
-                return
+    def _unbiased_tree(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> DraftTree | None:
+        """Return a tree from rows that do not depend on the drafted tokens."""
+        request, width = draft.request, draft.width
+        if draft.uses_ranking:
+            is_greedy = request.params.is_greedy
+            tokens = [self._sampler.sample_ranked(row, width, is_greedy=is_greedy) for row in ranked[: draft.depth]]
+
+        def tokens_after(path: Sequence[int]) -> DraftTokens:
             if draft.uses_ranking:
-                is_greedy = draft.request.params.is_greedy
-                found = [self._sampler.sample_ranked(ranked[level], draft.width, is_greedy=is_greedy)] * len(nodes)
-            else:
-                found = [self._sample_children(draft, node, logits[level]) for node in nodes]
-            draft.add_level(found, np.empty((len(nodes), 0), np.float32))
+                return tokens[len(path)]
+            return self._sampler.sample(request, path, logits[len(path)], width, needs_draft_probs=draft.budget.needs_draft_probs)
+
+        if width > 1:
+            return best_first_tree(request.token_ids[-1], draft.budget, draft.depth, tokens_after, self.name)
+        for _ in range(draft.depth):
+            if draft.frontier:
+                draft.add_level([tokens_after(draft.path(draft.frontier[0]))], np.empty((1, 0), np.float32))
+        return draft.to_tree(self.name)
 
     def _add_selected_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], selected: FloatArray) -> None:
         """Add levels from left to right; the candidates of each row are scored again, given the token before it."""
@@ -193,13 +206,20 @@ class BlockDrafter(Drafter):
         )
 
     def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
-        """Add levels from left to right; each row gets the bias of the tokens before it."""
-        head, states = self.head, {0: np.zeros(self.head.markov_rank, np.float32)}
+        """Add levels from left to right; each row gets the bias of the tokens before it.
+
+        Args:
+            logits: [D, Vd] of the rows that draft.
+            hidden: [B, E] of all rows.
+        """
+        head, anchor = self.head, draft.request.token_ids[-1]
+        states = {0: head.first_markov_state(anchor, hidden[0], drafts_at_anchor=self.drafts_at_anchor)}
+        hidden = hidden[len(hidden) - len(logits) :]
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
                 return
-            rows = [head.markov_embedding(draft.request.token_ids[-1] if node == 0 else draft.token_ids[node]) for node in nodes]
+            rows = [head.markov_embedding(anchor if node == 0 else draft.token_ids[node]) for node in nodes]
             made = [
                 head.markov_latent(row, hidden[level], states[draft.parents[node] if node else 0])
                 for node, row in zip(nodes, rows, strict=True)
@@ -238,6 +258,29 @@ class BlockDrafter(Drafter):
         if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
             self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
+            self.traits = replace(self.traits, description=self._description())
+
+
+def best_first_tree(
+    root: int, budget: DraftBudget, depth: int, tokens_after: Callable[[Sequence[int]], DraftTokens], source: str
+) -> DraftTree | None:
+    """Return the tree of the most probable paths over independent rows, by the product of the rows' probabilities (DDTree).
+
+    Args:
+        root: the last token.
+        depth: number of rows.
+        tokens_after: returns the candidates after a path.
+        source: name of the drafter.
+    """
+
+    def expand(path: tuple[int, ...]) -> list[Candidate[tuple[int, ...]]]:
+        if len(path) == depth:
+            return []
+        found = tokens_after(path)
+        return [(token, prob, source, (*path, token)) for token, prob in zip(found.token_ids, found.probs, strict=True)]
+
+    start: tuple[int, ...] = ()
+    return grow_tree(root, budget, start, expand)
 
 
 def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:

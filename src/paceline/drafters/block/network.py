@@ -210,6 +210,17 @@ class BlockHead:
             token_ids = self.target_ids.searchsorted(token_ids).astype(np.int32)
         return np.asarray(scores + before @ as_float32(self._tables["successor"], token_ids).T, np.float32)
 
+    def first_markov_state(self, anchor: int, hidden: FloatArray, *, drafts_at_anchor: bool) -> FloatArray:
+        """Return the recurrent state [r] before the first row that drafts.
+
+        If the anchor's row drafts nothing, the state is updated with it nevertheless, as speculators trains it.
+
+        Args:
+            hidden: [E] of the anchor's row.
+        """
+        state = np.zeros(self.markov_rank, np.float32)
+        return state if drafts_at_anchor else self.markov_latent(self.markov_embedding(anchor), hidden, state)[1]
+
     def markov_latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
 
