@@ -8,8 +8,8 @@ import typer
 
 from paceline.cli.options import SERVING, Settings, with_settings
 from paceline.cli.reporting import print_notice
-from paceline.config import api_keys_of_environment
-from paceline.errors import BackendUnavailableError
+from paceline.config import EngineConfig, api_keys_of_environment
+from paceline.errors import BackendUnavailableError, ConfigError
 from paceline.installation import install_extra
 from paceline.server.settings import ServerSettings, keys_in, read_keys
 
@@ -19,18 +19,26 @@ API_KEY_FILE_HELP = (
 )
 
 
+MODELS_HELP = "The models to serve, as --model takes one; several share the server and its options, and are loaded when they are requested."
+
+
 @partial(with_settings, panels=SERVING)
 def serve(
+    models: Annotated[list[str] | None, typer.Argument(help=MODELS_HELP, metavar="[MODEL]...")] = None,
     *,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help=API_KEY_FILE_HELP, rich_help_panel="Server")] = None,
     settings: Settings,
 ) -> None:
-    """Answer over HTTP as OpenAI's API does; without --model the embedded mini answers.
+    """Answer over HTTP as OpenAI's API does; without a model the embedded mini answers.
 
     SIGTERM and Ctrl-C let running requests finish; a second one does not wait for them.
     """
     keys = keys_in(api_keys_of_environment(), "of PACELINE_API_KEYS") if api_key_file is None else read_keys(api_key_file)
     server = ServerSettings(**settings.server, api_keys=keys)
+    named = settings.engine.model
+    served = [*([named] if named != EngineConfig().model or not models else []), *(models or [])]
+    if settings.cluster.replicas and len(served) > 1:
+        raise ConfigError(f"replicas serve one model, and {len(served)} are given: leave --replicas out, or serve one model")
     from paceline.cli.loading import quieten_libraries
 
     if not settings.debug:
@@ -41,7 +49,7 @@ def serve(
     except ImportError as error:
         raise BackendUnavailableError(f"a server needs {error.name}: {install_extra('serve')}") from error
     if settings.cluster.replicas:
-        arguments = settings.llm_arguments()
+        arguments = {**settings.llm_arguments(), "model": served[0]}
         run_replicas(arguments, server, settings.cluster, say=print_notice, quiet=settings.quiet, debug=settings.debug)
         return
-    run(settings.llm_arguments(), server, say=print_notice, quiet=settings.quiet)
+    run(served, settings.llm_arguments(), server, say=print_notice, quiet=settings.quiet)

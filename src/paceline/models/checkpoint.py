@@ -1,5 +1,6 @@
 """Open a checkpoint of either format: a Hugging Face directory or a GGUF file."""
 
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from paceline.models.storage.hybrid_weights import HybridWeights
 from paceline.models.storage.mxfp4_experts import Mxfp4ExpertWeights
 from paceline.models.storage.packed_weights import PackedWeights
 from paceline.models.storage.safetensors_file import checkpoint_files
+from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import Weights
 from paceline.small_files import is_file
 
@@ -57,6 +59,26 @@ def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_
 def weight_files(path: Path) -> tuple[Path, ...]:
     """Return the files that `open_weights` reads."""
     return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
+
+
+def stored_bytes(path: Path) -> int:
+    """Return the size of the files that `open_weights` reads."""
+    return sum(file.stat().st_size for file in weight_files(path))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the number of values of all tensors."""
+    return sum(map(math.prod, tensor_shapes(config).values()))
+
+
+def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
+    """Return how the weights are stored: the type that most bytes of a GGUF file have, a container of quantised matrices, or one type."""
+    if not is_gguf(path):
+        return weights.container or config.weight_type.value
+    sizes: dict[str, int] = {}
+    for tensor in open_gguf(path).tensors.values():
+        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
+    return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
 def _directory(path: Path) -> Path:

@@ -77,6 +77,10 @@ class FrontService:
     model: str
     admission: AdmissionControl
 
+    async def close(self) -> None:
+        """End all replicas."""
+        await self.engine.close()
+
 
 def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_samples: int) -> FastAPI:
     """Return an ASGI application that forwards requests to `pool`; its `state.service` is a `FrontService`.
