@@ -6,13 +6,16 @@ meanwhile wait their turn, so that no model waits longer than the running reques
 """
 
 import asyncio
+import ctypes
 import gc
 import json
 import logging
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,6 +139,7 @@ class ModelPool:
         self.logged_fields = set[str]()
         self._queue: list[ServedModel] = []  # those that requests wait for
         self._switch = asyncio.Lock()  # held while a model is loaded or unloaded
+        self._loader = ThreadPoolExecutor(1, "paceline-load")  # one thread, so that all models use one heap of glibc
         self._tasks = set["asyncio.Task[None]"]()
         self._is_loading = False
 
@@ -251,6 +255,7 @@ class ModelPool:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
+        self._loader.shutdown(wait=False)
         for model in self.models:
             model.set_timer(None)
             for loaded, _ in model.waiting:
@@ -323,7 +328,7 @@ class ModelPool:
                 return
             try:
                 began_s = time.monotonic()
-                self._begin(model, await asyncio.to_thread(model.open))
+                self._begin(model, await asyncio.get_running_loop().run_in_executor(self._loader, model.open))
                 break
             except CapacityError:
                 if not await self._unload_least_used(model):
@@ -402,8 +407,15 @@ def _collect_garbage() -> None:
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
+    _return_memory()
     if is_frozen:
         gc.freeze()
+
+
+def _return_memory() -> None:
+    """Return freed memory to the system where glibc keeps it: each thread's heap keeps what was allocated before something still in use."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _log(event: str, model: ServedModel, **fields: Any) -> None:
