@@ -28,8 +28,7 @@ def adapter_routes(pool: ModelPool) -> APIRouter:
     router = APIRouter(tags=["adapters"])
     if not pool.settings.adapter_loading:
         return router
-    (model,) = pool.models  # which stays loaded
-    service = model.service
+    service = pool.models[0].service  # the only one, which stays loaded
     assert service is not None
 
     @router.post("/v1/load_lora_adapter")

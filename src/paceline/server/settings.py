@@ -123,7 +123,7 @@ class ServerSettings:
         for origin in self.allow_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allow_origin is {origin!r}: use an origin without a path, such as http://localhost:3000, or *")
-        if self.adapter_loading and self.unload_after_s < math.inf:
+        if self.unload_after_s < math.inf and self.adapter_loading:
             raise ConfigError(f"unload_after is {self.unload_after!r}, and adapters that requests load would be lost: leave it out")
         if self.adapter_loading and not self.api_keys:
             raise ConfigError("adapter_loading lets requests read directories of this machine and needs a key: give --api-key-file")

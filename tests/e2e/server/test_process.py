@@ -194,6 +194,11 @@ def test_port_in_use_is_refused_before_loading(refused: Callable[..., Result]) -
         (["--api-key-file", "absent"], "cannot be read"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--model", "absent-model", "--port", "0", "--offline"], "absent-model"),
+        (["mini", "absent-model", "--port", "0", "--offline"], "absent-model"),
+        (["mini", "mini", "--port", "0"], "two models are called 'mini'"),
+        (["mini", "other", "--replicas", "2"], "replicas serve one model, and 2 are given"),
+        (["mini", "--unload-after", "soon"], "unload_after is 'soon'"),
+        (["mini", "--max-loaded", "0"], "max_loaded is 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

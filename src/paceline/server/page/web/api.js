@@ -9,11 +9,13 @@ export class ApiError extends Error {
 
 export class ConnectionLost extends Error {}
 
-// The model that is served: its id, the drafters that a request may name, and the ids of its adapters, which are asked for as models.
+// The model that is served: its id, the drafters that a request may name, and the ids of its adapters and of other models, which are
+// asked for as models. Drafters are null where they are not known: of a model that is not loaded, and of one of several.
 export async function servedModel(key) {
   const answer = await ask("v1/models", key, {});
-  const [model, ...adapters] = (await answer.json()).data;
-  return { ...model, adapters: adapters.map(({ id }) => id) };
+  const [model, ...others] = (await answer.json()).data;
+  const isKnown = model.status.value === "loaded" && others.every(({ parent }) => parent);
+  return { ...model, drafters: isKnown ? model.drafters : null, adapters: others.map(({ id }) => id) };
 }
 
 // The events of one answer, as they come. Leaving the loop, or aborting `signal`, ends the request.

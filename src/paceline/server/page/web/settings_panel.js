@@ -60,10 +60,10 @@ function KeyField({ apiKey, changeKey, checkKey }) {
 
 // The drafters of a request that selects none: all that are loaded.
 function asLoaded(model) {
-  if (!model) return "as loaded";
+  if (!model?.drafters) return "as loaded";
   return model.drafters.join("+") || "none is loaded";
 }
 
 function single(model) {
-  return model && model.drafters.length > 1 ? model.drafters : [];
+  return model?.drafters?.length > 1 ? model.drafters : [];
 }
