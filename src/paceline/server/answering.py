@@ -115,15 +115,15 @@ async def _read(request: Request, pool: ModelPool, kind: type[Read]) -> tuple[Re
 
 async def _service_of(request: Request, pool: ModelPool, fields: Fields) -> Service:
     """Return what answers a request; its model stays loaded until the request has ended."""
-    model, at_end = pool.find(getattr(fields, "model", None)), request.scope[AT_END]
+    model, at_end, keep_s = pool.find(getattr(fields, "model", None)), request.scope[AT_END], fields.keep_s
     request.scope[MODEL_NAME] = model.name
+    if keep_s is not None and not pool.unloads:
+        fields.ignore("keep_alive")
+        keep_s = None
     service = pool.take_loaded(model, at_end)
     if service is None:
         service = await cancel_on_disconnect(request, pool.wait(model, at_end))
-    keep_s = fields.keep_s
-    if keep_s is not None and not pool.unloads:
-        fields.ignore("keep_alive")
-    model.keep_s = pool.settings.unload_after_s if keep_s is None or not pool.unloads else keep_s
+    model.keep_s = pool.settings.unload_after_s if keep_s is None else keep_s
     return service
 
 

@@ -54,7 +54,7 @@ def create_pool_app(pool: ModelPool) -> FastAPI:
         app.include_router(routes(pool))
     app.include_router(page_routes())
     handle_errors(app)
-    add_middleware(app, pool.settings, pool.admission, pool.metrics.count_response)
+    add_middleware(app, pool.settings, pool.admission, pool.count_response)
     return app
 
 
@@ -75,7 +75,7 @@ def state_routes(pool: ModelPool) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Counters and histograms in Prometheus's text form."""
-        return Response(pool.metrics.text(await pool.snapshots()), media_type=CONTENT_TYPE_LATEST)
+        return Response(await pool.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

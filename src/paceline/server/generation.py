@@ -14,7 +14,7 @@ from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.params import SamplingParams
 from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError
-from paceline.server.metrics import ModelMetrics
+from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 
 
@@ -49,7 +49,7 @@ class Generation:
         engine: closed by the caller.
     """
 
-    def __init__(self, engine: AsyncEngine, settings: ServerSettings, admission: AdmissionControl, metrics: ModelMetrics) -> None:
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> None:
         self.engine, self.admission = engine, admission
         self._settings, self._metrics = settings, metrics
 

@@ -15,32 +15,11 @@ from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
 from paceline.tokenizer.tokenizer import Tokenizer
 
-_FILE_TYPES = (
-    *("F32", "F16", "Q4_0", "Q4_1", None, None, None, "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M"),
-    *("Q5_K_S", "Q5_K_M", "Q6_K", "IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S"),
-    *("IQ2_M", "IQ4_XS", "IQ1_M", "BF16"),
-)
-"""Names by `general.file_type`; None = it is used no more. Source: llama.cpp's include/llama.h, `llama_ftype`."""
 
-
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """The chat template of a tokenizer.
-
-    Attributes:
-        source: in Jinja; empty = there is none.
-        variables: those of "tools" and "enable_thinking" that it has.
-    """
-
-    source: str
-    variables: tuple[str, ...]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "TemplateFacts":
-        """Read the template of a tokenizer."""
-        if not tokenizer.has_chat_template:
-            return cls("", ())
-        return cls(tokenizer.template_source(), tuple(name for name in ("tools", "enable_thinking") if tokenizer.template_uses(name)))
+def template_facts(tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
+    """Return the source of a chat template, empty if there is none, and which of "tools" and "enable_thinking" are its variables."""
+    names = ("tools", "enable_thinking") if tokenizer.has_chat_template else ()
+    return tokenizer.template_source() if names else "", tuple(filter(tokenizer.template_uses, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +56,7 @@ class ModelFacts:
             raise ConfigError(f"{text}: lower max_model_len")
         stored = stored_type(path, open_weights(path, config), config)
         if is_gguf(path):
-            stored = _file_type_name(open_gguf(path).metadata.get("general.file_type")) or stored
+            stored = open_gguf(path).file_type or stored
         options = quant_options("quantization", engine.quantization)
         quantization = stored if options is None else f"int{options.bits}"
         return cls(path, config, stored_bytes(path), num_parameters(config), quantization, engine.max_model_len or config.max_positions)
@@ -90,10 +69,6 @@ class ModelFacts:
             return replace(cls.read(replace(loaded.config, offline=True)), max_model_len=longest)
         except PacelineError:
             return cls(Path(loaded.config.model), config, 0, num_parameters(config), config.weight_type.value, longest)
-
-    def read_template(self) -> TemplateFacts:
-        """Open the tokenizer and return its chat template. Slow: call it in a thread."""
-        return TemplateFacts.of(Tokenizer.open(self.path))
 
     def digest_of(self, name: str) -> str:
         """A hash by which clients distinguish models; files are not read for it."""
@@ -124,10 +99,6 @@ class ModelFacts:
             "parameter_size": _rounded(self.num_parameters),
             "quantization_level": self.quantization,
         }
-
-
-def _file_type_name(file_type: object) -> str | None:
-    return _FILE_TYPES[file_type] if isinstance(file_type, int) and 0 <= file_type < len(_FILE_TYPES) else None
 
 
 def _rounded(count: int) -> str:

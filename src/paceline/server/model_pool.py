@@ -29,10 +29,11 @@ from paceline.errors import CapacityError, ConfigError, PacelineError
 from paceline.machine import available_memory_bytes
 from paceline.server.admission import AdmissionControl, shutting_down
 from paceline.server.errors import HttpError, http_error_of
-from paceline.server.metrics import EngineSnapshot, Metrics
-from paceline.server.model_facts import ModelFacts, TemplateFacts
+from paceline.server.metrics import EngineSnapshot, Metrics, merged_pages
+from paceline.server.model_facts import ModelFacts, template_facts
 from paceline.server.service import Service, adapter_of, is_same_model, model_not_found
 from paceline.server.settings import ServerSettings
+from paceline.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
 
@@ -74,7 +75,7 @@ class ServedModel:
     snapshot: EngineSnapshot = field(default_factory=EngineSnapshot)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _timer: asyncio.TimerHandle | None = None
-    _template: TemplateFacts | None = None
+    _template: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def state(self) -> str:
@@ -95,12 +96,12 @@ class ServedModel:
         """As `Service.adapter_of`."""
         return adapter_of(name, self.name, self.adapters)
 
-    def template(self) -> TemplateFacts:
-        """Return its chat template. Slow: call it in a thread."""
+    def template(self) -> tuple[str, tuple[str, ...]]:
+        """Return its `template_facts`. Slow: call it in a thread."""
+        service = self.service
         if self._template is None:
-            service = self.service
-            tokenizer = None if service is None else service.engine.loaded.input_processor.tokenizer
-            self._template = self.facts.read_template() if tokenizer is None else TemplateFacts.of(tokenizer)
+            loaded = None if service is None else service.engine.loaded.input_processor.tokenizer
+            self._template = template_facts(loaded or Tokenizer.open(self.facts.path))
         return self._template
 
     def set_timer(self, unload: Callable[[], object] | None) -> None:
@@ -135,7 +136,7 @@ class ModelPool:
             if any(is_same_model(model.name, other.name) for other in models[:index]):
                 raise ConfigError(f"two models are called {model.name!r}: rename a file or directory, or serve a link with another name")
         self.admission = AdmissionControl(num_running, settings.max_queue)
-        self.metrics = Metrics([model.name for model in models])
+        self._metrics = {model.name: Metrics(model.name) for model in models}
         self.logged_fields = set[str]()
         self._queue: list[ServedModel] = []  # those that requests wait for
         self._switch = asyncio.Lock()  # held while a model is loaded or unloaded
@@ -193,13 +194,16 @@ class ModelPool:
         return len(self.models) > 1 or self.settings.unload_after_s < math.inf
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model of a request; the first one if it names none.
+        """Return the model of a request, which may name an adapter of a single one; the first one if it names none.
 
         Raises:
             HttpError: 404, it is not served.
         """
+        if len(self.models) == 1:
+            self.models[0].adapter_of(name)
+            return self.models[0]
         for model in self.models:
-            if name is None or len(self.models) == 1 or is_same_model(name, model.name):  # a single one's adapters have other names
+            if name is None or is_same_model(name, model.name):
                 return model
         raise model_not_found(*(repr(model.name) for model in self.models))
 
@@ -243,12 +247,17 @@ class ModelPool:
         if model.service is not None and not model.num_requests:
             self._set_timer(model)
 
-    async def snapshots(self) -> dict[str, EngineSnapshot]:
-        """Return the counters of all engines, by the names of the models."""
+    def count_response(self, route: str | None, status: int | None, model: str | None) -> None:
+        """Count a response in the metrics; the model is None where the request was for none."""
+        first = self.models[0].name
+        self._metrics[first].count_response(route, status, model or (first if len(self.models) == 1 else ""))
+
+    async def metrics(self) -> str:
+        """Return the metrics of all models in Prometheus's text form."""
         for model in self.models:
             if model.service is not None:
                 model.snapshot = await EngineSnapshot.of(model.service.engine, model.snapshot.num_loads)
-        return {model.name: model.snapshot for model in self.models}
+        return merged_pages(self._metrics[model.name].text(model.snapshot) for model in self.models)
 
     async def close(self) -> None:
         """Abort what runs and waits, and close all engines. May be called again."""
@@ -333,11 +342,12 @@ class ModelPool:
             except CapacityError:
                 if not await self._unload_least_used(model):
                     raise
-        _collect_garbage()
+        if gc.get_freeze_count():  # as the server does with what is there at its start: the collector does not visit the model's objects
+            gc.freeze()
         _log("model_loaded", model, seconds=round(time.monotonic() - began_s, 3))
 
     def _begin(self, model: ServedModel, engine: AsyncEngine) -> None:
-        model.service = Service.of(engine, model.name, self.settings, self.admission, self.metrics.of_model[model.name])
+        model.service = Service.of(engine, model.name, self.settings, self.admission, self._metrics[model.name])
         model.snapshot = EngineSnapshot(num_loads=model.snapshot.num_loads + 1)
         model.facts = replace(model.facts, max_model_len=engine.loaded.input_processor.max_model_len)
 
@@ -383,7 +393,7 @@ class ModelPool:
         finally:
             model.is_closing = False
         del engine
-        _collect_garbage()
+        _free_memory()
         _log("model_unloaded", model)
 
 
@@ -402,18 +412,13 @@ def _load_error(model: ServedModel, error: Exception | None) -> HttpError:
     return HttpError(500, text, kind="server_error", code="model_not_loaded")
 
 
-def _collect_garbage() -> None:
-    """Free what an engine left in cycles. If the server froze its objects, the collector goes on not to visit those of models."""
+def _free_memory() -> None:
+    """Free what an engine left in cycles, and return memory that glibc keeps in the heaps of threads; takes about 0.1 s."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
-    _return_memory()
     if is_frozen:
         gc.freeze()
-
-
-def _return_memory() -> None:
-    """Return freed memory to the system where glibc keeps it: each thread's heap keeps what was allocated before something still in use."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -102,7 +102,7 @@ def _props(model: ServedModel) -> dict[str, Any]:
         "total_slots": model.engine.max_num_seqs if service is None else service.engine.loaded.engine.scheduler.limits.max_num_seqs,
         "model_alias": model.name,
         "model_path": model.name,
-        "chat_template": model.template().source,
+        "chat_template": model.template()[0],
         "modalities": {"vision": False, "audio": False},
         "build_info": f"paceline-{__version__}" if service is None else service.fingerprint,
     }

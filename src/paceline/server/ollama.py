@@ -27,6 +27,7 @@ from paceline.server.parameters import num_top_logprobs, request_options, sampli
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings, seconds_of
 
+EMPTY_CHAT, EMPTY_TEXT = {"message": {"role": "assistant", "content": ""}}, {"response": ""}
 NEVER = "9999-12-31T23:59:59Z"
 MAX_KEEP_S = 1e9
 """Seconds that a model stays loaded, beyond which a date means never."""
@@ -148,12 +149,12 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
     @router.post("/api/chat", openapi_extra=request_schema(ChatFields))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_request(request, pool, ChatFields, _chat, _unloaded_chat)
+        return await answer_request(request, pool, ChatFields, _chat, _unloaded)
 
     @router.post("/api/generate", openapi_extra=request_schema(GenerateFields))
     async def generate(request: Request) -> Response:
         """Answer a prompt, or continue a raw one."""
-        return await answer_request(request, pool, GenerateFields, _generate, _unloaded_generate)
+        return await answer_request(request, pool, GenerateFields, _generate, _unloaded)
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -185,7 +186,7 @@ def ollama_routes(pool: ModelPool) -> APIRouter:
 def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
     adapter = service.adapter_of(fields.model)
     if not fields.messages:
-        return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(adapter or service.model, EMPTY_CHAT)
     request = ChatRequest(
         messages=conversation(fields, service.settings),
         tools=checked_tools(fields.tools, service.settings, within="function"),
@@ -199,7 +200,7 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     adapter = service.adapter_of(fields.model)
     prompt, system = fields.prompt, fields.system
     if not prompt:
-        return _loaded(adapter or service.model, {"response": ""})
+        return _loaded(adapter or service.model, EMPTY_TEXT)
     if fields.raw and system:
         raise invalid("system", "is no part of a raw prompt: write it into the prompt")
     check_length("prompt", len(prompt) + len(system or ""), service.settings)
@@ -213,26 +214,19 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
 
 
-def _loaded(model: str, fields: dict[str, Any], reason: str = "load") -> Response:
+def _loaded(model: str, fields: Mapping[str, Any], reason: str = "load") -> Response:
     """The answer to a request without a prompt, which only loads or unloads the model."""
     return JSONResponse({**_head(model), **fields, "done": True, "done_reason": reason})
 
 
-def _unloaded_chat(pool: ModelPool, fields: ChatFields) -> Response | None:
+def _unloaded(pool: ModelPool, fields: "ChatFields | GenerateFields") -> Response | None:
     """The answer to a request that only unloads its model; None = it does more."""
-    return None if fields.messages else _unloaded(pool, fields, {"message": {"role": "assistant", "content": ""}})
-
-
-def _unloaded_generate(pool: ModelPool, fields: GenerateFields) -> Response | None:
-    return None if fields.prompt else _unloaded(pool, fields, {"response": ""})
-
-
-def _unloaded(pool: ModelPool, fields: RequestFields, empty: dict[str, Any]) -> Response | None:
-    if fields.keep_s != 0 or not pool.unloads:
+    is_chat = isinstance(fields, ChatFields)
+    if (fields.messages if isinstance(fields, ChatFields) else fields.prompt) or fields.keep_s != 0 or not pool.unloads:
         return None
     model = pool.find(fields.model)
     pool.unload_soon(model)
-    return _loaded(model.name, empty, "unload")
+    return _loaded(model.name, EMPTY_CHAT if is_chat else EMPTY_TEXT, "unload")
 
 
 def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str, Any]]:
@@ -426,7 +420,7 @@ def _nanoseconds(seconds: float) -> int:
 def _shown(fields: ShowFields, pool: ModelPool) -> dict[str, Any]:
     name = fields.model or fields.name
     model = pool.find(name)
-    adapter, facts, template = model.adapter_of(name), model.facts, model.template()
+    adapter, facts, (template, variables) = model.adapter_of(name), model.facts, model.template()
     family, config = facts.config.family, facts.config
     capabilities = {"tools": "tools", "enable_thinking": "thinking"}
     return {
@@ -438,9 +432,9 @@ def _shown(fields: ShowFields, pool: ModelPool) -> dict[str, Any]:
             f"{family}.context_length": facts.max_model_len,
             f"{family}.embedding_length": config.hidden_size,
         },
-        "capabilities": ["completion", *(capabilities[variable] for variable in template.variables)],
+        "capabilities": ["completion", *(capabilities[variable] for variable in variables)],
         "parameters": "",
-        "template": template.source,
+        "template": template,
     }
 
 

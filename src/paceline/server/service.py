@@ -13,7 +13,7 @@ from paceline.server.admission import AdmissionControl
 from paceline.server.chat import ChatService
 from paceline.server.errors import HttpError
 from paceline.server.generation import Generation
-from paceline.server.metrics import ModelMetrics
+from paceline.server.metrics import Metrics
 from paceline.server.settings import ServerSettings
 from paceline.server.token_texts import TokenTexts
 
@@ -39,7 +39,7 @@ class Service:
     texts: TokenTexts
 
     @classmethod
-    def of(cls, engine: AsyncEngine, name: str, settings: ServerSettings, admission: AdmissionControl, metrics: ModelMetrics) -> "Service":
+    def of(cls, engine: AsyncEngine, name: str, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> "Service":
         """Return what answers with an engine.
 
         Raises:

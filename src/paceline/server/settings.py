@@ -17,7 +17,7 @@ MAX_HEADERS = 100
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h)")
-_DURATION = re.compile(rf"[-+]?(?:{_PART.pattern})+")
+_DURATION = re.compile(rf"(?:{_PART.pattern})+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _COUNTS = (
     "max_messages",
@@ -165,15 +165,11 @@ def seconds_of(duration: str | float) -> float:
         ValueError: it is none.
     """
     text = str(duration).strip()
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        seconds = float(text)
-    else:
-        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
-        seconds = -seconds if text.startswith("-") else seconds
+    size = text.removeprefix("-")
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(size)) if _DURATION.fullmatch(size) else float(size)
     if math.isnan(seconds):
         raise ValueError(text)
-    return seconds if seconds >= 0 else math.inf
+    return math.inf if seconds < 0 or (seconds and size != text) else seconds
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from harness.llama_gguf import write_gguf
+from harness.tool_model import write_tool_model
 from paceline.config import EngineConfig
 from paceline.errors import CheckpointError, ConfigError
-from paceline.server.model_facts import ModelFacts
+from paceline.server.model_facts import ModelFacts, template_facts
 from paceline.server.settings import ServerSettings, seconds_of
+from paceline.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(("kind", "share"), [("Q4_1", 0.33), ("Q8_0", 0.55), ("BF16", 1.0)])
@@ -42,10 +44,11 @@ def test_facts_are_refused_where_the_settings_do_not_fit(tmp_path: Path) -> None
         ModelFacts.read(EngineConfig(model=str(tmp_path)))
 
 
-def test_template_is_read_from_the_tokenizer(mini_dir: Path) -> None:
-    template = ModelFacts.read(EngineConfig(model=str(mini_dir))).read_template()
-    assert "messages" in template.source
-    assert template.variables == ()
+def test_template_facts_are_its_source_and_variables(mini_dir: Path, tmp_path: Path) -> None:
+    source, variables = template_facts(Tokenizer.open(mini_dir))
+    assert ("messages" in source, variables) == (True, ())
+    thinking = write_tool_model(mini_dir, tmp_path / "model", "{{ messages }}{{ tools }}{% if enable_thinking %}…{% endif %}")
+    assert template_facts(Tokenizer.open(thinking))[1] == ("tools", "enable_thinking")
 
 
 @pytest.mark.parametrize(
