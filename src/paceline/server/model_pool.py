@@ -328,9 +328,8 @@ class ModelPool:
             Exception: it cannot be loaded.
         """
         assert model.open is not None
-        model.facts = await asyncio.to_thread(
-            ModelFacts.read, model.engine
-        )  # fails before another is unloaded, and its file may have changed
+        # its file may have changed, and what is wrong with its headers is found before another model is unloaded
+        model.facts = await asyncio.to_thread(ModelFacts.read, model.engine)
         while True:
             await self._make_room(model)
             if not model.waiting:
