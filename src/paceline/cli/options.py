@@ -125,6 +125,8 @@ SERVER = Panel(
         "tool_call_parser": "Format of the model's tool calls: auto (from its chat template), none (calls are text), or a name such as "
         "hermes, qwen3_coder or llama3_json; docs/server.md lists all.",
         "reasoning_parser": "Format of its reasoning: auto, none, or a name such as qwen3; docs/server.md lists all.",
+        "max_loaded": "Of several models, how many are loaded at a time; fewer if memory is short.",
+        "unload_after": "Time without requests after which a model is unloaded, such as 10m; never = only to make room for another.",
         "unknown_fields": "Fields of a request that no dialect has: ignore them and name them in the log, or refuse the request.",
         "max_queue": "Samples that may wait; more are refused with status 429.",
         "max_body_mb": "Megabytes of a request.",
@@ -177,6 +179,7 @@ METAVARS = {
     "stop": "<str>",
     "drafter": "<str>",
     "unknown_fields": "ignore|refuse",
+    "unload_after": "DURATION",
     "tool_call_parser": "<str>",
     "reasoning_parser": "<str>",
     "drafter_options": "NAME=VALUE",

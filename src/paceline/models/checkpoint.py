@@ -59,6 +59,21 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     return split_parts(path) if is_gguf(path) else checkpoint_files(_directory(path))
 
 
+def stored_bytes(path: Path) -> int:
+    """Return the size of the files that `open_weights` reads."""
+    return sum(file.stat().st_size for file in weight_files(path))
+
+
+def stored_type(path: Path, weights: Weights, config: ModelConfig) -> str:
+    """Return how the weights are stored: the type that most bytes of a GGUF file have, a container of quantised matrices, or one type."""
+    if not is_gguf(path):
+        return weights.container or config.weight_type.value
+    sizes: dict[str, int] = {}
+    for tensor in open_gguf(path).tensors.values():
+        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
+    return max(sizes, key=sizes.__getitem__, default="no tensors")
+
+
 def _directory(path: Path) -> Path:
     if is_file(path):
         raise CheckpointError(f"{path} is no checkpoint; give a directory with config.json and model.safetensors, or a *.gguf file")

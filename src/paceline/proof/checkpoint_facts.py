@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from paceline.errors import CheckpointError, library_errors, memory_errors
-from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, weight_files
+from paceline.models.checkpoint import is_gguf, open_weights, read_model_config, stored_bytes, stored_type
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
 from paceline.models.tensor_names import num_parameters
@@ -86,24 +86,15 @@ def read_checkpoint_facts(path: Path, max_model_len: int | None = None) -> Check
     """
     config = read_model_config(path).for_context(max_model_len)
     weights = open_weights(path, config)
-    weight_type = _main_type(path) if is_gguf(path) else weights.container or config.weight_type.value
     return CheckpointFacts(
         path,
         config,
         weights,
-        sum(file.stat().st_size for file in weight_files(path)),
+        stored_bytes(path),
         num_parameters(config),
-        f"{'gguf' if is_gguf(path) else 'safetensors'}, {weight_type}",
+        f"{'gguf' if is_gguf(path) else 'safetensors'}, {stored_type(path, weights, config)}",
         read_tokenizer(path),
     )
-
-
-def _main_type(path: Path) -> str:
-    """Return the type that most bytes of a GGUF file have."""
-    sizes: dict[str, int] = {}
-    for tensor in open_gguf(path).tensors.values():
-        sizes[tensor.block_type.name] = sizes.get(tensor.block_type.name, 0) + tensor.data.nbytes
-    return max(sizes, key=sizes.__getitem__, default="no tensors")
 
 
 def read_tokenizer(path: Path) -> TokenizerFacts | None:

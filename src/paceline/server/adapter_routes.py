@@ -9,7 +9,7 @@ from paceline.models.adapters.read import MAX_NAME_LEN
 from paceline.server.answering import read_request
 from paceline.server.errors import HttpError
 from paceline.server.fields import Fields
-from paceline.server.service import Service
+from paceline.server.model_pool import ModelPool
 
 MAX_PATH_LEN = 4096
 
@@ -23,16 +23,18 @@ class UnloadFields(Fields, at=("adapters", "unload")):
     lora_name: str
 
 
-def adapter_routes(service: Service) -> APIRouter:
+def adapter_routes(pool: ModelPool) -> APIRouter:
     """The two routes; none where the settings do not switch them on."""
     router = APIRouter(tags=["adapters"])
-    if not service.settings.adapter_loading:
+    if not pool.settings.adapter_loading:
         return router
+    service = pool.models[0].service  # the only one, which stays loaded
+    assert service is not None
 
     @router.post("/v1/load_lora_adapter")
     async def load(request: Request) -> Response:
         """Load the adapter of a directory on the server's machine; requests name it as their model."""
-        fields = await read_request(request, service, LoadFields)
+        fields = await read_request(request, pool, LoadFields)
         name = fields.lora_name
         if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LEN or service.is_own_name(name):
             text = f"lora_name must be a name of 1 to {MAX_NAME_LEN} printable characters that is not the model's own"
@@ -57,7 +59,7 @@ def adapter_routes(service: Service) -> APIRouter:
     @router.post("/v1/unload_lora_adapter")
     async def unload(request: Request) -> Response:
         """Refuse requests for an adapter from now on; those that run end with it."""
-        fields = await read_request(request, service, UnloadFields)
+        fields = await read_request(request, pool, UnloadFields)
         known = ", ".join(map(repr, service.engine.adapters)) or "none"
         missing = HttpError(
             404, f"lora_name: there is no adapter of this name; loaded: {known}", parameter="lora_name", code="adapter_not_found"

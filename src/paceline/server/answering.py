@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -15,8 +15,10 @@ from paceline.server.dialects import dialect_of
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import HttpError, http_error_of
 from paceline.server.fields import Fields, Read, ignored_header, log_ignored, read_body
-from paceline.server.framing import as_json, large_json
+from paceline.server.framing import large_json
 from paceline.server.json_body import MAX_INLINE_BYTES
+from paceline.server.middleware import AT_END, MODEL_NAME
+from paceline.server.model_pool import ModelPool
 from paceline.server.service import Service
 from paceline.server.token_texts import TokenTexts
 from paceline.speculation.request import TokenOrigin
@@ -41,7 +43,11 @@ class Answering(Protocol):
 
 
 async def answer_request(
-    request: Request, service: Service, kind: type[Read], build: Callable[[Service, Read], Answering | Response]
+    request: Request,
+    pool: ModelPool,
+    kind: type[Read],
+    build: Callable[[Service, Read], Answering | Response],
+    answer_unloaded: Callable[[ModelPool, Read], Response | None] = lambda *_: None,
 ) -> Response:
     """Answer a request.
 
@@ -50,60 +56,75 @@ async def answer_request(
     Args:
         kind: of the body's fields.
         build: checks the fields and makes the answer of them, or a finished response.
+        answer_unloaded: answers a request that needs no loaded model; returns None where one is needed.
 
     Raises:
-        HttpError: the request is wrong or is not served.
+        HttpError: the request is wrong or is not served, or its model cannot be loaded.
         PacelineError: as `Generation.collect`.
     """
-
-    def built(fields: Read) -> tuple[Read, Answering | Response]:
-        with named(fields.parameter_names()):
-            return fields, build(service, fields)
-
-    (fields, answer), headers = await _read(request, service, kind, built)
-    if not isinstance(answer, Response):
-        with named(fields.parameter_names()):
+    fields, is_slow = await _read(request, pool, kind)
+    with named(fields.parameter_names()):
+        answer: Answering | Response | None = answer_unloaded(pool, fields)
+        if answer is None:
+            service = await _service_of(request, pool, fields)
+            answer = await asyncio.to_thread(build, service, fields) if is_slow else build(service, fields)
+        log_ignored(fields.ignored, pool.logged_fields)
+        if not isinstance(answer, Response):
             answer = await (_streamed(request, answer) if answer.is_streamed else _whole(request, answer))
-    answer.headers.update(headers)
+    answer.headers.update(ignored_header(fields.ignored))
     return answer
 
 
 async def answer_json(
-    request: Request, service: Service, kind: type[Read], compute: Callable[[Read], Mapping[str, Any]], *, is_slow: bool = False
+    request: Request, pool: ModelPool, kind: type[Read], compute: Callable[[Service, Read], Mapping[str, Any]]
 ) -> Response:
     """Answer a request that generates nothing.
 
     Args:
-        compute: the answer's object.
-        is_slow: whether `compute` tokenizes or renders, and therefore runs in a thread.
+        compute: the answer's object. Slow: called in a thread.
 
     Raises:
         HttpError: as `answer_request`, or as `compute`.
     """
-    fields, _ = await _read(request, service, kind, lambda fields: fields)
-    with named(fields.parameter_names()), service.admission.admitted(0):
-        body = await asyncio.to_thread(lambda: large_json(compute(fields))) if is_slow else as_json(compute(fields))
-    log_ignored(fields.ignored, service.logged_fields)
-    return Response(body, media_type="application/json", headers=ignored_header(fields.ignored))
+    fields, _ = await _read(request, pool, kind)
+    with named(fields.parameter_names()):
+        service = await _service_of(request, pool, fields)
+        with pool.admission.admitted(0):
+            body = await asyncio.to_thread(lambda: large_json(compute(service, fields)))
+    return Response(body, media_type="application/json", headers=headers_of(fields, pool))
 
 
-async def read_request(request: Request, service: Service, kind: type[Read]) -> Read:
-    """The fields of a request whose answer is plain text."""
-    fields: Read = (await _read(request, service, kind, lambda fields: fields))[0]
-    return fields
+async def read_request(request: Request, pool: ModelPool, kind: type[Read]) -> Read:
+    """Return the fields of a request whose answer needs no loaded model."""
+    return (await _read(request, pool, kind))[0]
 
 
-async def _read(request: Request, service: Service, kind: type[Read], build: Callable[[Read], Any]) -> tuple[Any, dict[str, str]]:
-    """What `build` makes of the fields, and headers that name ignored ones."""
+def headers_of(fields: Fields, pool: ModelPool) -> dict[str, str]:
+    """Return the headers that name ignored fields, which are logged."""
+    log_ignored(fields.ignored, pool.logged_fields)
+    return ignored_header(fields.ignored)
+
+
+async def _read(request: Request, pool: ModelPool, kind: type[Read]) -> tuple[Read, bool]:
+    """Return the fields, and whether they are so many that what is made of them takes long."""
     content = await request.body()
+    is_slow = len(content) > MAX_INLINE_BYTES
+    read = partial(read_body, kind, content, pool.settings)
+    return await asyncio.to_thread(read) if is_slow else read(), is_slow
 
-    def read() -> tuple[Any, Any]:
-        fields, ignored = read_body(kind, content, service.settings)
-        return build(fields), ignored
 
-    found, ignored = await asyncio.to_thread(read) if len(content) > MAX_INLINE_BYTES else read()
-    log_ignored(ignored, service.logged_fields)
-    return found, ignored_header(ignored)
+async def _service_of(request: Request, pool: ModelPool, fields: Fields) -> Service:
+    """Return what answers a request; its model stays loaded until the request has ended."""
+    model, at_end, keep_s = pool.find(getattr(fields, "model", None)), request.scope[AT_END], fields.keep_s
+    request.scope[MODEL_NAME] = model.name
+    if keep_s is not None and not pool.unloads:
+        fields.ignore("keep_alive")
+        keep_s = None
+    service = pool.take_loaded(model, at_end)
+    if service is None:
+        service = await cancel_on_disconnect(request, pool.wait(model, at_end))
+    model.keep_s = pool.settings.unload_after_s if keep_s is None else keep_s
+    return service
 
 
 async def _whole(request: Request, answer: Answering) -> Response:

@@ -21,6 +21,7 @@ from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, invalid, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
+from paceline.server.model_pool import ModelPool
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
 
@@ -141,7 +142,7 @@ class MessagesFields(ConversationFields):
     stream: bool | None = None
 
 
-def message_routes(service: Service) -> APIRouter:
+def message_routes(pool: ModelPool) -> APIRouter:
     """The routes of messages, with and without /v1."""
     router = APIRouter(tags=["anthropic"])
 
@@ -149,18 +150,18 @@ def message_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages", openapi_extra=request_schema(MessagesFields))
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_request(request, service, MessagesFields, _message)
+        return await answer_request(request, pool, MessagesFields, _message)
 
     @router.post("/messages/count_tokens", include_in_schema=False)
     @router.post("/v1/messages/count_tokens", openapi_extra=request_schema(ConversationFields))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a conversation, which may be too long to be answered."""
 
-        def count(fields: ConversationFields) -> dict[str, int]:
+        def count(service: Service, fields: ConversationFields) -> dict[str, int]:
             chat = _chat_request(fields, service, SamplingParams(), service.adapter_of(fields.model))
             return {"input_tokens": len(service.chat.prompt_ids(chat))}
 
-        return await answer_json(request, service, ConversationFields, count, is_slow=True)
+        return await answer_json(request, pool, ConversationFields, count)
 
     return router
 

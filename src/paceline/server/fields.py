@@ -125,6 +125,11 @@ class Fields(BaseModel):
         if len(self._ignored) <= _MAX_NAMED:
             self._ignored.setdefault(_printable(name if key is None else f"{name}.{key}"))
 
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds that the model stays loaded after the request; None = as the server's settings say."""
+        return None
+
     def parameter_names(self) -> Mapping[str, str]:
         """The dialect's names of our parameters, for errors; see `answering.named`."""
         return {}
@@ -147,8 +152,8 @@ FastList = Annotated[list[Item], Field(fail_fast=True)]
 """A list that is read up to its first wrong item: a million wrong ones would make a million errors."""
 
 
-def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tuple[Read, Collection[str]]:
-    """The fields of a request, and the names of those that are ignored.
+def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> Read:
+    """Return the fields of a request.
 
     Raises:
         HttpError: the body is no JSON object, or a field is wrong.
@@ -166,7 +171,7 @@ def read_body(kind: type[Read], content: bytes, settings: ServerSettings) -> tup
     except ValidationError as error:
         raise field_error(error.errors(include_url=False), body) from None
     fields._ignored = reading.ignored
-    return fields, fields.ignored
+    return fields
 
 
 def log_ignored(names: Iterable[str], logged: set[str]) -> None:

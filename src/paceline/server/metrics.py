@@ -1,6 +1,7 @@
 """Metrics in Prometheus's text form. Names after the prefix, and labels, are vLLM's; `drafter` is our own."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -8,8 +9,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import LATENCY_BUCKETS_S, EngineStats
-from paceline.engine.loader import LoadedEngine
 from paceline.outputs import RequestOutput
 
 PREFIX = "paceline:"
@@ -17,16 +18,42 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 6
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
-class Metrics:
-    """Records histograms of finished requests, and renders them with the engine's counters for Prometheus.
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The counters of a model's engine. Those of a model that was unloaded stay until it is loaded again and counts from 0.
 
-    Args:
-        model: name of the served model, the label `model_name`.
+    Attributes:
+        cache_usage: share of the cache's blocks in use, 0 to 1.
+        num_loads: how often the model was loaded.
     """
 
-    def __init__(self, loaded: LoadedEngine, model: str) -> None:
+    stats: EngineStats = field(default_factory=EngineStats)
+    drafter: str = "none"
+    cache_usage: float = 0.0
+    is_loaded: bool = False
+    num_loads: int = 0
+
+    @classmethod
+    async def of(cls, engine: AsyncEngine, num_loads: int) -> "EngineSnapshot":
+        """Return the counters of a loaded engine."""
+        stats, pool = await engine.stats(), engine.loaded.engine.cache.pool
+        return cls(stats, engine.loaded.drafter_name, 1.0 - pool.num_free / pool.num_blocks, is_loaded=True, num_loads=num_loads)
+
+    def unloaded(self) -> "EngineSnapshot":
+        """The same after the engine was closed."""
+        return replace(self, stats=replace(self.stats, num_running=0, num_waiting=0), cache_usage=0.0, is_loaded=False)
+
+
+class Metrics:
+    """Records histograms of the finished requests of a model, and renders them with its engine's counters for Prometheus.
+
+    Args:
+        model: its name, the label `model_name`.
+    """
+
+    def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(loaded, model)
+        self._engine = _EngineCollector(model)
         self._registry.register(self._engine)
         self._model = model
 
@@ -52,9 +79,9 @@ class Metrics:
         labels = ["model_name", "engine", "route", "status"]
         self._answers = Counter(PREFIX + "http_requests", "HTTP responses.", labels, registry=self._registry)
 
-    def count_response(self, route: str | None, status: int | None) -> None:
-        """Count a response; no route: none matched, or the middleware refused the request."""
-        self._answers.labels(self._model, "0", route or "none", str(status or 0)).inc()
+    def count_response(self, route: str | None, status: int | None, model: str) -> None:
+        """Count a response for any model; no route: none matched, or the middleware refused the request."""
+        self._answers.labels(model, "0", route or "none", str(status or 0)).inc()
 
     def observe(self, output: RequestOutput, elapsed_s: float, adapter: str | None = None) -> None:
         """Count a finished sample of a request that arrived `elapsed_s` ago and names `adapter`."""
@@ -72,26 +99,40 @@ class Metrics:
         if adapter is not None:
             self._adapters.labels(self._model, "0", adapter, output.finish_reason).inc()
 
-    def text(self, stats: EngineStats) -> bytes:
+    def text(self, snapshot: EngineSnapshot) -> str:
         """Return the metrics as text."""
-        self._engine.stats = stats
-        return generate_latest(self._registry)
+        self._engine.snapshot = snapshot
+        return generate_latest(self._registry).decode()
+
+
+def merged_pages(pages: Iterable[str]) -> str:
+    """Merge pages of metrics: each family has its comments once."""
+    families: dict[str, list[str]] = {}
+    for page in pages:
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                families.setdefault(family, [])
+            if line and not (line.startswith("#") and line in families[family]):
+                families[family].append(line)
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 class _EngineCollector(Collector):
     """The engine's counters; those of speculation include finished requests only."""
 
-    def __init__(self, loaded: LoadedEngine, model: str) -> None:
-        self._loaded = loaded
+    def __init__(self, model: str) -> None:
         self._labels = {"model_name": model, "engine": "0"}
-        self.stats = EngineStats()
+        self.snapshot = EngineSnapshot()
 
     def collect(self) -> Iterable[Metric]:
-        stats, speculation = self.stats, self.stats.speculation
-        pool = self._loaded.engine.cache.pool
+        stats, speculation, name = self.snapshot.stats, self.snapshot.stats.speculation, self.snapshot.drafter
+        yield self._gauge("model_loaded", "Whether the model is loaded.", float(self.snapshot.is_loaded))
+        yield self._counter("model_loads", "How often the model was loaded.", self.snapshot.num_loads)
         yield self._gauge("num_requests_running", "Samples that take part in passes.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait for room in the engine.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", 1.0 - pool.num_free / pool.num_blocks)
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks in use, 0 to 1.", self.snapshot.cache_usage)
         yield self._counter("prompt_tokens", "Prompt tokens of finished samples.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens of finished samples.", stats.completion_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache.", stats.prompt_tokens)
@@ -102,7 +143,7 @@ class _EngineCollector(Collector):
         yield self._counter("request_failures", "Samples that failed by themselves.", stats.num_failed)
         yield self._counter("request_aborts", "Samples that were aborted.", stats.num_aborted)
         yield self._inter_token_latency()
-        drafter = {"drafter": self._loaded.drafter_name}
+        drafter = {"drafter": name}
         drafts = speculation.steps - speculation.plain_steps
         yield self._counter("spec_decode_num_drafts", "Steps with drafts.", drafts, drafter)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", speculation.num_draft_tokens, drafter)
@@ -110,7 +151,7 @@ class _EngineCollector(Collector):
         yield self._counter("drafter_failures", "How often the drafter failed; the steps were plain.", stats.drafter_failures, drafter)
         by_position = self._family("spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by depth from 0.", ("drafter", "position"))
         for position, accepted in enumerate(speculation.num_accepted_tokens_by_position or [0]):
-            by_position.add_metric([*self._labels.values(), self._loaded.drafter_name, str(position)], accepted)
+            by_position.add_metric([*self._labels.values(), name, str(position)], accepted)
         yield by_position
         by_reason = self._family("plain_steps", "Steps without drafts, by reason.", ("reason",))
         for reason, count in speculation.skip_counts.items():
@@ -129,7 +170,7 @@ class _EngineCollector(Collector):
         return family
 
     def _inter_token_latency(self) -> Metric:
-        latency, text = self.stats.inter_token_latency, "Between two steps that brought a sample tokens; a step may bring several."
+        latency, text = self.snapshot.stats.inter_token_latency, "Between two steps that brought a sample tokens; a step may bring several."
         family = HistogramMetricFamily(PREFIX + "inter_token_latency_seconds", text, labels=list(self._labels))
         ends = [*map(floatToGoString, LATENCY_BUCKETS_S), "+Inf"]
         family.add_metric(list(self._labels.values()), list(zip(ends, accumulate(latency.counts), strict=True)), latency.total_s)

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
@@ -29,10 +29,14 @@ from paceline.server.settings import LOOPBACK_NAMES, MAX_HEAD_BYTES, MAX_HEADERS
 
 log = logging.getLogger("paceline.server")
 
-CountResponse = Callable[[str | None, int | None], None]
+CountResponse = Callable[[str | None, int | None, str | None], None]
 WITHOUT_KEY = ("/health", "/ready", *PAGE_PATHS)
 BODY_TOO_LARGE = "paceline.body_too_large"
 """Key of a scope whose body is known to be too large before it has arrived."""
+MODEL_NAME = "paceline.model"
+"""Key of a scope for the name of the model that its request is for, once that is known."""
+AT_END = "paceline.at_end"
+"""Key of a scope for an `ExitStack` that is closed when its request has ended, however it ends."""
 LINGER_S, LINGER_BYTES = 2.0, 64_000_000
 """How much of a refused body is read, so that a client that is still sending gets the status and not a reset."""
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
@@ -68,7 +72,7 @@ class ServerMiddleware:
 
     Args:
         admission: may abort requests while the server shuts down.
-        count_response: called with the route and the status of each response.
+        count_response: called with the route, the status and the model of each response.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, admission: AdmissionControl, count_response: CountResponse) -> None:
@@ -79,7 +83,7 @@ class ServerMiddleware:
         if scope["type"] == "http":
             exchange = _Exchange(self._app, self._settings, self._keys, scope, send)
             await exchange.respond(receive, self._admission)
-            self._count_response(exchange.route, exchange.status)
+            self._count_response(exchange.route, exchange.status, exchange.model)
         elif scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         else:  # web sockets are not served
@@ -136,7 +140,8 @@ class _Exchange:
             self._check()
             if self._method in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(receive)
-            await admission.run_request(self._run_app(receive))
+            with ExitStack() as self._scope[AT_END]:
+                await admission.run_request(self._run_app(receive))
         except (ClientGoneError, asyncio.CancelledError):  # the client disconnected, or uvicorn ended its wait for it
             self.status = self.status or 499
         except Exception as error:
@@ -267,6 +272,11 @@ class _Exchange:
     def route(self) -> str | None:
         """The pattern of the route that matched the path, if the request came that far."""
         return getattr(self._scope.get("route"), "path", None)
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model that the request is for, if it came that far."""
+        return self._scope.get(MODEL_NAME)
 
     def _log(self) -> None:
         """Log one line of JSON. Nothing in it comes from the client: no path, no header, no text."""

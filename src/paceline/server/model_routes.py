@@ -1,5 +1,6 @@
-"""Facts about the model, and tokenization: `/v1/models`, `/props`, `/tokenize` and `/detokenize`."""
+"""Facts about the models, and tokenization: `/v1/models`, `/props`, `/tokenize` and `/detokenize`."""
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from paceline import __version__
 from paceline.sampling.params import SamplingParams
 from paceline.server.answering import answer_json, request_schema
 from paceline.server.chat_request import ChatRequest
 from paceline.server.errors import check_count, check_length, invalid
 from paceline.server.fields import FastList, Fields
+from paceline.server.model_pool import ModelPool, ServedModel
 from paceline.server.openai_chat import Message, ToolFields, conversation, tools_of
 from paceline.server.service import Service
 
@@ -43,70 +46,71 @@ class DetokenizeFields(Fields, at=("tokenize", "detokenize")):
     tokens: FastList[int]
 
 
-def model_routes(service: Service) -> APIRouter:
+def model_routes(pool: ModelPool) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["openai"])
-    input_processor = service.engine.loaded.input_processor
     started_s = int(time.time())
 
-    def described(adapter: str | None) -> dict[str, Any]:
-        return {
-            "id": adapter or service.model,
+    def described(model: ServedModel, adapter: str | None) -> dict[str, Any]:
+        found = {
+            "id": adapter or model.name,
             "object": "model",
             "created": started_s,
             "owned_by": "paceline",
-            "max_model_len": input_processor.max_model_len,
-            "drafters": sorted(service.drafters),
-            **({} if adapter is None else {"parent": service.model}),
+            "max_model_len": model.facts.max_model_len,
+            "drafters": model.drafters,
+            "status": {"value": model.state},
         }
+        return found | ({"meta": model.facts.as_meta()} if adapter is None else {"parent": model.name})
 
     @router.get("/models", include_in_schema=False)
     @router.get("/v1/models")
     async def models() -> Response:
-        """The model that is served, and its adapters, whose parent it is."""
-        return JSONResponse({"object": "list", "data": [described(adapter) for adapter in (None, *service.engine.adapters)]})
+        """The models that are served, and their adapters, whose parents they are."""
+        found = [described(model, adapter) for model in pool.models for adapter in (None, *model.adapters)]
+        return JSONResponse({"object": "list", "data": found})
 
     @router.get("/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One of them by its name."""
-        return JSONResponse(described(service.adapter_of(name)))
+        found = pool.find(name)
+        return JSONResponse(described(found, found.adapter_of(name)))
 
     @router.get("/props")
-    async def props() -> Response:
-        """Facts about the model that llama.cpp's clients look for."""
-        return JSONResponse(_props(service))
+    async def props(model: str | None = None) -> Response:
+        """Facts about a model that llama.cpp's clients look for."""
+        return JSONResponse(await asyncio.to_thread(_props, pool.find(model)))
 
     @router.post("/tokenize", openapi_extra=request_schema(TokenizeFields))
     async def tokenize(request: Request) -> Response:
         """The token ids of a prompt or a conversation."""
-        return await answer_json(request, service, TokenizeFields, lambda fields: _tokenized(fields, service), is_slow=True)
+        return await answer_json(request, pool, TokenizeFields, _tokenized)
 
     @router.post("/detokenize", openapi_extra=request_schema(DetokenizeFields))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        return await answer_json(request, service, DetokenizeFields, lambda fields: _detokenized(fields, service), is_slow=True)
+        return await answer_json(request, pool, DetokenizeFields, _detokenized)
 
     return router
 
 
-def _props(service: Service) -> dict[str, Any]:
-    loaded = service.engine.loaded
-    tokenizer = loaded.input_processor.tokenizer
+def _props(model: ServedModel) -> dict[str, Any]:
+    service = model.service
     return {
-        "default_generation_settings": {"n_ctx": loaded.input_processor.max_model_len},
-        "total_slots": loaded.engine.scheduler.limits.max_num_seqs,
-        "model_alias": service.model,
-        "model_path": service.model,
-        "chat_template": tokenizer.template_source() if tokenizer.has_chat_template else "",
+        "default_generation_settings": {"n_ctx": model.facts.max_model_len},
+        "total_slots": model.engine.max_num_seqs if service is None else service.engine.loaded.engine.scheduler.limits.max_num_seqs,
+        "model_alias": model.name,
+        "model_path": model.name,
+        "chat_template": model.template()[0],
         "modalities": {"vision": False, "audio": False},
-        "build_info": service.fingerprint,
+        "build_info": f"paceline-{__version__}" if service is None else service.fingerprint,
     }
 
 
-def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
+def _tokenized(service: Service, fields: TokenizeFields) -> dict[str, Any]:
     service.adapter_of(fields.model)
-    ids = _ids(fields, service)
+    ids = _ids(service, fields)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": service.engine.loaded.input_processor.max_model_len, "tokens": ids}
     if fields.return_token_strs:
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in ids]
@@ -115,7 +119,7 @@ def _tokenized(fields: TokenizeFields, service: Service) -> dict[str, Any]:
     return found
 
 
-def _ids(fields: TokenizeFields, service: Service) -> list[int]:
+def _ids(service: Service, fields: TokenizeFields) -> list[int]:
     input_processor, settings = service.engine.loaded.input_processor, service.settings
     given = [name for name in ("prompt", "messages", "content") if getattr(fields, name) is not None]
     if len(given) != 1:
@@ -140,7 +144,7 @@ def _ids(fields: TokenizeFields, service: Service) -> list[int]:
     )
 
 
-def _detokenized(fields: DetokenizeFields, service: Service) -> dict[str, Any]:
+def _detokenized(service: Service, fields: DetokenizeFields) -> dict[str, Any]:
     service.adapter_of(fields.model)
     input_processor = service.engine.loaded.input_processor
     check_count("tokens", len(fields.tokens), service.settings.max_prompt_chars)

@@ -1,10 +1,10 @@
 """Ollama's API: `/api/chat`, `/api/generate`, and what its clients request about models."""
 
-import hashlib
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -16,16 +16,21 @@ from paceline.parsing.events import Answer, Event, Finished, Reasoning, Step, Te
 from paceline.sampling.grammars.grammar import Grammar
 from paceline.sampling.logprobs import TokenLogprobs
 from paceline.server.answer_form import schema_grammar
-from paceline.server.answering import answer_json, answer_request, request_schema, speculation_of
+from paceline.server.answering import answer_request, headers_of, named, read_request, request_schema, speculation_of
 from paceline.server.chat_request import ChatRequest, Turns, checked_tools
-from paceline.server.errors import check_length, invalid, num_chars
+from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, SamplingFields, SpeculationFields, WholeNumber
 from paceline.server.framing import line
 from paceline.server.generation import GenerationRequest
+from paceline.server.model_pool import ModelPool, ServedModel
 from paceline.server.parameters import num_top_logprobs, request_options, sampling_params, token_limit
-from paceline.server.service import LATEST, Service
-from paceline.server.settings import ServerSettings
+from paceline.server.service import Service
+from paceline.server.settings import ServerSettings, seconds_of
 
+EMPTY_CHAT, EMPTY_TEXT = {"message": {"role": "assistant", "content": ""}}, {"response": ""}
+NEVER = "9999-12-31T23:59:59Z"
+MAX_KEEP_S = 1e9
+"""Seconds that a model stays loaded, beyond which a date means never."""
 API_VERSION = "0.12.11"  # the release whose dialect this is; clients compare it with the one that brought a feature
 DOCUMENTED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Ollama's defaults."""
@@ -86,9 +91,19 @@ class RequestFields(Fields, at=("ollama", "")):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: WholeNumber | None = None
     speculation: SpeculationFields | None = None
+
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds of `keep_alive`; infinite if it is negative."""
+        try:
+            return None if self.keep_alive is None else seconds_of(self.keep_alive)
+        except ValueError:
+            text = f'is {shown(self.keep_alive)}: send seconds or a time such as "5m", 0 to unload the model, -1 to keep it'
+            raise invalid("keep_alive", text) from None
 
     def parameter_names(self) -> Mapping[str, str]:
         prompt = "prompt" if isinstance(self, GenerateFields) else "messages"
@@ -127,7 +142,7 @@ class ShowFields(Fields, at=("ollama", "show")):
     name: str | None = None
 
 
-def ollama_routes(service: Service) -> APIRouter:
+def ollama_routes(pool: ModelPool) -> APIRouter:
     """The routes of Ollama's dialect."""
     router = APIRouter(tags=["ollama"])
     started = _now()
@@ -135,12 +150,12 @@ def ollama_routes(service: Service) -> APIRouter:
     @router.post("/api/chat", openapi_extra=request_schema(ChatFields))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_request(request, service, ChatFields, _chat)
+        return await answer_request(request, pool, ChatFields, _chat, _unloaded)
 
     @router.post("/api/generate", openapi_extra=request_schema(GenerateFields))
     async def generate(request: Request) -> Response:
         """Answer a prompt, or continue a raw one."""
-        return await answer_request(request, service, GenerateFields, _generate)
+        return await answer_request(request, pool, GenerateFields, _generate, _unloaded)
 
     @router.get("/api/version")
     async def version() -> Response:
@@ -149,28 +164,30 @@ def ollama_routes(service: Service) -> APIRouter:
 
     @router.get("/api/tags")
     async def tags() -> Response:
-        """The model that is served, and its adapters."""
-        return JSONResponse({"models": [{**one, "modified_at": started} for one in _models(service)]})
+        """The models that are served, and their adapters."""
+        return JSONResponse({"models": [{**one, "modified_at": started} for model in pool.models for one in _listed(model)]})
 
     @router.get("/api/ps")
     async def running() -> Response:
-        """The same: all of them are loaded, and stay so."""
-        context = service.engine.loaded.input_processor.max_model_len
-        more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": context}
-        return JSONResponse({"models": [{**one, **more} for one in _models(service)]})
+        """Those of them that are loaded, and how long they stay so without requests."""
+        found = [{**one, **_loaded_facts(model)} for model in pool.models if model.service is not None for one in _listed(model)]
+        return JSONResponse({"models": found})
 
     @router.post("/api/show", openapi_extra=request_schema(ShowFields))
     async def show(request: Request) -> Response:
         """Facts about a model."""
-        return await answer_json(request, service, ShowFields, lambda fields: {**_shown(fields, service), "modified_at": started})
+        fields = await read_request(request, pool, ShowFields)
+        with named(fields.parameter_names()):
+            found = await asyncio.to_thread(_shown, fields, pool)
+        return JSONResponse({**found, "modified_at": started}, headers=headers_of(fields, pool))
 
     return router
 
 
 def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
-    adapter = _adapter_of(service, fields.model)
+    adapter = service.adapter_of(fields.model)
     if not fields.messages:
-        return _loaded(adapter or service.model, {"message": {"role": "assistant", "content": ""}})
+        return _loaded(adapter or service.model, EMPTY_CHAT)
     request = ChatRequest(
         messages=conversation(fields, service.settings),
         tools=checked_tools(fields.tools, service.settings, within="function"),
@@ -181,10 +198,10 @@ def _chat(service: Service, fields: ChatFields) -> "_OllamaAnswer | Response":
 
 
 def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Response":
-    adapter = _adapter_of(service, fields.model)
+    adapter = service.adapter_of(fields.model)
     prompt, system = fields.prompt, fields.system
     if not prompt:
-        return _loaded(adapter or service.model, {"response": ""})
+        return _loaded(adapter or service.model, EMPTY_TEXT)
     if fields.raw and system:
         raise invalid("system", "is no part of a raw prompt: write it into the prompt")
     check_length("prompt", len(prompt) + len(system or ""), service.settings)
@@ -198,9 +215,19 @@ def _generate(service: Service, fields: GenerateFields) -> "_OllamaAnswer | Resp
     return _OllamaAnswer(service, adapter or service.model, fields, request, is_chat=False)
 
 
-def _loaded(model: str, fields: dict[str, Any]) -> Response:
-    """The answer to a request without a prompt, which only loads the model."""
-    return JSONResponse({**_head(model), **fields, "done": True, "done_reason": "load"})
+def _loaded(model: str, fields: Mapping[str, Any], reason: str = "load") -> Response:
+    """The answer to a request without a prompt, which only loads or unloads the model."""
+    return JSONResponse({**_head(model), **fields, "done": True, "done_reason": reason})
+
+
+def _unloaded(pool: ModelPool, fields: "ChatFields | GenerateFields") -> Response | None:
+    """The answer to a request that only unloads its model; None = it does more."""
+    is_chat = isinstance(fields, ChatFields)
+    if (fields.messages if isinstance(fields, ChatFields) else fields.prompt) or fields.keep_s != 0 or not pool.unloads:
+        return None
+    model = pool.find(fields.model)
+    pool.unload_soon(model)
+    return _loaded(model.name, EMPTY_CHAT if is_chat else EMPTY_TEXT, "unload")
 
 
 def conversation(fields: ChatFields, settings: ServerSettings) -> list[dict[str, Any]]:
@@ -393,43 +420,41 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _adapter_of(service: Service, name: str | None) -> str | None:
-    """The adapter that a request names as its model; None = the model. Ollama's names may end with a tag."""
-    is_whole = name is None or name == service.model or name in service.engine.adapters
-    return service.adapter_of(name if name is None or is_whole else name.removesuffix(LATEST))
-
-
-def _shown(fields: ShowFields, service: Service) -> dict[str, Any]:
-    adapter = _adapter_of(service, fields.model or fields.name)
-    loaded = service.engine.loaded
-    family, tokenizer = loaded.engine.runtime.config.family, loaded.input_processor.tokenizer
-    variables = {"tools": "tools", "thinking": "enable_thinking"} if tokenizer.has_chat_template else {}
+def _shown(fields: ShowFields, pool: ModelPool) -> dict[str, Any]:
+    name = fields.model or fields.name
+    model = pool.find(name)
+    adapter, facts, (template, variables) = model.adapter_of(name), model.facts, model.template()
+    family, config = facts.config.family, facts.config
+    capabilities = {"tools": "tools", "enable_thinking": "thinking"}
     return {
-        "details": _details(service, adapter),
-        "model_info": {"general.architecture": family, f"{family}.context_length": loaded.input_processor.max_model_len},
-        "capabilities": ["completion", *(name for name, variable in variables.items() if tokenizer.template_uses(variable))],
+        "details": facts.as_details("" if adapter is None else model.name),
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": facts.num_parameters,
+            f"{family}.block_count": config.num_layers,
+            f"{family}.context_length": facts.max_model_len,
+            f"{family}.embedding_length": config.hidden_size,
+        },
+        "capabilities": ["completion", *(capabilities[variable] for variable in variables)],
         "parameters": "",
-        "template": "",
+        "template": template,
     }
 
 
-def _models(service: Service) -> list[dict[str, Any]]:
-    """Entries of a list of models. The digest is of the name and this server's version, and the size is 0: files are not read for it."""
+def _listed(model: ServedModel) -> list[dict[str, Any]]:
+    """Entries of a list of models: the model and its adapters."""
     found = []
-    for adapter in (None, *service.engine.adapters):
-        name = adapter or service.model
-        digest = hashlib.sha256(f"{name} {service.fingerprint}".encode()).hexdigest()
-        found.append({"name": name, "model": name, "size": 0, "digest": digest, "details": _details(service, adapter)})
+    for adapter in (None, *model.adapters):
+        name, facts = adapter or model.name, model.facts
+        details = facts.as_details("" if adapter is None else model.name)
+        found.append({"name": name, "model": name, "size": facts.num_bytes, "digest": facts.digest_of(name), "details": details})
     return found
 
 
-def _details(service: Service, adapter: str | None) -> dict[str, Any]:
-    config = service.engine.loaded.engine.runtime.config
-    return {
-        "parent_model": "" if adapter is None else service.model,
-        "format": "",
-        "family": config.family,
-        "families": [config.family],
-        "parameter_size": "",
-        "quantization_level": config.weight_type.value,
-    }
+def _loaded_facts(model: ServedModel) -> dict[str, Any]:
+    """What the list of loaded models has of each in addition."""
+    left_s = model.keep_s
+    if model.unload_at_s is not None:
+        left_s = model.unload_at_s - asyncio.get_running_loop().time()
+    expires = NEVER if left_s > MAX_KEEP_S else (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat().replace("+00:00", "Z")
+    return {"size_vram": 0, "expires_at": expires, "context_length": model.facts.max_model_len}

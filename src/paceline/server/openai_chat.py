@@ -24,6 +24,7 @@ from paceline.server.chat_request import ChatRequest, allowed_tools, checked_too
 from paceline.server.errors import check_length, invalid, num_chars, shown
 from paceline.server.fields import FastList, Fields, WholeNumber
 from paceline.server.framing import data_event
+from paceline.server.model_pool import ModelPool
 from paceline.server.parameters import check_prediction, num_top_logprobs, request_options, sampling_params, token_limit
 from paceline.server.service import Service
 from paceline.server.settings import ServerSettings
@@ -204,7 +205,7 @@ class ChatFields(TextFields, at=("chat", "")):
         }
 
 
-def chat_routes(service: Service) -> APIRouter:
+def chat_routes(pool: ModelPool) -> APIRouter:
     """The route of chats, with and without /v1."""
     router = APIRouter(tags=["openai"])
 
@@ -212,7 +213,7 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=request_schema(ChatFields))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer_request(request, service, ChatFields, _chat)
+        return await answer_request(request, pool, ChatFields, _chat)
 
     return router
 

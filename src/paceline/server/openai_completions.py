@@ -16,6 +16,7 @@ from paceline.server.errors import check_length, invalid
 from paceline.server.fields import FastList, WholeNumber
 from paceline.server.framing import as_json, data_event, large_json
 from paceline.server.generation import GenerationRequest
+from paceline.server.model_pool import ModelPool
 from paceline.server.openai_chat import DONE, TextFields, answer_head, usage_of
 from paceline.server.parameters import check_prediction, request_options, token_limit
 from paceline.server.service import Service
@@ -47,7 +48,7 @@ class CompletionFields(TextFields, at=("completions", "")):
         }
 
 
-def completion_routes(service: Service) -> APIRouter:
+def completion_routes(pool: ModelPool) -> APIRouter:
     """The route of completions, with and without /v1."""
     router = APIRouter(tags=["openai"])
 
@@ -55,7 +56,7 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=request_schema(CompletionFields))
     async def completions(request: Request) -> Response:
         """Continue a text, or several."""
-        return await answer_request(request, service, CompletionFields, _completion)
+        return await answer_request(request, pool, CompletionFields, _completion)
 
     return router
 

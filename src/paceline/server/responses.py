@@ -22,6 +22,7 @@ from paceline.server.chat_request import ChatRequest, Turns, checked_tools
 from paceline.server.errors import check_length, http_error_of, num_chars, unsupported
 from paceline.server.fields import FastList, Fields, SamplingFields, WholeNumber
 from paceline.server.framing import named_event
+from paceline.server.model_pool import ModelPool
 from paceline.server.openai_chat import tool_choice
 from paceline.server.parameters import request_options, sampling_params, token_limit
 from paceline.server.service import Service
@@ -139,7 +140,7 @@ class ResponsesFields(SamplingFields, at=("responses", "")):
         }
 
 
-def response_routes(service: Service) -> APIRouter:
+def response_routes(pool: ModelPool) -> APIRouter:
     """The route of responses, with and without /v1."""
     router = APIRouter(tags=["openai"])
 
@@ -147,7 +148,7 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses", openapi_extra=request_schema(ResponsesFields))
     async def responses(request: Request) -> Response:
         """Answer a conversation. Nothing is stored."""
-        return await answer_request(request, service, ResponsesFields, _response)
+        return await answer_request(request, pool, ResponsesFields, _response)
 
     return router
 

@@ -1,12 +1,13 @@
-"""The process of a server: its socket, its model, its signals."""
+"""The process of a server: its socket, its models, its signals."""
 
 import asyncio
 import gc
 import logging
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -14,13 +15,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.parsing.registry import check_parser_names
 from paceline.sampling.params import SamplingParams
 from paceline.server.admission import AdmissionControl
-from paceline.server.app import create_app
+from paceline.server.app import create_pool_app
 from paceline.server.connection import connection_class
 from paceline.server.logs import log_to_stderr
+from paceline.server.model_pool import ModelPool
 from paceline.server.settings import MAX_HEAD_BYTES, ServerSettings
 from paceline.server.shutdown_watchdog import ShutdownWatchdog
 
@@ -30,52 +32,61 @@ _WATCHDOG_S = 5  # until the watchdog exits a process that has not ended
 _MAX_THREADS, _SPARE_THREADS = 256, 4  # spare: for requests that are not admitted
 
 
-def run(arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
-    """Load a model and serve it until a signal ends the process.
+def run(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool = False) -> None:
+    """Serve models until a signal ends the process: load a single one now, and each of several when it is first requested.
 
     Args:
-        arguments: of `AsyncEngine.open`.
+        models: one or more, as `AsyncEngine.open` takes them.
+        arguments: further ones of it, for every model.
         say: takes lines for the person who started the server.
         quiet: whether to write only warnings and errors.
 
     Raises:
-        PacelineError: the address cannot be listened on, or the model cannot be loaded.
+        PacelineError: the address cannot be listened on, the model cannot be loaded, or one of several cannot be read.
     """
     check_parser_names(settings.tool_call_parser, settings.reasoning_parser)
     with listening_socket(settings) as listening, ShutdownWatchdog() as watchdog:
-        engine = AsyncEngine.open(**arguments)
+        pool = _pool(models, arguments, settings, say=say, quiet=quiet)
         try:
-            for notice in engine.loaded.notices:
-                say(notice)
-            app = create_app(engine, settings)
-            if not quiet:
-                defaults = engine.loaded.sampling_defaults
-                say(engine.loaded.banner)
-                say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
-                say(engine.loaded.cache_banner)
-            serve_application(app, app.state.service, listening, watchdog, quiet=quiet)
+            serve_application(create_pool_app(pool), pool, listening, watchdog, quiet=quiet)
         finally:
-            asyncio.run(engine.close())
+            asyncio.run(pool.close())
 
 
-class Closable(Protocol):
-    """The engine of an application, or its replicas."""
-
-    async def close(self) -> None:
-        """Abort what runs, and end."""
+def _pool(models: Sequence[str], arguments: Mapping[str, Any], settings: ServerSettings, *, say: Say, quiet: bool) -> ModelPool:
+    if len(models) > 1:
+        pool = ModelPool.of_names(models, arguments, settings)
+        if not quiet:
+            say(f"{len(models)} models, loaded when they are requested, {settings.max_loaded} at a time")
+        return pool
+    reopen = partial(AsyncEngine.open, **{**arguments, "model": models[0]})
+    engine = reopen()
+    for notice in engine.loaded.notices:
+        say(notice)
+    try:
+        pool = ModelPool.of_engine(engine, settings, reopen)
+    except PacelineError:
+        asyncio.run(engine.close())
+        raise
+    if not quiet:
+        defaults = engine.loaded.sampling_defaults
+        say(engine.loaded.banner)
+        say(f"{defaults.describe(defaults.fill_chat(SamplingParams(), ()))}, where a conversation leaves it open")
+        say(engine.loaded.cache_banner)
+    return pool
 
 
 class Served(Protocol):
-    """What a server needs of the application's service."""
+    """What a server needs of a pool of models, or of the front of replicas."""
 
-    @property
-    def engine(self) -> Closable: ...
     @property
     def settings(self) -> ServerSettings: ...
     @property
     def model(self) -> str: ...
     @property
     def admission(self) -> AdmissionControl: ...
+    async def close(self) -> None:
+        """Abort what runs, and end all engines."""
 
 
 def serve_application(app: ASGIApp, service: Served, listening: socket.socket, watchdog: ShutdownWatchdog, *, quiet: bool = False) -> None:
@@ -153,7 +164,7 @@ class Server(uvicorn.Server):
         if not await admission.drain(drain_s):
             what = f"{admission.num_open} samples" if admission.num_open else "requests"
             self._say(f"{what} were not finished within {drain_s:g} s and were aborted")
-        await self._service.engine.close()  # even if nothing runs: requests whose client disconnected may have left work
+        await self._service.close()  # even if nothing runs: requests whose client disconnected may have left work
         admission.abort()  # those that are not admitted, such as one whose body has not arrived
         self.should_exit = True
 

@@ -1,12 +1,15 @@
-"""Parts of a server that all routes use."""
+"""What answers requests for one loaded model."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline import __version__
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.inputs import RequestOptions
+from paceline.errors import ConfigError
+from paceline.parsing.registry import OutputFormat
 from paceline.sampling.defaults import SamplingDefaults
+from paceline.sampling.grammars.compile_sandbox import CompileSandbox
 from paceline.server.admission import AdmissionControl
 from paceline.server.chat import ChatService
 from paceline.server.errors import HttpError
@@ -26,18 +29,33 @@ class Service:
     Attributes:
         model: its name in requests.
         chat: answers conversations; `generation` answers prompts.
-        logged_fields: names of ignored fields that the log has already.
     """
 
     engine: AsyncEngine
     settings: ServerSettings
     model: str
     admission: AdmissionControl
-    metrics: Metrics
     generation: Generation
     chat: ChatService
     texts: TokenTexts
-    logged_fields: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, engine: AsyncEngine, name: str, settings: ServerSettings, admission: AdmissionControl, metrics: Metrics) -> "Service":
+        """Return what answers with an engine.
+
+        Raises:
+            ConfigError: a parser of the settings does not exist, or an adapter has the name of the model.
+        """
+        inputs = engine.loaded.input_processor
+        inputs.compiler.sandbox = CompileSandbox(settings.grammar_timeout_s)
+        formats = OutputFormat.of(inputs.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
+        generation = Generation(engine, settings, admission, metrics)
+        chat, texts = ChatService(generation, formats), TokenTexts(inputs.tokenizer)
+        service = cls(engine, settings, name, admission, generation, chat, texts)
+        for adapter in filter(service.is_own_name, engine.adapters):
+            text = f"an adapter is called {adapter!r}, as the model is"
+            raise ConfigError(f"{text}: give it another name, or the model with served_model_name")
+        return service
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request names as its model; None = the model itself, which a request without a name gets.
@@ -45,14 +63,7 @@ class Service:
         Raises:
             HttpError: 404.
         """
-        if name is None or name == self.model:
-            return None
-        if name in self.engine.adapters:
-            return name
-        known = "".join(f", or its adapter {one!r}" for one in self.engine.adapters)
-        raise HttpError(
-            404, f"the model of the request is not served here: send {self.model!r}{known}", parameter="model", code="model_not_found"
-        )
+        return adapter_of(name, self.model, self.engine.adapters)
 
     def name_of(self, options: RequestOptions) -> str:
         """The name of the model in an answer."""
@@ -60,8 +71,8 @@ class Service:
         return adapter if isinstance(adapter, str) else self.model
 
     def is_own_name(self, name: str) -> bool:
-        """Whether a name means the model itself in some dialect: Ollama's may end with a tag."""
-        return name.removesuffix(LATEST) == self.model.removesuffix(LATEST)
+        """Whether a name means the model itself."""
+        return is_same_model(name, self.model)
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -82,3 +93,24 @@ class Service:
     def fingerprint(self) -> str:
         """What answers depend on apart from the request: OpenAI's `system_fingerprint`."""
         return f"paceline-{__version__}-{self.engine.loaded.numerics}"
+
+
+def is_same_model(name: str, model: str) -> bool:
+    """Whether a name means a model: Ollama's clients may add the tag that a name has without one."""
+    return name.removesuffix(LATEST) == model.removesuffix(LATEST)
+
+
+def adapter_of(name: str | None, model: str, adapters: Collection[str]) -> str | None:
+    """As `Service.adapter_of`, of a model and its adapters."""
+    if name is None or is_same_model(name, model):
+        return None
+    for known in (name, name.removesuffix(LATEST)):
+        if known in adapters:
+            return known
+    raise model_not_found(repr(model), *(f"its adapter {one!r}" for one in adapters))
+
+
+def model_not_found(*served: str) -> HttpError:
+    """The answer to a request that names another model than those that are served."""
+    text = f"the model of the request is not served here: send {', or '.join(served)}"
+    return HttpError(404, text, parameter="model", code="model_not_found")

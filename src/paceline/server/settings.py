@@ -1,6 +1,7 @@
 """Settings of a server."""
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ MAX_HEAD_BYTES = 16_384
 """Bytes of a request's target and headers."""
 MAX_HEADERS = 100
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|ms|s|m|h)")
+_DURATION = re.compile(rf"(?:{_PART.pattern})+")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _COUNTS = (
     "max_messages",
@@ -26,6 +30,7 @@ _COUNTS = (
     "max_grammar_chars",
     "max_tools",
     "max_connections",
+    "max_loaded",
 )
 _MOST = {
     "max_body_mb": 4096,
@@ -52,6 +57,8 @@ class ServerSettings:
         adapter_loading: whether requests may load LoRA adapters from directories of this machine, and remove them; needs a key.
         tool_call_parser, reasoning_parser: format of tool calls and reasoning; "auto" = from the chat template, "none" = they are text,
             otherwise a name of the table in `parsing/registry.py`.
+        max_loaded: models that are loaded at a time, of several that are served.
+        unload_after: time without requests after which a model is unloaded, such as "10m"; "never" = only to make room for another.
         unknown_fields: what becomes of fields of a request that no dialect has: "ignore" = the log and a header of the answer name them,
             "refuse" = 400.
         max_queue: waiting samples; more are refused with 429.
@@ -80,6 +87,8 @@ class ServerSettings:
     adapter_loading: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    max_loaded: int = 1
+    unload_after: str = "never"
     unknown_fields: str = "ignore"
     max_queue: int = 64
     max_body_mb: float = 8.0
@@ -115,6 +124,8 @@ class ServerSettings:
         for origin in self.allow_origin:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allow_origin is {origin!r}: use an origin without a path, such as http://localhost:3000, or *")
+        if self.unload_after_s < math.inf and self.adapter_loading:
+            raise ConfigError(f"unload_after is {self.unload_after!r}, and adapters that requests load would be lost: leave it out")
         if self.adapter_loading and not self.api_keys:
             raise ConfigError("adapter_loading lets requests read directories of this machine and needs a key: give --api-key-file")
         if not self.is_loopback and not self.api_keys and not self.insecure:
@@ -140,8 +151,34 @@ class ServerSettings:
         return [f"a key has {shortest} characters: use {SAFE_KEY_LEN} or more where others can reach the server"]
 
     @property
+    def unload_after_s(self) -> float:
+        """Return `unload_after` in seconds; infinite = never.
+
+        Raises:
+            ConfigError: it is no duration.
+        """
+        try:
+            return math.inf if self.unload_after == "never" else seconds_of(self.unload_after)
+        except ValueError:
+            raise ConfigError(f"unload_after is {self.unload_after!r}: use a time such as 10m, 1h30m or 300s, or never") from None
+
+    @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1_000_000)
+
+
+def seconds_of(duration: str | float) -> float:
+    """Return the seconds of a duration as Ollama and Go write it: 300, "300", "5m" or "1h30m"; negative = infinite.
+
+    Raises:
+        ValueError: it is none.
+    """
+    text = str(duration).strip()
+    size = text.removeprefix("-")
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(size)) if _DURATION.fullmatch(size) else float(size)
+    if math.isnan(seconds):
+        raise ValueError(text)
+    return math.inf if seconds < 0 or (seconds and size != text) else seconds
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from paceline.server.errors import HttpError
-from paceline.server.service import Service
+from paceline.server.model_pool import ModelPool
 
 _EMBEDDINGS = "embeddings are not served, only generated text: use /v1/chat/completions, /v1/completions or /api/chat here, and another "
 _EMBEDDINGS += "server for embeddings"
-_LOADING = "this server serves {model} alone, loaded at its start: use that name, or start another server (paceline serve MODEL)"
+_LOADING = "this server serves {models}, named at its start: use such a name, or start another server (paceline serve MODEL)"
 UNSERVED = {
     "/v1/embeddings": _EMBEDDINGS,
     "/embeddings": _EMBEDDINGS,
@@ -26,11 +26,12 @@ UNSERVED = {
 """Texts of errors by path."""
 
 
-def unserved_routes(service: Service) -> APIRouter:
+def unserved_routes(pool: ModelPool) -> APIRouter:
     """Return the routes; each answers with status 501."""
     router = APIRouter(include_in_schema=False)
+    models = ", ".join(repr(model.name) for model in pool.models)
     for path, text in UNSERVED.items():
-        router.add_api_route(path, _refusal(text.format(model=repr(service.model))), methods=["POST", "DELETE"])
+        router.add_api_route(path, _refusal(text.format(models=models)), methods=["POST", "DELETE"])
     return router
 
 

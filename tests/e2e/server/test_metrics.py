@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draw_imports import REPOSITORY
 from harness.http_client import HttpClient
 from paceline import AsyncEngine
-from paceline.server.app import served_model_name
+from paceline.server.model_pool import served_model_name
 
 CHAT = "/v1/chat/completions"
 FIELDS = {"messages": [{"role": "user", "content": "Repeat: one two three one two three one two"}], "temperature": 0, "max_tokens": 40}

@@ -194,6 +194,11 @@ def test_port_in_use_is_refused_before_loading(refused: Callable[..., Result]) -
         (["--api-key-file", "absent"], "cannot be read"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["--model", "absent-model", "--port", "0", "--offline"], "absent-model"),
+        (["mini", "absent-model", "--port", "0", "--offline"], "absent-model"),
+        (["mini", "mini", "--port", "0"], "two models are called 'mini'"),
+        (["mini", "other", "--replicas", "2"], "replicas serve one model, and 2 are given"),
+        (["mini", "--unload-after", "soon"], "unload_after is 'soon'"),
+        (["mini", "--max-loaded", "0"], "max_loaded is 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -238,3 +243,21 @@ def test_full_stderr_pipe_blocks_neither_answers_nor_shutdown() -> None:
         os.close(reading)
         process.kill()
         process.wait()
+
+
+def test_several_models_are_served_until_a_signal_ends_the_process(start: Start, mini_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to(mini_dir / "draft")
+    server = start("mini", str(tmp_path / "other"), "--max-model-len", "256")
+    fields = {"prompt": "Once there was a", "temperature": 0, "max_tokens": 8}
+    with server.client() as client:
+        texts = [
+            client.post("/v1/completions", json={**fields, "model": name}).json()["choices"][0]["text"]
+            for name in ("mini", "other", "mini")
+        ]
+        assert texts[0] == texts[2] != texts[1]
+        assert client.get("/health").json()["models"] == {"mini": "loaded", "other": "unloaded"}
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    loads = [json.loads(line)["model"] for line in server.stderr.splitlines() if '"model_loaded"' in line]
+    assert loads == ["mini", "other", "mini"]
+    assert str(tmp_path) not in server.stderr

@@ -48,6 +48,11 @@ def picky(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     asyncio.run(engine.close())
 
 
+def engine_of(client: HttpClient) -> AsyncEngine:
+    engine: AsyncEngine = client.app.state.service.models[0].service.engine
+    return engine
+
+
 def read_cases() -> list[Any]:
     if not CASES.exists():
         return [pytest.param({}, marks=pytest.mark.skip(reason=f"{CASES} is missing"))]
@@ -454,7 +459,7 @@ def test_props_are_facts_about_the_model(picky: HttpClient) -> None:
 
 
 def test_reasoning_is_sent_by_both_names(picky: HttpClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(reasoning_parser="think", tool_call_parser="hermes")))
+    client = HttpClient(create_app(engine_of(picky), ServerSettings(reasoning_parser="think", tool_call_parser="hermes")))
     write_down(monkeypatch, "<think>\nHm.\n</think>\n\nYes.")
     message = client.json(CHAT.path, {"messages": [USER]})["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "Hm."
@@ -480,7 +485,7 @@ def test_streamed_line_ends_are_escaped(picky: HttpClient, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", DIALECTS)
 def test_answers_can_be_sent_back_as_they_are(picky: HttpClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     dialect = DIALECTS[name]
-    strict = HttpClient(create_app(picky.app.state.service.engine, ServerSettings(served_model_name="mini", unknown_fields="refuse")))
+    strict = HttpClient(create_app(engine_of(picky), ServerSettings(served_model_name="mini", unknown_fields="refuse")))
     write_down(monkeypatch, '<think>\nHm.\n</think>\n\nSee.<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
     fields = {**dialect.fields([USER], max_tokens=40), "tools": TOOLS[name]}
     answer = dialect.whole(strict, fields)

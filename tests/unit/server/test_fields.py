@@ -20,8 +20,8 @@ STRICT = ServerSettings(unknown_fields="refuse")
 
 
 def read(body: dict[str, Any], settings: ServerSettings | None = None) -> tuple[ChatFields, list[str]]:
-    fields, ignored = read_body(ChatFields, json.dumps({"messages": MESSAGES, **body}).encode(), settings or ServerSettings())
-    return fields, list(ignored)
+    fields = read_body(ChatFields, json.dumps({"messages": MESSAGES, **body}).encode(), settings or ServerSettings())
+    return fields, list(fields.ignored)
 
 
 def refusal(body: dict[str, Any], settings: ServerSettings | None = None) -> HttpError:

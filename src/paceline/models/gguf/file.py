@@ -14,6 +14,13 @@ from paceline.small_files import is_file, unreadable
 MAX_SPLITS = 1024
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
+_FILE_TYPES = (
+    *("F32", "F16", "Q4_0", "Q4_1", None, None, None, "Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M"),
+    *("Q5_K_S", "Q5_K_M", "Q6_K", "IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S"),
+    *("IQ2_M", "IQ4_XS", "IQ1_M", "BF16"),
+)
+"""Names by `general.file_type`; None = it is used no more. Source: llama.cpp's include/llama.h, `llama_ftype`."""
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
@@ -22,6 +29,12 @@ class GgufFile:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+
+    @property
+    def file_type(self) -> str | None:
+        """The name of its quantisation, such as "Q4_K_M"; None = the file has none."""
+        number = self.metadata.get("general.file_type")
+        return _FILE_TYPES[number] if isinstance(number, int) and 0 <= number < len(_FILE_TYPES) else None
 
 
 def open_gguf(path: Path) -> GgufFile:

@@ -16,6 +16,7 @@ from paceline.server.asgi_client import REQUEST_ID
 from paceline.server.dialects import Dialect, dialect_of, handle_errors
 from paceline.server.disconnect import EventStream, cancel_on_disconnect
 from paceline.server.errors import http_error_of
+from paceline.server.metrics import merged_pages
 from paceline.server.middleware import add_middleware
 from paceline.server.replicas.replica import ForwardedRequest, ReplicaLostError, ReplicaPool, ResponseHead, no_replica, replica_lost
 from paceline.server.replicas.routing import prefix_key
@@ -30,19 +31,10 @@ def merged_metrics(pages: Mapping[str, str]) -> str:
     Args:
         pages: Prometheus's text form by the name of the replica.
     """
-    families: dict[str, list[str]] = {}
-    for replica, page in pages.items():
-        family = ""
-        for line in page.splitlines():
-            if line.startswith("# HELP "):
-                family = line.split(" ", 3)[2]
-                families.setdefault(family, [])
-            if line.startswith("#"):
-                if line not in families[family]:
-                    families[family].append(line)
-            elif line:
-                families[family].append(_ENGINE.sub(f'engine="{replica}"', line, count=1))
-    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+    return merged_pages(
+        "\n".join(line if line.startswith("#") else _ENGINE.sub(f'engine="{replica}"', line, count=1) for line in page.splitlines())
+        for replica, page in pages.items()
+    )
 
 
 FORWARDED = (
@@ -76,6 +68,10 @@ class FrontService:
     settings: ServerSettings
     model: str
     admission: AdmissionControl
+
+    async def close(self) -> None:
+        """End all replicas."""
+        await self.engine.close()
 
 
 def create_front(pool: ReplicaPool, settings: ServerSettings, model: str, num_samples: int) -> FastAPI:

@@ -8,10 +8,11 @@ from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import CapacityError, library_errors
-from paceline.server.app import create_app, served_model_name
+from paceline.server.app import create_app
 from paceline.server.batch.input_file import BatchLine, Plan
 from paceline.server.batch.output_file import OutputFile
 from paceline.server.batch.run import BatchResult, Watcher, answer_line, batch_settings, begin_batch, check_model
+from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.ray_serve import actor_options, ray_cluster
 from paceline.server.replicas.settings import ClusterSettings
 from paceline.server.settings import ServerSettings

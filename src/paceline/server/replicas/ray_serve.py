@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.errors import BackendUnavailableError, CapacityError, library_errors
 from paceline.installation import install_extra
-from paceline.server.app import served_model_name
+from paceline.server.model_pool import served_model_name
 from paceline.server.replicas.front import create_front
 from paceline.server.replicas.replica import ForwardedRequest, Replica, ReplicaLostError, ReplicaPool, ResponseHead, replica_settings
 from paceline.server.replicas.settings import ClusterSettings

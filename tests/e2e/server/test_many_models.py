@@ -1,0 +1,414 @@
+"""Several models behind one server: loaded when they are requested, and unloaded for another or when they are idle."""
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from harness.dialects import DIALECTS
+from harness.http_client import BASE, HttpClient
+from paceline import LLM, AsyncEngine, SamplingParams
+from paceline.errors import CapacityError, ConfigError
+from paceline.server.app import create_pool_app
+from paceline.server.asgi_client import call_app
+from paceline.server.model_pool import ModelPool
+from paceline.server.settings import ServerSettings
+
+PROMPT = "Once there was a"
+FIELDS = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+PATH = "/v1/completions"
+ARGUMENTS = {"drafter": "none", "threads": 1, "max_num_seqs": 4, "max_model_len": 256}
+Ask = Callable[..., Awaitable[httpx.Response]]
+
+
+@pytest.fixture(scope="module")
+def names(mini_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models with one tokenizer and different weights: the mini, and its draft model."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, weights in {"alpha": mini_dir, "beta": mini_dir / "draft"}.items():
+        shutil.copytree(weights, folder / name, ignore=shutil.ignore_patterns("draft"))
+        for file in mini_dir.glob("tokenizer*"):
+            shutil.copy(file, folder / name)
+    return [str(folder / name) for name in ("alpha", "beta")]
+
+
+@pytest.fixture(scope="module")
+def expected(names: list[str]) -> dict[str, str]:
+    """The text of each model by direct generation."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    found = {Path(name).name: LLM(name, **ARGUMENTS).generate(PROMPT, params)[0].text for name in names}
+    assert found["alpha"] != found["beta"]
+    return found
+
+
+@asynccontextmanager
+async def serving(names: list[str], **settings: Any) -> AsyncIterator[tuple[ModelPool, Ask]]:
+    """A pool, and a function that sends a request to its application."""
+    pool = ModelPool.of_names(names, ARGUMENTS, ServerSettings(**settings))
+    transport = httpx.ASGITransport(create_pool_app(pool), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url=BASE, timeout=60) as client:
+
+        async def ask(path: str, fields: dict[str, Any] | None = None, method: str | None = None) -> httpx.Response:
+            return await client.request(method or ("GET" if fields is None else "POST"), path, json=fields)
+
+        try:
+            yield pool, ask
+        finally:
+            await pool.close()
+
+
+async def states(ask: Ask) -> dict[str, str]:
+    found: dict[str, str] = (await ask("/health")).json()["models"]
+    return found
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_so():
+            await asyncio.sleep(0.02)
+
+
+def test_alternating_requests_with_room_for_one_are_all_answered(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            order = ["alpha", "beta", "beta", "alpha"] * 4
+            answers = await asyncio.gather(*(ask(PATH, {**FIELDS, "model": name}) for name in order))
+            assert [answer.status_code for answer in answers] == [200] * len(order)
+            assert [answer.json()["model"] for answer in answers] == order
+            assert [answer.json()["choices"][0]["text"] for answer in answers] == [expected[name] for name in order]
+            assert sorted((await states(ask)).values()) == ["loaded", "unloaded"]
+            assert all(model.num_requests == 0 and not model.waiting for model in pool.models)
+            assert pool.admission.num_open == 0
+            metrics = (await ask("/metrics")).text
+            for name in ("alpha", "beta"):
+                assert f'paceline:model_loads_total{{engine="0",model_name="{name}"}} 1.0' in metrics
+                assert f'paceline:request_success_total{{engine="0",finished_reason="length",model_name="{name}"}} 8.0' in metrics
+                route = f'paceline:http_requests_total{{engine="0",model_name="{name}",route="{PATH}",status="200"}} 8.0'
+                assert route in metrics
+
+    asyncio.run(run())
+
+
+def test_a_model_is_not_starved_by_requests_for_the_loaded_one(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (_, ask):
+            await ask(PATH, {**FIELDS, "model": "alpha"})
+            is_over, num_after = asyncio.Event(), 0
+
+            async def keep_asking() -> None:
+                nonlocal num_after
+                while not is_over.is_set():
+                    answer = await ask(PATH, {**FIELDS, "model": "alpha"})
+                    assert answer.json()["choices"][0]["text"] == expected["alpha"]
+                    num_after += (await states(ask))["beta"] == "loading"
+
+            workers = [asyncio.ensure_future(keep_asking()) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            answer = await ask(PATH, {**FIELDS, "model": "beta"})
+            is_over.set()
+            assert answer.json()["choices"][0]["text"] == expected["beta"]
+            assert num_after <= 4, "only those that ran when it came may be answered before it"
+            await asyncio.gather(*workers)
+
+    asyncio.run(run())
+
+
+def test_a_running_stream_is_finished_before_its_model_makes_room(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            body = json.dumps({**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+            app = create_pool_app(pool)
+            async with call_app(app, "POST", PATH, body) as stream:
+                first = await anext(stream.parts)
+                asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "beta"}))
+                await until(lambda: pool.models[0].is_closing)
+                assert (await ask("/v1/models")).json()["data"][1]["status"] == {"value": "loading"}
+                rest = b"".join([part async for part in stream.parts])
+            events = [json.loads(line.removeprefix("data: ")) for line in (first + rest).decode().split("\n\n")[:-2]]
+            text = "".join(event["choices"][0]["text"] for event in events)
+            whole = await ask(PATH, {**FIELDS, "model": "alpha", "max_tokens": 200, "ignore_eos": True})
+            assert text == whole.json()["choices"][0]["text"]
+            assert (await asked).json()["choices"][0]["text"] == expected["beta"]
+
+    asyncio.run(run())
+
+
+def test_two_models_stay_loaded_where_both_have_room(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with serving(names, max_loaded=2) as (pool, ask):
+            for name in ("alpha", "beta", "alpha"):
+                await ask(PATH, {**FIELDS, "model": name})
+            assert set((await states(ask)).values()) == {"loaded"}
+            assert [model.snapshot.num_loads for model in pool.models] == [1, 1]
+            await pool.close()
+        monkeypatch.setattr("paceline.server.model_pool.available_memory_bytes", lambda: 1_000_000)
+        async with serving(names, max_loaded=2) as (_, ask):
+            for name in ("alpha", "beta"):
+                await ask(PATH, {**FIELDS, "model": name})
+            assert await states(ask) == {"alpha": "unloaded", "beta": "loaded"}
+
+    asyncio.run(run())
+
+
+def test_another_model_makes_room_if_loading_runs_out_of_memory(names: list[str]) -> None:
+    async def run() -> None:
+        async with serving(names, max_loaded=2) as (pool, ask):
+            alpha, beta = pool.models
+            load = beta.open
+            assert load is not None
+
+            def open_alone() -> AsyncEngine:
+                if alpha.service is not None:
+                    raise CapacityError("the weights do not fit in memory: close programs")
+                return load()
+
+            beta.open = open_alone
+            await ask(PATH, {**FIELDS, "model": "alpha"})
+            assert (await ask(PATH, {**FIELDS, "model": "beta"})).status_code == 200
+            assert await states(ask) == {"alpha": "unloaded", "beta": "loaded"}
+
+    asyncio.run(run())
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names, unload_after="300ms") as (pool, ask):
+            for num_loads in (1, 2):
+                answer = await ask(PATH, {**FIELDS, "model": "alpha"})
+                assert answer.json()["choices"][0]["text"] == expected["alpha"]
+                assert pool.models[0].service is not None
+                engine = weakref.ref(pool.models[0].service.engine)
+                await asyncio.sleep(0.1)
+                assert (await states(ask))["alpha"] == "loaded"
+                await until(lambda: pool.models[0].service is None)
+                await until(lambda engine=engine: engine() is None)  # type: ignore[misc]  # nothing keeps its memory
+                assert pool.models[0].snapshot.num_loads == num_loads
+
+    asyncio.run(run())
+
+
+def test_keep_alive_of_ollama_sets_how_long_a_model_stays(names: list[str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            fields = {"model": "alpha:latest", "prompt": PROMPT, "options": {"num_predict": 4}, "stream": False}
+            loaded = await ask("/api/generate", {"model": "alpha", "keep_alive": "5m"})
+            assert (loaded.json()["done_reason"], (await states(ask))["alpha"]) == ("load", "loaded")
+            (running,) = (await ask("/api/ps")).json()["models"]
+            assert running["name"] == "alpha"
+            assert running["expires_at"] < "9999"
+            await ask("/api/generate", {**fields, "keep_alive": -1})
+            assert (await ask("/api/ps")).json()["models"][0]["expires_at"].startswith("9999")
+            assert (await ask("/api/generate", {**fields, "keep_alive": 0})).status_code == 200
+            await until(lambda: pool.models[0].service is None)
+            for path, empty in (("/api/generate", "response"), ("/api/chat", "message")):
+                await ask("/api/generate", fields)
+                answer = (await ask(path, {"model": "alpha", "keep_alive": "0s"})).json()
+                assert (answer["done_reason"], answer["done"], empty in answer) == ("unload", True, True)
+                await until(lambda: pool.models[0].service is None)
+            await ask("/api/generate", {"model": "beta", "keep_alive": 0})
+            assert await states(ask) == {"alpha": "unloaded", "beta": "unloaded"}, "unloading must not load"
+            wrong = await ask("/api/generate", {**fields, "keep_alive": "soon"})
+            assert (wrong.status_code, "keep_alive" in wrong.json()["error"]) == (400, True)
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_loaded_fails_its_own_requests_alone(names: list[str], expected: dict[str, str], tmp_path: Path) -> None:
+    async def run() -> None:
+        broken = tmp_path / "broken"
+        shutil.copytree(names[1], broken)
+        async with serving([names[0], str(broken)]) as (pool, ask):
+            await ask(PATH, {**FIELDS, "model": "alpha"})
+            weights = broken / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-1000])
+            answers = await asyncio.gather(*(ask(PATH, {**FIELDS, "model": "broken"}) for _ in range(3)))
+            for answer in answers:
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["type"]) == (500, "model_not_loaded", "server_error")
+                assert "the model 'broken' cannot be loaded" in error["message"]
+                assert str(tmp_path) not in error["message"]
+            assert pool.models[0].snapshot.num_loads == 1
+            answer = await ask(PATH, {**FIELDS, "model": "alpha"})
+            assert answer.json()["choices"][0]["text"] == expected["alpha"]
+            assert await states(ask) == {"alpha": "loaded", "broken": "unloaded"}, "headers are checked before another is unloaded"
+
+            def fail() -> AsyncEngine:
+                raise CapacityError("the weights do not fit in memory: close programs")
+
+            shutil.copy(Path(names[1]) / "model.safetensors", weights)
+            pool.models[1].open = fail
+            full = await ask("/api/generate", {"model": "broken", "prompt": PROMPT})
+            assert (full.status_code, full.json()["error"].endswith("close programs")) == (507, True)
+            assert (await ask(PATH, {**FIELDS, "model": "alpha"})).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def slow(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Loading waits for this event."""
+    may_load, load = threading.Event(), AsyncEngine.open
+
+    def open_slowly(**arguments: Any) -> AsyncEngine:
+        assert may_load.wait(30)
+        return load(**arguments)
+
+    monkeypatch.setattr(AsyncEngine, "open", open_slowly)
+    yield may_load
+    may_load.set()
+
+
+def test_the_server_answers_while_a_model_loads(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names, max_queue=0) as (pool, ask):
+            asked = [asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "alpha"})) for _ in range(4)]
+            await until(lambda: len(pool.models[0].waiting) == 4)
+            for path in ("/health", "/ready", "/v1/models", "/api/tags", "/api/ps", "/props?model=beta", "/metrics", "/"):
+                assert (await ask(path)).status_code == 200
+            assert await states(ask) == {"alpha": "loading", "beta": "unloaded"}
+            assert (await ask("/api/show", {"model": "beta"})).json()["template"]
+            full = await ask(PATH, {**FIELDS, "model": "beta"})
+            assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+            slow.set()
+            assert [(await answer).status_code for answer in asked] == [200] * 4
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_its_model_loads_leaves_nothing_behind(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            app, body = create_pool_app(pool), json.dumps({**FIELDS, "model": "alpha"}).encode()
+            gone = asyncio.ensure_future(_read(app, body))
+            await until(lambda: len(pool.models[0].waiting) == 1)
+            behind = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "beta"}))
+            await until(lambda: len(pool.models[1].waiting) == 1)
+            gone.cancel()
+            await asyncio.wait([gone])
+            slow.set()
+            assert (await behind).status_code == 200
+            assert pool.models[0].num_requests == 0
+            assert pool.admission.num_open == 0
+
+    asyncio.run(run())
+
+
+async def _read(app: Any, body: bytes) -> bytes:
+    async with call_app(app, "POST", PATH, body) as answer:
+        return await answer.body()
+
+
+def test_closing_the_pool_ends_the_requests_that_wait(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names) as (pool, ask):
+            asked = asyncio.ensure_future(ask(PATH, {**FIELDS, "model": "alpha"}))
+            await until(lambda: len(pool.models[0].waiting) == 1)
+            slow.set()
+            await pool.close()
+            answer = await asked
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+    asyncio.run(run())
+
+
+def test_waiting_for_a_model_ends_with_the_time_of_a_request(names: list[str], slow: threading.Event) -> None:
+    async def run() -> None:
+        async with serving(names, request_timeout_s=0.2) as (_, ask):
+            answer = await ask(PATH, {**FIELDS, "model": "alpha"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+            slow.set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_dialect_names_its_model(names: list[str], name: str) -> None:
+    pool = ModelPool.of_names(names, ARGUMENTS, ServerSettings())
+    client, dialect = HttpClient(create_pool_app(pool)), DIALECTS[name]
+    fields = dialect.fields([{"role": "user", "content": "Hi"}], max_tokens=4)
+    unknown = client.post(dialect.path, {**fields, "model": "gamma"})
+    assert unknown.status_code == 404
+    assert "send 'alpha', or 'beta'" in dialect.message_of(unknown.json())
+
+    async def run() -> None:
+        async with serving(names) as (_, ask):
+            answer = await ask(dialect.path, {**fields, "model": "beta", "stream": False})
+            assert answer.json()["model"] == "beta"
+            assert (await states(ask))["beta"] == "loaded"
+
+    asyncio.run(run())
+
+
+def test_models_are_listed_with_their_facts_before_they_are_loaded(names: list[str]) -> None:
+    client = HttpClient(create_pool_app(ModelPool.of_names(names, ARGUMENTS, ServerSettings())))
+    listed = client.get("/v1/models").json()["data"]
+    tags = client.get("/api/tags").json()["models"]
+    for name, one, tag in zip(names, listed, tags, strict=True):
+        size = os.path.getsize(Path(name) / "model.safetensors")
+        assert (one["id"], one["status"], one["max_model_len"]) == (Path(name).name, {"value": "unloaded"}, 256)
+        assert (one["meta"]["size"], one["meta"]["quantization"]) == (size, "bf16")
+        assert 0.9 < one["meta"]["n_params"] * 2 / size <= 1
+        assert (tag["name"], tag["size"]) == (one["id"], size)
+        assert tag["details"]["format"] == "safetensors"
+        shown = client.json("/api/show", {"model": tag["name"]})
+        assert shown["model_info"]["general.parameter_count"] == one["meta"]["n_params"]
+        assert client.get(f"/v1/models/{one['id']}").json() == one
+        assert client.get(f"/props?model={one['id']}").json()["chat_template"] == shown["template"] != ""
+    assert client.get("/api/ps").json()["models"] == []
+    assert tags[0]["digest"] != tags[1]["digest"]
+
+
+def test_health_names_no_model_where_a_key_is_needed(names: list[str]) -> None:
+    client = HttpClient(create_pool_app(ModelPool.of_names(names, ARGUMENTS, ServerSettings(api_keys=("a-key-of-this-test",)))))
+    assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_a_request_without_a_model_is_answered_by_the_first(names: list[str], expected: dict[str, str]) -> None:
+    async def run() -> None:
+        async with serving(names) as (_, ask):
+            answer = (await ask(PATH, FIELDS)).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == ("alpha", expected["alpha"])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "text"),
+    [
+        ({"served_model_name": "one"}, {}, "served_model_name belongs to one model, and 2 are served"),
+        ({}, {"adapters": {"sql": "somewhere"}}, "adapters belongs to one model, and 2 are served"),
+        ({"adapter_loading": True, "api_keys": ("a-key-of-this-test",)}, {}, "adapter_loading belongs to one model"),
+    ],
+)
+def test_options_of_one_model_are_refused_for_several(
+    names: list[str], settings: dict[str, Any], arguments: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ModelPool.of_names(names, {**ARGUMENTS, **arguments}, ServerSettings(**settings))
+
+
+def test_two_models_of_one_name_are_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="two models are called 'alpha'"):
+        ModelPool.of_names([names[0], names[0]], ARGUMENTS, ServerSettings())
+
+
+def test_keep_alive_is_ignored_where_the_only_model_stays(names: list[str]) -> None:
+    engine = AsyncEngine.open(names[0], **ARGUMENTS)  # type: ignore[arg-type]
+    pool = ModelPool.of_engine(engine, ServerSettings(), lambda: engine)
+    client = HttpClient(create_pool_app(pool))
+    answer = client.post("/api/generate", {"model": "alpha", "keep_alive": 0})
+    assert answer.json()["done_reason"] == "load"
+    assert answer.headers["X-Paceline-Ignored-Fields"] == "keep_alive"
+    time.sleep(0.1)
+    assert pool.models[0].state == "loaded"
+    asyncio.run(pool.close())
