@@ -14,6 +14,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.prove import prove
 from paceline.cli.run import run
 from paceline.cli.serve import serve
+from paceline.cli.train import train
 
 app = typer.Typer(
     name="paceline",
@@ -29,6 +30,7 @@ app.command()(batch)
 app.command()(doctor)
 app.command()(prove)
 app.command()(bench)
+app.command()(train)
 
 
 def _print_version(wanted: bool) -> None:
