@@ -16,7 +16,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.trainer import Trainer
 
 WORDS = ("the", "cat", "dog", "bird", "sat", "ran", "flew", "on", "under", "mat", "tree", "house", "red", "blue")
-NUM_PROMPTS = 24
+NUM_PROMPTS, NUM_HELDOUT = 24, 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class TinyRun:
 
     def make_drafter(self, settings: TrainSettings) -> TrainableDrafter:
         """Return a drafter with its start values, which computes in float32."""
+        torch.set_num_threads(1)  # tiny products
         config = read_model_config(Path(settings.model))
         drafter = make_drafter(settings, TargetMatrices(config, open_weights(Path(settings.model), config)), self.data, lambda text: None)
         drafter.dtype = torch.float32
@@ -58,7 +59,8 @@ def record_tiny(folder: Path, family: str = "llama", **values: object) -> TinyRu
     directory = folder / "run"
     directory.mkdir()
     given = {
-        "drafter": "eagle3", "model": str(target), "data": (str(write_prompts(folder / "prompts.jsonl")),), "max_prompt_tokens": 32,
+        "drafter": "eagle3", "model": str(target), "data": (str(write_prompts(folder / "prompts.jsonl")),),
+        "eval_data": (str(write_prompts(folder / "heldout.jsonl", NUM_HELDOUT)),), "max_prompt_tokens": 32,
         "max_answer_tokens": 24, "max_repeat_share": 1.0, "draft_vocab_size": VOCAB_SIZE - 20, "batch_tokens": 200, "threads": 1,
         "block_size": 4, "markov_rank": 8, "temperatures": (0.0, 0.8), "num_heads": 2, **values,
     }  # fmt: skip

@@ -22,6 +22,7 @@ TABLES = {
     "models.containers": "models.containers.table",
     "models.families": "models.families.table",
     "parsing.tool_calls": "parsing.registry",
+    "training": "training.run",
 }
 """Folders with a file for each line of a table, and where the table is: a file that nothing else imports may be as short as its format."""
 

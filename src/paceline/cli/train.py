@@ -132,6 +132,8 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
         raise ConfigError(f"--resume uses the settings of {output}: leave out {flags}")
     for name in ("data", "eval_data"):
         values[name] = tuple(str(path.absolute()) for path in given[name] or ())
+    if model := values.get("model"):  # --resume may run elsewhere
+        values["model"] = str(Path(model).absolute()) if Path(model).exists() else model
     for name, kind in (("boundaries", int), ("temperatures", float)):
         if name in values:
             values[name] = _numbers(name, values[name], kind)

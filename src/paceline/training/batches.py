@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.training.shards import SequenceData
@@ -58,7 +59,8 @@ def make_batch(data: SequenceData, indices: Sequence[int], vocabulary: DraftVoca
     longest, num = max(lengths), len(indices)
     token_ids = np.zeros((num, longest), np.int64)
     label_index = np.full((num, longest + 1), -1, np.int64)
-    rows, roots = [], []
+    rows: list[NDArray[np.int64]] = []
+    roots: list[NDArray[np.int64]] = []
     first = data.features(indices[0])
     features = torch.zeros((num, longest, first.shape[1]), dtype=torch.bfloat16)
     for row, (index, length) in enumerate(zip(indices, lengths, strict=True)):
@@ -66,7 +68,7 @@ def make_batch(data: SequenceData, indices: Sequence[int], vocabulary: DraftVoca
         features[row, :length] = data.features(index)
         places = np.flatnonzero(data.is_answer[index])
         places = places[places >= 2]  # a root has a position before it, whose features are read
-        label_index[row, places] = np.arange(len(places)) + sum(map(len, rows))
+        label_index[row, places] = np.arange(len(places)) + sum(len(one) for one in rows)
         rows.append(np.stack([np.full(len(places), row), places], 1))
         roots.append(places - 1)
     most = max(1, max(map(len, roots)))

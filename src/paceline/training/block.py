@@ -36,10 +36,11 @@ class BlockTrainer(TrainableDrafter):
         self.depth = settings.block_size if self.is_dspark else settings.block_size - 1
         self.fc = context_projection(len(settings.boundaries or ()), hidden)
         self.hidden_norm, self.norm = RMSNorm(hidden, sizes.norm_eps), RMSNorm(hidden, sizes.norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(sizes, hidden, settings.max_tokens + settings.block_size) for _ in range(count))
+        layers = [DecoderLayer(sizes, hidden, settings.max_tokens + settings.block_size) for _ in range(count)]
         copied = last_layers(target.weights, target.config, count)
-        for layer, tensors in zip(self.layers, copied, strict=True):
+        for layer, tensors in zip(layers, copied, strict=True):
             layer.start_from(tensors)
+        self.layers = nn.ModuleList(layers)
         self.lm_head = nn.Parameter(self.teacher.clone())
         if self.is_dspark:
             rank = settings.markov_rank
@@ -60,7 +61,7 @@ class BlockTrainer(TrainableDrafter):
         ids[..., 0] = token_at(batch, anchors)
         x = self.embedding[ids] * self.target.config.embedding_scale
         positions = anchors[..., None] + torch.arange(size, device=x.device)
-        for layer in self.layers:
+        for layer in (one for one in self.layers if isinstance(one, DecoderLayer)):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
             own = attention.keys_values(normed, positions)
             x = x + attention(normed, positions, attention.keys_values(context, places), anchors, own)

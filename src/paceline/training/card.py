@@ -60,7 +60,7 @@ def write_card(
 def card(found: Mapping[str, Any]) -> str:
     """Return the text of README.md."""
     settings, facts, counts, served = found["settings"], found["facts"], found["data"]["train"], found["served"]
-    last = found["history"][-1] if found["history"] else {"loss": float("nan"), "accuracy": []}
+    last: Mapping[str, Any] = found["history"][-1] if found["history"] else {"loss": float("nan"), "accuracy": []}
     lines = [
         f"# {settings['drafter']} drafter for {printable(Path(settings['model']).name)}",
         "",

@@ -26,11 +26,11 @@ class MedusaTrainer(TrainableDrafter):
         super().__init__(target, vocabulary, settings)
         hidden = target.config.hidden_size
         self.depth = settings.num_heads
-        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(settings.num_heads))
+        blocks = [nn.Linear(hidden, hidden) for _ in range(settings.num_heads)]
         with torch.no_grad():  # a block begins as the identity
-            for block in self.blocks:
-                block.weight.zero_()
-                block.bias.zero_()
+            for parameter in (one for block in blocks for one in block.parameters()):
+                parameter.zero_()
+        self.blocks = nn.ModuleList(blocks)
 
     def _scores(self, batch: Batch) -> list[Score]:
         targets, x = self.targets(batch), gather_rows(batch.final, batch.roots - 1).float()

@@ -9,6 +9,7 @@ Source: Magpie (Xu et al. 2024, arXiv:2406.08464). Deviation: turns are drawn at
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,9 @@ def write_own_prompts(loaded: LoadedEngine, settings: TrainSettings, count: int,
             text = tokenizer.decode(output).strip()
             if tokenizer.has_chat_template:
                 if output and output[-1] in loaded.input_processor.eos_token_ids and len(output) > _LEAST_TURN_TOKENS and text:
-                    ids = chat_ids(loaded, [{"role": "user", "content": text}])
-                    found.setdefault(text.lower(), Prompt(ids, SELF_MADE))
+                    with suppress(RequestError):  # too long, or rejected by the chat template
+                        ids = chat_ids(loaded, [{"role": "user", "content": text}])
+                        found.setdefault(text.lower(), Prompt(ids, SELF_MADE))
             elif len(output) == length:
                 found.setdefault(text, Prompt([*header, *output], SELF_MADE))
         if len(found) >= count:

@@ -122,11 +122,12 @@ def _say_estimate(
     num_tokens = sum(len(one.token_ids) for one in sequences) / len(trial) * len(prompts)
     size = int(num_tokens * recorder.width * 2)
     free = shutil.disk_usage(directory).free
+    gigabytes = size / 1e9
     say(
-        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {size / 1e9:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
+        f"recording {len(prompts):,} answers: about {num_tokens:,.0f} tokens, {gigabytes:.2f} GB in {directory}, {seconds / 60:.1f} minutes"
     )
     if size + _SPARE_BYTES > free:
-        raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {size / 1e9:.1f} GB are needed: give less --num-prompts")
+        raise CapacityError(f"{directory} has {free / 1e9:.1f} GB free and {gigabytes:.1f} GB are needed: give less --num-prompts")
 
 
 def _fill(

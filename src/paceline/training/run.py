@@ -86,8 +86,9 @@ def make_drafter(settings: TrainSettings, target: TargetMatrices, data: Data, sa
     torch.manual_seed(settings.seed)
     drafter = _DRAFTERS[settings.drafter](target, vocabulary, settings)
     heldout = data.heldout.open()
+    boundaries = ", ".join(map(str, settings.boundaries or ()))
     say(
-        f"{settings.drafter}: {drafter.num_parameters():,} trained values, reads boundaries {', '.join(map(str, settings.boundaries or ()))}; "
+        f"{settings.drafter}: {drafter.num_parameters():,} trained values, reads boundaries {boundaries}; "
         f"{len(vocabulary.target_ids):,} draft ids cover {vocabulary.coverage(sequences):.1%} of the data, "
         f"{vocabulary.coverage(heldout):.1%} of held-out answers"
     )
@@ -114,7 +115,7 @@ def _facts(drafter: TrainableDrafter, trainer: Trainer, files: list[tuple[str, i
         "draft_ids": len(drafter.vocabulary.target_ids),
         "target_files": files,
         "steps": progress.step,
-        "epochs": round(progress.epoch + progress.index / max(1, progress.index + 1), 1),
+        "epochs": progress.epoch + (progress.index > 0),
         "training_s": round(progress.elapsed_s, 1),
         "depth": drafter.depth,
     }

@@ -164,4 +164,5 @@ class TrainSettings:
         known = {one.name for one in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"unknown settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**given)

@@ -124,10 +124,10 @@ class SequenceData:
         self._places: list[tuple[int, int]] = []
         self._files = [safe_open(file, framework="pt") for file in files]
         for number, file in enumerate(self._files):
-            lengths = file.get_tensor("lengths").numpy()
+            lengths = file.get_tensor("lengths").numpy()  # type: ignore[no-untyped-call]
             ends = np.cumsum(lengths)
-            self.token_ids += np.split(file.get_tensor("token_ids").numpy(), ends)[:-1]
-            self.is_answer += np.split(file.get_tensor("is_answer").numpy(), ends)[:-1]
+            self.token_ids += np.split(file.get_tensor("token_ids").numpy(), ends)[:-1]  # type: ignore[no-untyped-call]
+            self.is_answer += np.split(file.get_tensor("is_answer").numpy(), ends)[:-1]  # type: ignore[no-untyped-call]
             self._places += [(number, int(end - length)) for end, length in zip(ends, lengths, strict=True)]
 
     def __len__(self) -> int:
@@ -136,5 +136,5 @@ class SequenceData:
     def features(self, index: int) -> torch.Tensor:
         """Return the features [n, width] bfloat16 of a sequence."""
         file, start = self._places[index]
-        found: torch.Tensor = self._files[file].get_slice("features")[start : start + len(self.token_ids[index])]
+        found: torch.Tensor = self._files[file].get_slice("features")[start : start + len(self.token_ids[index])]  # type: ignore[no-untyped-call]
         return found

@@ -171,9 +171,9 @@ class Trainer:
         progress, last = self.progress, self.progress.history[-1]
         left_s = (progress.total_steps - progress.step) * progress.elapsed_s / progress.step
         accuracy = " ".join(f"{one:.2f}" for one in last["accuracy"])
+        where = f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}"
         self._say(
-            f"step {progress.step:,} of {progress.total_steps:,}, epoch {progress.epoch + 1}: loss {last['loss']:.3f}, accuracy {accuracy}, "
-            f"{last['tokens_per_s']:,.0f} tokens/s, {left_s / 60:.1f} minutes left"
+            f"{where}: loss {last['loss']:.3f}, accuracy {accuracy}, {last['tokens_per_s']:,.0f} tokens/s, {left_s / 60:.1f} minutes left"
         )
 
     def save(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.quick_profiles import quick_profiles
-from harness.training_runs import NUM_PROMPTS, TinyRun, record_tiny
+from harness.training_runs import NUM_HELDOUT, NUM_PROMPTS, TinyRun, record_tiny
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import read_model_config
 from paceline.training import recording
@@ -64,7 +64,7 @@ def test_interrupted_recording_goes_on(run: TinyRun, tmp_path: Path, monkeypatch
     with quick_profiles():
         found = record(run.settings, config, tmp_path / DATA_FOLDER, lambda text: None)
     assert len(found.train.shards) > 1
-    assert found.train.num_prompts + found.heldout.num_prompts == NUM_PROMPTS
+    assert (found.train.num_prompts, found.heldout.num_prompts) == (NUM_PROMPTS, NUM_HELDOUT)
     before, after = run.data.train.open(), found.train.open()
     assert len(before) == len(after)
     for index in range(len(before)):  # the same, bit for bit, whatever ran together
