@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, shortened
 from paceline.training.batches import epoch_batches, make_batch
 from paceline.training.drafter import TrainableDrafter
 from paceline.training.estimate import Estimate, estimate
@@ -195,8 +196,9 @@ class Trainer:
             self.drafter.load_state_dict(state["drafter"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
-        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be continued ({error}): delete it to train from the beginning") from error
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
+            reason = shortened(str(error).splitlines()[0])
+            raise CheckpointError(f"{path} cannot be continued ({reason}): delete it to train from the beginning") from error
 
 
 class _Sums:
