@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.training.batches import Batch
 from paceline.training.drafter import Score, StepResult, TargetMatrices, TrainableDrafter, scatter_hits, summed, token_at
-from paceline.training.layers import DecoderLayer, LayerSizes, RMSNorm, context_projection, last_layers
+from paceline.training.layers import FLATTENING, DecoderLayer, LayerSizes, RMSNorm, context_projection, last_layers
 from paceline.training.settings import TrainSettings
 from paceline.training.vocabulary import DraftVocabulary
 
@@ -48,7 +48,7 @@ class BlockTrainer(TrainableDrafter):
             self.markov_w2 = nn.Parameter(torch.zeros(len(vocabulary.target_ids), rank))
             self.confidence = nn.Linear(hidden + rank, 1)
         with torch.no_grad():
-            self.norm.weight.copy_(target.final_norm())
+            self.norm.weight.copy_(FLATTENING * target.final_norm())
             if "attention_norm.weight" in copied[-1]:
                 self.hidden_norm.weight.copy_(copied[-1]["attention_norm.weight"])
 

@@ -25,7 +25,7 @@ from paceline.training.drafter import (
     summed,
     token_at,
 )
-from paceline.training.layers import DecoderLayer, KeysValues, LayerSizes, RMSNorm, context_projection, last_layers
+from paceline.training.layers import FLATTENING, DecoderLayer, KeysValues, LayerSizes, RMSNorm, context_projection, last_layers
 from paceline.training.settings import TrainSettings
 from paceline.training.vocabulary import DraftVocabulary
 
@@ -51,7 +51,7 @@ class Eagle3Drafter(TrainableDrafter):
         self.layer.start_from(tensors)
         with torch.no_grad():
             self.layer.input_layernorm.weight.fill_(1.0)
-            self.norm.weight.copy_(target.final_norm())
+            self.norm.weight.copy_(FLATTENING * target.final_norm())
             if of_hidden is not None:
                 self.hidden_norm.weight.copy_(of_hidden)
 

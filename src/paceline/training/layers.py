@@ -19,6 +19,9 @@ from paceline.models.weights import Weights, as_float32
 
 DAMPING = 0.3
 """Factor of copied output projections: undamped copies answer confidently and wrongly at the start, because their inputs are new."""
+FLATTENING = 0.3
+"""Factor of the copied norm before the vocabulary matrix: with it SmolLM2's head begins at a loss of 8 in place of 13, and learns in 24
+steps what otherwise takes 41."""
 NOISE = 0.004
 """Standard deviation of start values that are not copied."""
 KeysValues = tuple[Tensor, Tensor]
