@@ -1,5 +1,6 @@
 """`paceline train`: train a drafter for a target on this machine."""
 
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -137,9 +138,8 @@ def _train(given: dict[str, Any], output: Path, *, resume: bool, quiet: bool, de
     for name, kind in (("boundaries", int), ("temperatures", float)):
         if name in values:
             values[name] = _numbers(name, values[name], kind)
-    settings = TrainSettings(**values)
-    command = " ".join(["paceline", *sys.argv[1:]])
-    is_finished = run_training(settings, output, command, (lambda text: None) if quiet else print_notice, is_resumed=resume)
+    settings = TrainSettings(**values, command=shlex.join(["paceline", *sys.argv[1:]]))
+    is_finished = run_training(settings, output, (lambda text: None) if quiet else print_notice, is_resumed=resume)
     if not is_finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -29,21 +29,19 @@ def write_card(
     data: Data,
     results: Mapping[str, Any],
     facts: Mapping[str, Any],
-    command: str,
 ) -> None:
     """Write the three files.
 
     Args:
         results: of `serving.measure`.
         facts: sizes and counts of the run.
-        command: the command line.
     """
     hashes = {
         part: _digest([shard["sha256"] for shard in store.shards]) for part, store in (("train", data.train), ("heldout", data.heldout))
     }
     versions = {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     found = {
-        "command": command,
+        "command": settings.command,
         "settings": asdict(settings),
         "facts": dict(facts),
         "data": {"train": data.train.counts, "heldout": data.heldout.counts, "sha256": hashes, "files": _file_hashes(settings)},

@@ -36,11 +36,10 @@ _DRAFTERS: dict[str, type[TrainableDrafter]] = {
 }
 
 
-def train(settings: TrainSettings, directory: Path, command: str, say: Say, *, is_resumed: bool = False) -> bool:
+def train(settings: TrainSettings, directory: Path, say: Say, *, is_resumed: bool = False) -> bool:
     """Train a drafter into `directory`; return whether it is finished, False after an interrupt.
 
     Args:
-        command: for the card.
         say: takes lines of progress.
         is_resumed: continue the run in the directory; its settings are used.
 
@@ -75,7 +74,7 @@ def train(settings: TrainSettings, directory: Path, command: str, say: Say, *, i
     say(f"written: {directory / WEIGHTS_FILE}, {(directory / WEIGHTS_FILE).stat().st_size / 1e6:.1f} MB")
     results = measure(settings, directory, data.heldout_prompts, drafter.depth, say)
     files = [(file.name, file.stat().st_size) for file in weight_files(target)]
-    write_card(directory, settings, trainer.progress, data, results, _facts(drafter, trainer, files), command)
+    write_card(directory, settings, trainer.progress, data, results, _facts(drafter, trainer, files))
     return True
 
 

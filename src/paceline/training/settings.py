@@ -53,6 +53,7 @@ class TrainSettings:
         threads: CPU threads; None = all processors.
         device: "auto", "cpu" or "cuda"; where the drafter is trained.
         tree_width: of the drafter in the evaluation.
+        command: the command line, for the card.
 
     Raises:
         ConfigError: a value is out of range.
@@ -87,6 +88,7 @@ class TrainSettings:
     threads: int | None = None
     device: str = "auto"
     tree_width: int = 1
+    command: str = ""
 
     def __post_init__(self) -> None:
         for name, known in (("drafter", METHODS), ("answers", ANSWERS), ("loss", LOSSES)):

@@ -117,7 +117,10 @@ class Trainer:
         """Set the number of steps to what fits into the budget."""
         progress, budget_s = self.progress, 60 * self.settings.minutes
         left_s = max(0.0, budget_s - progress.elapsed_s)
-        progress.total_steps = self.settings.steps or progress.step + int(left_s / (progress.elapsed_s / progress.step + 1e-9))
+        recent = progress.history[-4:]  # other programs come and go
+        since = recent[0] if len(recent) == 4 else {"step": 0, "elapsed_s": 0.0}
+        step_s = (progress.elapsed_s - since["elapsed_s"]) / max(1, progress.step - since["step"])
+        progress.total_steps = self.settings.steps or progress.step + int(left_s / (step_s + 1e-9))
 
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step: a linear warm-up, then a cosine to zero."""

@@ -24,18 +24,18 @@ def test_run_leaves_a_measured_drafter(tmp_path: Path, monkeypatch: pytest.Monke
     settings = TrainSettings(
         drafter="eagle3", model=str(target), data=(str(write_prompts(tmp_path / "prompts.jsonl", 12)),),
         eval_data=(str(write_prompts(tmp_path / "heldout.jsonl", 2)),), max_prompt_tokens=32, max_answer_tokens=16, max_repeat_share=1.0,
-        draft_vocab_size=64, batch_tokens=100, threads=1, steps=8,
+        draft_vocab_size=64, batch_tokens=100, threads=1, steps=8, command="the command",
     )  # fmt: skip
     lines: list[str] = []
     with quick_profiles(), monkeypatch.context() as patch:
         trainer_run = running.Trainer.run
         patch.setattr(running.Trainer, "run", lambda self, is_stopped: trainer_run(self, lambda: self.progress.step == 3))
-        assert not train(settings, output, "command", lines.append)
+        assert not train(settings, output, lines.append)
     assert not (output / "model.safetensors").exists()
     with pytest.raises(ConfigError, match="continue it with --resume"):
-        train(settings, output, "command", lines.append)
+        train(settings, output, lines.append)
     with quick_profiles():
-        assert train(replace(settings, steps=99), output, "the command", lines.append, is_resumed=True)
+        assert train(replace(settings, steps=99, command="another"), output, lines.append, is_resumed=True)
     head = find_head(output)
     assert head is not None
     assert head.kind.value == "eagle3"
