@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "torch")
 QUANT = ("none", "int8", "int4")
 DRAFT_QUANT = ("auto", *QUANT)
-_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # bits per value, scales included, that count as 8 and as 16 bits
+_MOST_BITS_OF_8, _MOST_BITS_OF_16 = 10.0, 20.0  # maximum bits per value, scales included, of a matrix called 8-bit or 16-bit
 GGUF_WEIGHTS = ("exact", "regroup")
 ACCEPTANCE = ("match", "rejection")
 MAX_SPECULATIVE_TOKENS = 64
@@ -32,7 +32,7 @@ class QuantOptions:
     """How the matrices of a network are quantised during loading. Bits are 4, 8, or None (as stored).
 
     Attributes:
-        bits: of every matrix not covered below.
+        bits: bits of every matrix not covered below.
         group: columns that share a scale: 32, 64 or 128. If it does not divide the width of a matrix, the next smaller divisor is used.
         symmetric: codes are multiples of a scale around zero; False = offsets from a group's minimum.
         embedding_bits, lm_head_bits: of these two matrices; if they are tied, the larger number.
@@ -76,7 +76,7 @@ def quant_options(name: str, quantization: Quant) -> QuantOptions | None:
     """Return the options of a quantisation setting; None = no quantisation.
 
     Args:
-        name: of the setting, for the error.
+        name: name of the setting, for the error.
 
     Raises:
         ConfigError: it is unknown.

@@ -136,7 +136,7 @@ shortened = _Shortened().repr
 """The `repr` of a value from a file, cut: for errors."""
 
 
-def listed(names: Iterable[str], what: str = "tensor") -> str:
+def name_list(names: Iterable[str], what: str = "tensor") -> str:
     """Return the number of names and the first of them, as in "3 tensors: a, b, c"."""
     names = list(names)
     rest = len(names) - _MAX_LISTED

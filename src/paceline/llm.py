@@ -119,7 +119,7 @@ class LLM:
     def close(self) -> None:
         """Free weights and caches. Later calls raise, and so does the next step of an open stream. May be called again."""
         self._loaded_or_none = None
-        gc.collect()  # an engine and its scheduler refer to each other
+        gc.collect()  # free the old engine now: it is part of a reference cycle
 
     @property
     def engine(self) -> Engine:
@@ -308,10 +308,10 @@ class LLM:
         self._check_idle()
         drafters = list(self.engine.speculator.drafters)
         needs = DrafterNeeds.union(drafters)
-        if needs.hidden_states or needs.layers:  # their caches belong to the old target
+        if needs.hidden_states or needs.layers:  # drafters that read the target's hidden states keep caches of the old target
             drafters = list(self._given_drafters)
         without = replace(self._loaded.config, quantization=quantization, adapters={})
-        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_mixtures)
+        loaded = load_engine(without, self._speculation, drafters, with_mixtures=self.engine.runtime.supports_xlora)
         for adapter in self.engine.adapters.all:
             loaded.engine.add_adapter(adapter)
         with self.engine.between_steps():
@@ -337,7 +337,7 @@ class LLM:
     def _run(self, prompts: Sequence[list[int]], params: Params, options: RequestOptions) -> list[RequestOutput]:
         with self._in_use() as loaded:
             requests = loaded.requests(prompts, params, options, is_streamed=False)
-            with closing(loaded.engine.run(requests)) as steps:  # closed at once if we are interrupted between two steps
+            with closing(loaded.engine.run(requests)) as steps:  # close the run at once if an interrupt comes between two steps
                 for _ in steps:
                     pass
             return [loaded.output(request) for request in requests]
@@ -348,13 +348,13 @@ class LLM:
             with closing(loaded.engine.run(list(num_seen))) as steps:
                 while num_seen:
                     _ = self._loaded  # raises if it is closed
-                    if not _has_updates(num_seen):  # another thread's steps may have added tokens
+                    if not _has_updates(num_seen):  # steps of another thread may have added tokens
                         next(steps, None)
                     with loaded.engine.between_steps():
-                        raise_error(list(num_seen))  # it may come from another thread's step
+                        raise_error(list(num_seen))  # the error may come from a step of another thread
                         chunks = [loaded.chunk(request, seen) for request, seen in num_seen.items()]
                         num_seen = {request: request.num_output_tokens for request in num_seen if not request.is_finished}
-                    yield from chunks  # the caller may run steps of its own in between
+                    yield from chunks  # the caller may run steps of its own between chunks
 
 
 def _has_updates(num_seen: Mapping[EngineRequest, int]) -> bool:

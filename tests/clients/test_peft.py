@@ -84,7 +84,9 @@ def test_every_variant_has_the_weights_and_logits_that_peft_makes_of_it(written:
         network = NativeNetwork(decoder(own), own, merged, num_threads=1, max_model_len=64, round_to=WeightType.F32, packed=None)
         assert difference(prompt_logits(network, expected["ids"].tolist()), expected["logits"]) <= LOGITS, adapter.name
         for beside in (
-            NativeNetwork(decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, takes_adapters=True),
+            NativeNetwork(
+                decoder(config), config, weights, num_threads=1, max_model_len=64, round_to=WeightType.F32, supports_adapters=True
+            ),
             TorchNetwork(decoder(config), config, weights),
         ):
             logits = logits_beside(beside, read, expected["ids"].tolist())

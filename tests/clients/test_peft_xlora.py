@@ -49,7 +49,7 @@ def test_every_variant_has_the_logits_and_the_tokens_that_peft_gives(written: Pa
         ids = expected["ids"].tolist()
         network = TorchNetwork(decoder(config), config, open_weights(base, config))
         cache = network.new_cache(4)
-        network.enable_mixtures(cache)
+        network.enable_xlora(cache)
         number = network.load_adapter(read_any_adapter(directory, name=name, config=config))
         plan = cache.reserve(cache.new_sequence(), range(-1, len(ids) - 1), len(ids))
         logits = network.forward(*assemble([plan], [ids], [range(len(ids))], [number])).logits

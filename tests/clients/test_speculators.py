@@ -13,15 +13,15 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from harness.model_configs import make_config, with_attention
+from harness.model_configs import make_config, map_attention
 from harness.native_network import plain_tensor
 from paceline.drafters.eagle.checkpoint import open_eagle
 from paceline.drafters.eagle.config import EagleConfig, read_eagle_config
 from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import load_mtp, open_mtp_head
-from paceline.drafters.recurrent_heads.cache import TrueRows
-from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TruePairs
+from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
 from paceline.models.config import WeightType
 from paceline.models.layers import QKNorm
 from paceline.models.rope_config import RopeConfig
@@ -83,7 +83,7 @@ def first_layers(count: int) -> Ignore:
 
 
 def attention_switched(**changes: Any) -> Ignore:
-    return lambda config: replace(config, layers=with_attention(config.layers, **changes))
+    return lambda config: replace(config, layers=map_attention(config.layers, **changes))
 
 
 def rope(rope_type: str, **more: Any) -> dict[str, Any]:
@@ -104,8 +104,8 @@ LONGROPE = {
 CASES = {
     "eagle3": Case(),
     "eagle3, norm_before_residual": Case(config={"norm_before_residual": True}, ignore=switched(norm_before_residual=False)),
-    "eagle3, norm_before_fc": Case(config={"norm_before_fc": True}, ignore=switched(norms_features=False)),
-    "eagle3, fc_norm": Case(config={"fc_norm": True}, ignore=switched(norms_chunks=False)),
+    "eagle3, norm_before_fc": Case(config={"norm_before_fc": True}, ignore=switched(has_concat_norm=False)),
+    "eagle3, fc_norm": Case(config={"fc_norm": True}, ignore=switched(has_boundary_norms=False)),
     "eagle3, norm_output": Case(config={"norm_output": True}, ignore=switched(normed_recurrence=False)),
     "eagle3, every norm": Case(
         config={"norm_before_residual": True, "fc_norm": True, "norm_output": True}, ignore=switched(norm_before_residual=False)
@@ -134,9 +134,9 @@ CASES = {
     "peagle": Case("peagle", config=PEAGLE, draft_ids=None),
     "peagle, few tokens": Case("peagle", config={**PEAGLE, **EAGLE3}),
     "peagle, norm_before_fc": Case(
-        "peagle", config={**PEAGLE, "norm_before_fc": True}, draft_ids=None, ignore=switched(norms_features=False)
+        "peagle", config={**PEAGLE, "norm_before_fc": True}, draft_ids=None, ignore=switched(has_concat_norm=False)
     ),
-    "peagle, fc_norm": Case("peagle", config={**PEAGLE, "fc_norm": True}, draft_ids=None, ignore=switched(norms_chunks=False)),
+    "peagle, fc_norm": Case("peagle", config={**PEAGLE, "fc_norm": True}, draft_ids=None, ignore=switched(has_boundary_norms=False)),
     "peagle, norm_before_residual": Case(
         "peagle", config={**PEAGLE, "norm_before_residual": True}, draft_ids=None, ignore=switched(norm_before_residual=False)
     ),
@@ -211,7 +211,7 @@ def outputs(case: Case, folder: Path, given: Mapping[str, NDArray[Any]], ignore:
 def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floats, steps: int) -> Floats:
     """All true pairs in one pass, and then behind each of them, the last one first, a chain of those that follow in the text."""
     count = len(token_ids)
-    true = head.run_true([_pairs(token_ids, features)], wants_logits=True, of_all=True)
+    true = head.run_true_pairs([_pairs(token_ids, features)], needs_logits=True, needs_all_logits=True)
     logits = np.full((steps, *true.logits.shape), np.nan, np.float32)
     logits[0], first = true.logits, true.features.copy()
     for pair in reversed(range(count)):
@@ -219,7 +219,7 @@ def _of_eagle3(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floa
         for step in range(1, min(steps, count - pair)):
             place = pair + step
             rows = RowRange(0, 1, place + 1, TABLE, None, 1)
-            result = head.run_drafted([DraftedRows([int(token_ids[place])], feature[None], [place], rows, [0])])
+            result = head.run_draft_pairs([DraftPairs([int(token_ids[place])], feature[None], [place], rows, [0])])
             logits[step, pair], feature = result.logits[0], result.features[0].copy()
     return logits
 
@@ -230,8 +230,8 @@ def _of_peagle(head: RecurrentHead, token_ids: NDArray[np.int32], features: Floa
     logits = np.full((3, count, head.config.layers.vocab_size), np.nan, np.float32)
     for end in range(1, count + 1):
         num_masked = 2 if end <= count - 3 else 0
-        logits[: num_masked + 1, end - 1] = head.run_true(
-            [_pairs(token_ids[:end], features[:end])], wants_logits=True, num_masked=[num_masked]
+        logits[: num_masked + 1, end - 1] = head.run_true_pairs(
+            [_pairs(token_ids[:end], features[:end])], needs_logits=True, num_masked=[num_masked]
         ).logits
     return logits
 
@@ -244,15 +244,15 @@ def _of_mtp(files: HeadFiles, token_ids: NDArray[np.int32], features: Floats, gi
     steps, count = given["logits"].shape[:2]
     logits = []
     for step in range(steps):
-        result = head.run_true([_pairs(token_ids[step + 1 :][:count], features[:count])], wants_logits=True, of_all=True)
+        result = head.run_true_pairs([_pairs(token_ids[step + 1 :][:count], features[:count])], needs_logits=True, needs_all_logits=True)
         logits.append(result.logits.copy())
         features = result.features.copy()
     return np.stack(logits)
 
 
-def _pairs(token_ids: NDArray[np.int32], features: Floats) -> TrueRows:
+def _pairs(token_ids: NDArray[np.int32], features: Floats) -> TruePairs:
     """All pairs of a text; slot 0 is never seen."""
-    return TrueRows(token_ids, features, RowRange(0, len(token_ids), 1, TABLE, None, 1))
+    return TruePairs(token_ids, features, RowRange(0, len(token_ids), 1, TABLE, None, 1))
 
 
 def _without(case: Case, folder: Path, place: Path) -> Path:

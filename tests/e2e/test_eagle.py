@@ -216,7 +216,7 @@ def test_a_prefix_that_was_never_drafted_is_not_seen(heads: Heads, plain: PlainT
         seen: list[int] = []
         pairs = drafter_of(llm).pairs
         keep = pairs.mark_computed
-        pairs.mark_computed = lambda request, ids: (keep(request, ids), seen.append(pairs.first_pair(request)))[0]  # type: ignore[method-assign]  # noqa: B023
+        pairs.mark_computed = lambda request, ids: (keep(request, ids), seen.append(pairs.first_pair_slot(request)))[0]  # type: ignore[method-assign]  # noqa: B023
         (output,) = llm.generate([text], GREEDY)
         assert output.token_ids == expected
         assert output.usage.num_cached_tokens == 96

@@ -126,7 +126,7 @@ def test_in_the_middle_of_a_text_it_says_what_it_says_behind_a_fresh_one(pair: t
         token, feature, expected = token_ids[-1], output.hidden_states[-1:].copy(), list[int]()
         for _ in guessed:
             output = network.forward([NodeRows((token,), feature, sequence)], None, None)
-            ids, scores = network.candidates(output, 0, VOCAB_SIZE)
+            ids, scores = network.cluster_candidates(output, 0, VOCAB_SIZE)
             token, feature = int(ids[scores.argmax()]), output.results[FEATURE].copy()
             expected.append(token)
         assert guessed == expected, len(token_ids)

@@ -23,7 +23,7 @@ from harness.unconventional_heads import (
     write_reading_eagle3,
 )
 from paceline import LLM, SamplingParams
-from paceline.drafters.eagle.config import EagleConfig, open_switches, read_eagle_config
+from paceline.drafters.eagle.config import EagleConfig, ambiguous_options, read_eagle_config
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.errors import IncompatibleDrafterError
@@ -145,7 +145,7 @@ def test_heads_that_are_right_as_written_need_no_option(target: Path, tmp_path: 
         write_reading_eagle3(tmp_path / "plain", with_strange_norm, norm_output=False),  # as SpecForge means it
     ]
     for head in heads:
-        assert open_switches(HeadFiles.open(head), default_of(head, target), read_model_config(target))
+        assert ambiguous_options(HeadFiles.open(head), default_of(head, target), read_model_config(target))
         assert acceptance(open_llm(target, head)) == 1.0
         assert notes_of(target, head) == []
 

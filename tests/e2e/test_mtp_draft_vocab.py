@@ -17,7 +17,7 @@ from paceline.config import QuantOptions, quant_options
 from paceline.drafters.draft_sampler import DraftSampler
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.mtp import MtpModule, load_mtp, open_gguf_module, open_mtp_head, restrict_vocab
-from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.cache import TruePairs
 from paceline.drafters.recurrent_heads.drafter import EagleStyleDrafter
 from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -81,13 +81,13 @@ def run(head: RecurrentHead, *, ranks: bool) -> PairOutputs:
     random = np.random.default_rng(4)
     head.runtime.allocate_kv(4)
     rows = RowRange(0, 20, 1, np.arange(3, dtype=np.int32), None, 1)
-    pairs = TrueRows(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
+    pairs = TruePairs(random.integers(1, VOCABULARY, 20).astype(np.int32), random.normal(0, 1, (20, 64)).astype(np.float32), rows)
     draws = None
     if ranks:
         head.rank(DraftSampler(None, VOCABULARY).ranking(3))
         draws = np.zeros(20, DRAW)
         draws["key"], draws["temperature"] = np.arange(20), 0.7
-    return head.run_true([pairs], wants_logits=True, of_all=True, draws=draws)
+    return head.run_true_pairs([pairs], needs_logits=True, needs_all_logits=True, draws=draws)
 
 
 def open_llm(target: Path, drafter: str, **options: Any) -> LLM:
@@ -277,7 +277,7 @@ def test_no_token_changes(
         assert bool(drawn) == (acceptance == "rejection" and params is not GREEDY and tree_width == 1)  # branches are chosen
         for probs in drawn:
             assert probs.is_normalised()
-            assert probs.values[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
+            assert probs.probs[FIRST:].sum() == 0 if probs.token_ids is None else probs.token_ids[-1] < FIRST
     assert llm.stats().drafter_failures == 0
 
 
@@ -322,7 +322,7 @@ def test_a_matrix_of_the_modules_own_is_counted_once(tmp_path: Path, monkeypatch
 
     def with_own(*given: Any, **named: Any) -> MtpModule:
         module = found(*given, **named)
-        return replace(module, config=replace(module.config, own_lm_head=True))
+        return replace(module, config=replace(module.config, has_own_lm_head=True))
 
     def bytes_of(**options: int) -> int:
         question = DoctorOptions(

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf
-from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.weights import as_float32
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -134,12 +134,12 @@ def test_of_a_module_in_a_gguf_file_nothing_but_copies_is_left_out(tmp_path: Pat
     file = open_gguf(write_gguf(directory, tmp_path / "model.gguf", metadata=VOCABULARY))
     assert {"blk.3.nextn.embed_tokens.weight", "blk.3.nextn.shared_head_head.weight"} <= set(file.tensors)
     config = gguf_config(file)
-    assert {name for name in open_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
+    assert {name for name in open_mtp_module(file, config, config.layers[-1]) if not name.startswith("layers.0.")} == set(MODULE_PARTS)
     more = {name.replace("blk.3.", "blk.4."): tensor for name, tensor in file.tensors.items() if name.startswith("blk.3.")}
-    assert [num_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
+    assert [num_mtp_modules(replace(file, tensors={**file.tensors, **tensors}), config) for tensors in ({}, more)] == [1, 2]
     strange = replace(file, tensors={**file.tensors, "blk.3.attn_gate.weight": file.tensors["blk.3.attn_q.weight"]})
     with pytest.raises(CheckpointError, match=r"holds 1 tensor: blk\.3\.attn_gate\.weight that no known mtp head has"):
-        open_module(strange, config, config.layers[-1])
+        open_mtp_module(strange, config, config.layers[-1])
 
 
 def test_a_gguf_file_without_a_whole_module_says_so(tmp_path: Path) -> None:

@@ -133,9 +133,9 @@ def test_what_opted_out_was_given_up_or_failed_is_never_stored(directory: Path, 
     else:
         speculation = {"enabled": False} if ending == "off" else {"num_speculative_tokens": 0}
         llm.generate(PROMPTS[0], GREEDY, namespace="a", speculation=speculation)
-    assert store.num_tokens("a") == 0
+    assert store.num_stored_tokens("a") == 0
     llm.generate(PROMPTS[0], GREEDY, namespace="a")
-    assert store.num_tokens("a") == GREEDY.max_tokens + 1, "and one separator"
+    assert store.num_stored_tokens("a") == GREEDY.max_tokens + 1, "and one separator"
 
 
 def run(*arguments: str) -> Any:

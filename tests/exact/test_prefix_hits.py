@@ -164,9 +164,9 @@ def test_a_prompt_asked_for_several_times_at_once_is_found_by_those_that_come_la
 def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every pass of a drafter that catches up with a text; `watch` also counts those of a draft model."""
     rows: list[int] = []
-    real_true, real_medusa = RecurrentHead.run_true, MedusaNetwork.forward
+    real_true, real_medusa = RecurrentHead.run_true_pairs, MedusaNetwork.forward
 
-    def run_true(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
+    def run_true_pairs(self: RecurrentHead, pairs: Sequence[Any], **options: Any) -> Any:
         rows.append(sum(len(one.token_ids) for one in pairs))
         return real_true(self, pairs, **options)
 
@@ -174,7 +174,7 @@ def drafter_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(features))
         return real_medusa(self, features, *args)
 
-    monkeypatch.setattr(RecurrentHead, "run_true", run_true)
+    monkeypatch.setattr(RecurrentHead, "run_true_pairs", run_true_pairs)
     monkeypatch.setattr(MedusaNetwork, "forward", forward)
     return rows
 

@@ -97,7 +97,7 @@ def test_a_chain_by_single_draws_has_the_distribution_too_and_keeps_fewer_tokens
 def test_one_draft_is_kept_as_often_as_the_distributions_overlap(seed):
     for case in range(NUM_CASES):
         target, draft = sparse_probs(seed, 2 * case, 3), sparse_probs(seed, 2 * case + 1, 3)
-        overlap = sum(map(min, target(()).values, draft(()).values))
+        overlap = sum(map(min, target(()).probs, draft(()).probs))
         ways = every_way(lambda chance: walk(draw_tree((0,), draft, chance), target, chance))  # noqa: B023
         assert sum(mass for result, mass in ways if result.accepted_nodes) == overlap
 
@@ -163,7 +163,7 @@ def test_a_second_draw_judged_by_the_wrong_distribution_is_noticed(name, seed, m
         return draw_then_break
 
     right = TokenProbs.without
-    not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.values))  # noqa: E731
+    not_renormalised = lambda probs, token: TokenProbs(np.where(np.arange(3) == token, Fraction(0), probs.probs))  # noqa: E731
     for wrong in (not_renormalised, lambda probs, token: probs):
         monkeypatch.setattr(enumerated_distributions, "draw_tree", judged(wrong))
         assert not _is_exact(SHAPES[name], seed, NUM_WRONG_CASES)
@@ -322,7 +322,7 @@ def test_decisions_use_noise_of_their_own_that_no_other_step_meets(monkeypatch):
     request = _request(target, SamplingParams(temperature=1.0), seed=1)
     distribution = TokenProbs.from_distribution(request.processor.process(target.logits(request.token_ids)))
     for _ in range(4):
-        drafts = [int(np.argmax(distribution.values))] * 3
+        drafts = [int(np.argmax(distribution.probs))] * 3
         tree = DraftTree.grow(request.token_ids[-1], drafts, range(3), "test", dict.fromkeys(range(3), distribution))
         result = verify_rejection(tree, _rows(target, request, tree), request)
         request.token_ids.append(result.token_ids[0])  # the next step draws for positions that this one drew for

@@ -25,7 +25,7 @@ from harness.eagle_checkpoints import (
 from harness.model_configs import make_config
 from paceline.drafters import find_head
 from paceline.drafters.eagle.checkpoint import open_eagle
-from paceline.drafters.eagle.config import open_switches, read_eagle_config
+from paceline.drafters.eagle.config import ambiguous_options, read_eagle_config
 from paceline.drafters.head_files import plain_name
 from paceline.drafters.head_kinds import HeadKind
 from paceline.drafters.medusa.checkpoint import load_medusa
@@ -55,7 +55,7 @@ def load(path: Path) -> None:
     else:
         config = read_eagle_config(files, TARGET)
         open_eagle(files, config, TARGET)
-        open_switches(files, config, TARGET)
+        ambiguous_options(files, config, TARGET)
 
 
 def load_named(path: Path, name: str) -> None:
@@ -109,7 +109,7 @@ def test_a_tensor_of_another_rank_is_named(method: str, tmp_path: Path) -> None:
     """Numbers and vectors in place of matrices, one after the other."""
     config, tensors = {
         "eagle": (EAGLE1, eagle1_tensors() | {"lm_head.weight": torch.zeros(VOCAB_SIZE, 32)}),
-        "eagle3": (EAGLE3, eagle3_tensors(own_embedding=True)),
+        "eagle3": (EAGLE3, eagle3_tensors(has_own_embedding=True)),
         "medusa": ({}, {"0.0.linear.weight": torch.zeros(32, 32), "0.1.weight": torch.zeros(VOCAB_SIZE, 32)}),
     }[method]
     load(write_head(tmp_path / "whole", config, tensors))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.model_configs import with_attention
+from harness.model_configs import map_attention
 from harness.native_network import Network, make_batch, native_config
 from paceline.kv_cache.cache import BLOCK_SIZE
 from paceline.models.config import ModelConfig
@@ -40,7 +40,7 @@ class Bench:
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
     ) -> "Bench":
         config = native_config(heads=heads, kv_heads=kv_heads, head_size=head_size, soft_cap=cap)
-        config = config if window is None else with_attention(config, window=window)
+        config = config if window is None else map_attention(config, window=window)
         widths = [heads * head_size, kv_heads * head_size, kv_heads * head_size]
         run = Network(
             widths,

@@ -79,7 +79,7 @@ def eagle3_tensors(
     *,
     target_hidden: int = 32,
     num_boundaries: int = 3,
-    own_embedding: bool = False,
+    has_own_embedding: bool = False,
     fc: bool = True,
     norm_before_fc: bool = False,
     fc_norm: bool = False,
@@ -107,7 +107,7 @@ def eagle3_tensors(
     if final_norm:
         shapes["norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (spec.get("draft_vocab_size") or spec["vocab_size"], hidden)
-    if own_embedding:
+    if has_own_embedding:
         shapes["embed_tokens.weight"] = (spec["vocab_size"], hidden)
     tensors = {name.replace("layers.0.", first_layer): values for name, values in random_tensors(shapes, seed).items()}
     return tensors | (vocabulary_tables(draft_ids, spec["vocab_size"]) if draft_ids is not None else {})

@@ -106,7 +106,7 @@ class Solo:
             "none", num_blocks=3 * MAX_CONTEXT // BLOCK, enable_prefix_caching=False, block_bytes=_block_bytes(directory, dtype)
         )
         cache = self.llm.engine.cache
-        self.block_bytes = _block_bytes(directory, dtype) if self.config.recurrents else cache.num_bytes // cache.pool.num_blocks
+        self.block_bytes = _block_bytes(directory, dtype) if self.config.recurrent_layers else cache.num_bytes // cache.pool.num_blocks
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +126,7 @@ class Solo:
             "dtype": self.dtype, "backend": "native", "threads": 1, "device": "cpu", "max_model_len": MAX_CONTEXT,
             "kv_cache_gb": (num_blocks + 0.5) * (block_bytes or self.block_bytes) / 1e9, **options,
         }  # fmt: skip
-        with opened_as(self.backend), _planned(num_blocks) if self.config.recurrents else nullcontext():
+        with opened_as(self.backend), _planned(num_blocks) if self.config.recurrent_layers else nullcontext():
             return LLM(str(self.directory), drafter=drafter, **given)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:

@@ -81,7 +81,7 @@ class Branching:
         return self._choose([(True, min(Fraction(1), threshold)), (False, 1 - min(Fraction(1), threshold))], "accept", depth, index)
 
     def draw(self, probs: TokenProbs, depth: int, *which: object) -> int:
-        options = list(enumerate(probs.values)) if probs.token_ids is None else list(zip(probs.token_ids, probs.values, strict=True))
+        options = list(enumerate(probs.probs)) if probs.token_ids is None else list(zip(probs.token_ids, probs.probs, strict=True))
         total = sum(value for _, value in options)
         return self._choose([(int(token), value / total) for token, value in options], "draw", depth, *which)
 
@@ -163,7 +163,7 @@ def plain_distribution(target: ProbsOf, length: int, ends: Ends = never, start: 
             if text and ends(text):
                 longer[text] = mass
             else:
-                longer.update({(*text, token): mass * value for token, value in enumerate(target(text).values) if value > 0})
+                longer.update({(*text, token): mass * value for token, value in enumerate(target(text).probs) if value > 0})
         mass_of = longer
     return mass_of
 

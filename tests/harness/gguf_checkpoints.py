@@ -49,6 +49,11 @@ HALVES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "NVFP4": (),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "Q1_0"), (0,)),
+    "IQ1_M": (48,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
 """Where blocks of a type have their float16 numbers."""
 _ROUTER_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -71,11 +76,11 @@ def write_gguf(
     architecture = ARCHITECTURES[values["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     tensors = in_stacks(read_tensors(directory), is_interleaved=values["model_type"] == "gpt_oss")
-    num_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
-    values["num_hidden_layers"] += num_modules  # they count as blocks
+    num_mtp_modules = sum(name.endswith(".eh_proj.weight") for name in tensors)
+    values["num_hidden_layers"] += num_mtp_modules  # they count as blocks
     _write_metadata(writer, values)
-    if num_modules:
-        writer.add_nextn_predict_layers(num_modules)
+    if num_mtp_modules:
+        writer.add_nextn_predict_layers(num_mtp_modules)
     known = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, values["num_hidden_layers"])
     for name, array in tensors.items():
@@ -129,6 +134,16 @@ def write_tensors(directory: Path, tensors: Mapping[str, NDArray[np.float32]]) -
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, directory / "model.safetensors")
 
 
+def write_half(blocks: NDArray[np.uint8], block_type: str, start: int, numbers: NDArray[np.float16]) -> None:
+    """Write the float16 of every block [rows, blocks] at byte `start`; that of IQ1_M is in the top bits of four words."""
+    if block_type == "IQ1_M":
+        words = blocks[..., 48:56].copy().view("<u2") & np.uint16(0x0FFF)
+        words |= (numbers.view(np.uint16)[..., None] >> np.array([0, 4, 8, 12], np.uint16) & np.uint16(15)) << np.uint16(12)
+        blocks[..., 48:56] = words.view(np.uint8)
+    else:
+        blocks[..., start : start + 2] = numbers[..., None].view(np.uint8)
+
+
 def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, columns: int, scale: float = 1.0) -> NDArray[np.uint8]:
     """Rows of random blocks [num_rows, bytes of a row] whose float16 numbers are finite, of size `scale`."""
     import gguf
@@ -136,11 +151,23 @@ def random_blocks(rng: np.random.Generator, block_type: str, num_rows: int, colu
     num_items, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
     blocks = rng.integers(0, 256, (num_rows, columns // num_items, num_bytes), np.uint8)
     for start in HALVES[block_type]:
-        numbers = (rng.normal(size=blocks.shape[:2]) * scale).astype("<f2")
-        blocks[:, :, start : start + 2] = numbers[..., None].view(np.uint8)
+        write_half(blocks, block_type, start, (rng.normal(size=blocks.shape[:2]) * scale).astype("<f2"))
     if block_type == "MXFP4":
         blocks[:, :, 0] = rng.integers(125, 128, blocks.shape[:2]) + int(np.log2(scale))  # an exponent, and 127
     return blocks.reshape(num_rows, -1)
+
+
+def dequantize(raw: NDArray[np.uint8], name: str) -> NDArray[np.float32]:
+    """Return the values that the format's own library computes; it does not know Q1_0, whose bits are signs."""
+    import gguf
+
+    if name != "Q1_0":
+        values: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+        return values
+    blocks = raw.reshape(len(raw), -1, 18)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2").astype(np.float32)
+    signed: NDArray[np.float32] = np.where(np.unpackbits(blocks[:, :, 2:], axis=2, bitorder="little"), scales, -scales)
+    return signed.reshape(len(raw), -1)
 
 
 def with_random_blocks(

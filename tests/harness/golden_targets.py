@@ -43,33 +43,33 @@ class GoldenTarget:
     texts: list[str] | None = None
 
 
-def fill_weights(directory: Path, *, norm_offset: float = 0.0) -> Path:
+def fill_weights(directory: Path, *, has_norm_offset: float = 0.0) -> Path:
     """Replace all weights of a checkpoint by reproducible ones.
 
     Args:
-        norm_offset: what the network adds to norm weights.
+        has_norm_offset: what the network adds to norm weights.
     """
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(directory / "model.safetensors")
-    filled = {name: _weights(name, array, norm_offset) for name, array in tensors.items()}
+    filled = {name: _weights(name, array, has_norm_offset) for name, array in tensors.items()}
     save_file(filled, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def _weights(name: str, array: NDArray[Any], norm_offset: float) -> NDArray[Any]:
+def _weights(name: str, array: NDArray[Any], has_norm_offset: float) -> NDArray[Any]:
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    low, high = _range(name, array.ndim, norm_offset)
+    low, high = _range(name, array.ndim, has_norm_offset)
     random = np.random.Generator(np.random.PCG64(seed)).random(array.size).reshape(array.shape)
     return (low + (high - low) * random).astype(array.dtype)
 
 
-def _range(name: str, num_dimensions: int, norm_offset: float) -> tuple[float, float]:
+def _range(name: str, num_dimensions: int, has_norm_offset: float) -> tuple[float, float]:
     for ends, low, high in _RANGES:
         if name.endswith(ends):
             return low, high
     if "norm" in name:
-        offset = 0.0 if "linear_attn" in name else norm_offset
+        offset = 0.0 if "linear_attn" in name else has_norm_offset
         return 0.5 - offset, 1.5 - offset
     return (-0.3, 0.3) if num_dimensions < 2 else (-0.26, 0.26)
 
@@ -105,7 +105,7 @@ def write_qwen3_5(folder: Path) -> GoldenTarget:
     from harness.hybrid_mtp import add_module, module_tensors, write_donor, write_host
 
     target = write_host(folder / "target", "qwen3_5")
-    fill_weights(target, norm_offset=1.0)
+    fill_weights(target, has_norm_offset=1.0)
     return GoldenTarget(add_module(target, module_tensors(write_donor(folder / "donor", "qwen3_5"))), {"mtp": "mtp"})
 
 

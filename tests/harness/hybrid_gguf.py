@@ -147,10 +147,10 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[str, Any]:
     family, num_layers = values["model_type"], values.get("num_hidden_layers")
     num_layers = num_layers or len(values["layers_block_type"])
-    num_modules = sum(name.endswith("nextn.eh_proj.weight") for name in tensors)
+    num_mtp_modules = sum(name.endswith("nextn.eh_proj.weight") for name in tensors)
     rope, head_size = values.get("rope_parameters", {"rope_theta": 1e4}), values["head_dim"]
     found = {
-        "{a}.block_count": num_layers + num_modules,
+        "{a}.block_count": num_layers + num_mtp_modules,
         "{a}.context_length": values["max_position_embeddings"],
         "{a}.embedding_length": values["hidden_size"],
         "{a}.feed_forward_length": values["intermediate_size"],
@@ -166,8 +166,8 @@ def _metadata(values: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dict[
         "tokenizer.ggml.bos_token_id": values["bos_token_id"],
         "tokenizer.ggml.eos_token_id": values["eos_token_id"],
     }
-    if num_modules:
-        found["{a}.nextn_predict_layers"] = num_modules
+    if num_mtp_modules:
+        found["{a}.nextn_predict_layers"] = num_mtp_modules
     if family.startswith("qwen"):
         return found | _qwen_metadata(values)
     if family == "nemotron_h":

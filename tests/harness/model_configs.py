@@ -37,6 +37,6 @@ def make_config(
     return ModelConfig(**{**fields, **whole, "layers": (layer,) * num_layers})
 
 
-def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+def map_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     """The same with other fields of every layer's attention."""
-    return config.with_attention(lambda attention: replace(attention, **changes))
+    return config.map_attention(lambda attention: replace(attention, **changes))

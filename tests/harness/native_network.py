@@ -15,7 +15,7 @@ from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows, RowRang
 from paceline.runtimes.native import execution, library, packed_weights
 from paceline.runtimes.native.adapters import NativeAdapter
 from paceline.runtimes.native.execution import Execution
-from paceline.runtimes.native.program import NativeBlocks, Recorded, Value
+from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork, Value
 from paceline.runtimes.native.records import LinearOperation, Packing, Rows
 from paceline.runtimes.native.rotary import RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
@@ -76,10 +76,10 @@ class Network:
             if level is not None:
                 patch.setattr(packed_weights, "kernels", lambda: open_kernels(level))
             weights = NativeWeights(Weights(tensors or {}), round_to, packed={} if packed else None)
-            self._blocks = NativeBlocks(config, weights, takes_adapters=adapters is not None)
+            self._blocks = NativeBlocks(config, weights, supports_adapters=adapters is not None)
             self._inputs = [self._blocks.value(width) for width in widths]
             self._results = build(self._blocks, self._inputs)
-        recorded = Recorded(self._blocks.operations, [value.width for value in self._blocks.values], self._blocks.sites)
+        recorded = RecordedNetwork(self._blocks.operations, [value.width for value in self._blocks.values], self._blocks.sites)
         with pytest.MonkeyPatch.context() as patch:
             if level is not None:
                 patch.setattr(execution, "kernels", lambda: open_kernels(level))

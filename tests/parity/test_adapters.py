@@ -28,7 +28,7 @@ from paceline.models.config import WeightType
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import Network
 from paceline.runtimes.decoder import decoder
-from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
+from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
 
 pytest.importorskip("torch")
 Tensors = dict[str, NDArray[Any]]
@@ -254,7 +254,7 @@ def test_blocks_of_a_file_become_float16_with_one_notice_and_only_where_there_is
     file = write_gguf(models("llama"), tmp_path / "model.gguf", "Q8_0")
     adapter = write_adapter(tmp_path / "adapter", low_rank(np.random.default_rng(6), f"{LAYER}self_attn.q_proj", (64, 64)), **ONE_LAYER)
 
-    def load(**more: Any) -> Loaded:
+    def load(**more: Any) -> LoadedNetwork:
         return load_runtime(file, RuntimeOptions(device="cpu", backend="native", max_model_len=64, merge_adapter=adapter, **more))
 
     halves, floats = load(), load(dtype=WeightType.F32)

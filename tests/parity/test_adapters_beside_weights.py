@@ -57,7 +57,7 @@ Make = Callable[[ModelConfig, Weights], Network]
 
 
 def native(config: ModelConfig, weights: Weights) -> Network:
-    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, takes_adapters=True)
+    return NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, supports_adapters=True)
 
 
 def by_torch(config: ModelConfig, weights: Weights) -> Network:

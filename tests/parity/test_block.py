@@ -14,7 +14,7 @@ from harness.eagle_checkpoints import Tensors, write_head
 from harness.model_configs import make_config
 from harness.native_network import plain_tensor
 from paceline.drafters.block.checkpoint import open_block, read_block_config
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
 from paceline.drafters.head_files import HeadFiles
 from paceline.runtimes.base import RowRange
 from paceline.runtimes.native.library import kernels_path
@@ -79,15 +79,15 @@ def open_head(tmp_path: Path, config: Mapping[str, Any], tensors: Tensors, embed
 def draft(head: BlockHead, num_known: int, anchor: int, size: int, *, at_anchor: bool) -> tuple[list[int], list[float], Any]:
     """Greedy tokens, confidences and rows of logits."""
     mask = np.ones((size, size), np.bool_)
-    output = head.run_block([BlockRows(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
+    output = head.run_block([DraftBlock(anchor, RowRange(0, size, num_known, BLOCKS, mask), range(size))])
     shift = 0 if at_anchor else 1
     logits, hidden = np.array(output.logits)[shift:], np.array(output.hidden_states)[shift:]
-    if not head.rank:
+    if not head.markov_rank:
         return logits.argmax(-1).tolist(), [], logits
-    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.rank, np.float32)
+    tokens, confidences, rows, previous, state = [], [], [], anchor, np.zeros(head.markov_rank, np.float32)
     for base, h in zip(logits, hidden, strict=True):
-        e = head.markov_row(previous)
-        latent, state = head.latent(e, h, state)
+        e = head.markov_embedding(previous)
+        latent, state = head.markov_latent(e, h, state)
         row = np.array(head.run_bias(latent[None], base[None]).logits[0])
         if head.config.has_confidence:
             confidences.append(head.confidence(h, e))
@@ -113,7 +113,7 @@ def test_five_drafts_equal_the_definition(name: str, backend: str, tmp_path: Pat
     for count, rows in [(9, size), (1, size), (5, size), (8, 4), (20, size)]:
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
         plain.commit(features.astype(np.float64))
-        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         num_known += count
         tokens, confidences, logits = draft(head, num_known, anchor, rows, at_anchor=at_anchor)
         wanted, chances, expected = plain.draft(anchor, rows)
@@ -151,7 +151,7 @@ def test_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path:
     cache.activate_past_recording()
     for count in (9, 1, 5, 8, 20):
         features, anchor = random.normal(size=(count, 3 * TARGET_HIDDEN)).astype(np.float32), int(random.integers(0, MASK))
-        head.run_context([ContextRows(features, RowRange(0, count, num_known, BLOCKS))])
+        head.run_context([PendingContext(features, RowRange(0, count, num_known, BLOCKS))])
         cache.set_previous_accepted_tokens(count)
         if num_known:
             cache.crop(-8)
@@ -163,5 +163,5 @@ def test_drafts_equal_transformers_muse_glimmer_assistant(window: int, tmp_path:
             ).last_hidden_state[0]  # fmt: skip
         num_known += count
         mask = np.ones((8, 8), np.bool_)
-        output = head.run_block([BlockRows(anchor, RowRange(0, 8, num_known, BLOCKS, mask), range(8))])
+        output = head.run_block([DraftBlock(anchor, RowRange(0, 8, num_known, BLOCKS, mask), range(8))])
         np.testing.assert_allclose(output.hidden_states, expected.numpy(), atol=1e-4)

@@ -29,8 +29,8 @@ from paceline.drafters.eagle.checkpoint import open_eagle, open_gguf_eagle
 from paceline.drafters.eagle.config import read_eagle_config
 from paceline.drafters.eagle.network import open_eagle_head
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.recurrent_heads.cache import TrueRows
-from paceline.drafters.recurrent_heads.head import DraftedRows, RecurrentHead
+from paceline.drafters.recurrent_heads.cache import TruePairs
+from paceline.drafters.recurrent_heads.head import DraftPairs, RecurrentHead
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.rope_config import RopeConfig
 from paceline.models.weights import Weights
@@ -55,7 +55,7 @@ class Variant:
     norm_before_residual: bool = False
     normed_recurrence: bool = False
     chunk_norms: bool = False
-    own_embedding: bool = False
+    has_own_embedding: bool = False
     container: str = "safetensors"
     skipped: Sequence[str] = ()  # tensors of the file that take no part
     window: int | None = None  # of the first layer
@@ -89,18 +89,22 @@ def with_norms(*names: str, bias: bool = True) -> Tensors:
 
 
 VARIANTS: dict[str, Variant] = {
-    "eagle1": Variant(E1, eagle1_tensors, 1, own_embedding=True, container="bin"),
+    "eagle1": Variant(E1, eagle1_tensors, 1, has_own_embedding=True, container="bin"),
     "eagle1, no fc bias, llama3's base": Variant(
-        {**E1, "bias": False, "rope_theta": 500000.0}, lambda: eagle1_tensors(bias=False), 1, theta=500000.0, own_embedding=True
+        {**E1, "bias": False, "rope_theta": 500000.0}, lambda: eagle1_tensors(bias=False), 1, theta=500000.0, has_own_embedding=True
     ),
-    "eagle1, biases of q, k and v": Variant({**E1, "qkv_bias": True}, lambda: eagle1_tensors(qkv_bias=True), 1, own_embedding=True),
+    "eagle1, biases of q, k and v": Variant({**E1, "qkv_bias": True}, lambda: eagle1_tensors(qkv_bias=True), 1, has_own_embedding=True),
     "eagle1, two layers, sharded": Variant(
-        {**E1, "num_hidden_layers": 2}, lambda: eagle1_tensors({**E1, "num_hidden_layers": 2}), 1, own_embedding=True, container="sharded"
+        {**E1, "num_hidden_layers": 2},
+        lambda: eagle1_tensors({**E1, "num_hidden_layers": 2}),
+        1,
+        has_own_embedding=True,
+        container="sharded",
     ),
-    "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True), 1, own_embedding=True),
+    "eagle1, normed halves": Variant(E1, lambda: eagle1_tensors(norms=True), 1, has_own_embedding=True),
     "eagle1, the target's embedding": Variant(E1, lambda: without(eagle1_tensors(), "embed_tokens.weight"), 1),
-    "eagle1, HASS's norms": Variant(E1, lambda: renamed(with_norms("embedding", "hidden_states", "last"), HASS), 1, own_embedding=True),
-    "eagle1, a norm in front of the first attention": Variant(E1, lambda: with_norms("first"), 1, own_embedding=True),
+    "eagle1, HASS's norms": Variant(E1, lambda: renamed(with_norms("embedding", "hidden_states", "last"), HASS), 1, has_own_embedding=True),
+    "eagle1, a norm in front of the first attention": Variant(E1, lambda: with_norms("first"), 1, has_own_embedding=True),
     "eagle1, an old speculators export": Variant(
         OLD_SPECULATORS,
         lambda: renamed(without(with_norms("embedding", "first", "last", bias=False), "embed_tokens.weight"), OLD_NAMES),
@@ -112,7 +116,7 @@ VARIANTS: dict[str, Variant] = {
         1,
     ),
     "eagle1, a vocabulary matrix of its own": Variant(
-        E1, lambda: eagle1_tensors() | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3), 1, own_embedding=True
+        E1, lambda: eagle1_tensors() | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3), 1, has_own_embedding=True
     ),
     "eagle1, vLLM's config": Variant(
         NESTED,
@@ -121,7 +125,7 @@ VARIANTS: dict[str, Variant] = {
             | random_tensors({"lm_head.weight": (VOCAB_SIZE, 32)}, 3)
         ),
         1,
-        own_embedding=True,
+        has_own_embedding=True,
         skipped=("layers.0.input_layernorm.weight", "norm.weight"),
     ),
     "eagle1, all of vLLM's norms": Variant(
@@ -132,15 +136,17 @@ VARIANTS: dict[str, Variant] = {
         ),
         1,
         normed_recurrence=True,
-        own_embedding=True,
+        has_own_embedding=True,
     ),
     "eagle1, a window": Variant(
-        {**E1, "layer_types": ["sliding_attention"], "sliding_window": 4}, eagle1_tensors, 1, own_embedding=True, window=4
+        {**E1, "layer_types": ["sliding_attention"], "sliding_window": 4}, eagle1_tensors, 1, has_own_embedding=True, window=4
     ),
     "eagle3": Variant(E3, eagle3_tensors, container="bin"),
     "eagle3, default boundaries": Variant({**EAGLE3}, eagle3_tensors),
     "eagle3, ids of layer outputs": Variant({**EAGLE3, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}}, eagle3_tensors),
-    "eagle3, layers.0, own embedding": Variant(E3, lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."), own_embedding=True),
+    "eagle3, layers.0, own embedding": Variant(
+        E3, lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."), has_own_embedding=True
+    ),
     "eagle3, norm before the residual": Variant({**E3, "norm_before_residual": True}, eagle3_tensors, norm_before_residual=True),
     "eagle3, features normed together": Variant({**E3, "norm_before_fc": True}, lambda: eagle3_tensors(norm_before_fc=True)),
     "eagle3, features normed apart": Variant({**E3, "fc_norm": True}, lambda: eagle3_tensors(fc_norm=True), chunk_norms=True),
@@ -149,8 +155,8 @@ VARIANTS: dict[str, Variant] = {
     "eagle3, two layers": Variant({**E3, "num_hidden_layers": 2}, lambda: eagle3_tensors({**EAGLE3, "num_hidden_layers": 2})),
     "eagle3, narrower than the target": Variant(
         {**E3, "hidden_size": 24, "target_hidden_size": TARGET_HIDDEN},
-        lambda: eagle3_tensors({**EAGLE3, "hidden_size": 24}, own_embedding=True),
-        own_embedding=True,
+        lambda: eagle3_tensors({**EAGLE3, "hidden_size": 24}, has_own_embedding=True),
+        has_own_embedding=True,
     ),
     "eagle3, no auxiliary states": Variant(
         {**E3, "eagle_config": {"use_aux_hidden_state": False}}, lambda: eagle3_tensors(fc=False), more={"final": True}
@@ -170,16 +176,16 @@ VARIANTS: dict[str, Variant] = {
             "norm_before_residual": True,
             "architectures": ["Eagle3Speculator"],
         },
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
         theta=1e6,
         norm_before_residual=True,
-        own_embedding=True,
+        has_own_embedding=True,
     ),
     "speculators, normed recurrence": Variant(
         {**SPECULATORS, "transformer_layer_config": LAYER_CONFIG, "norm_output": True},
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
         normed_recurrence=True,
-        own_embedding=True,
+        has_own_embedding=True,
     ),
     "norm_output outside of speculators": Variant({**E3, "norm_output": True}, eagle3_tensors),
     "no norm_output outside of speculators": Variant({**E3, "norm_output": False}, eagle3_tensors, skipped=("norm.weight",)),
@@ -190,25 +196,25 @@ VARIANTS: dict[str, Variant] = {
     ),
     "speculators, qwen3 with a window": Variant(
         {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": True, "sliding_window": 5}},
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0.", qk_norm=True),
-        own_embedding=True,
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.", qk_norm=True),
+        has_own_embedding=True,
         window=5,
     ),
     "speculators, qwen3 whose window is off": Variant(
         {**SPECULATORS, "transformer_layer_config": {**QWEN3, "use_sliding_window": False, "sliding_window": 5}},
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0.", qk_norm=True),
-        own_embedding=True,
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0.", qk_norm=True),
+        has_own_embedding=True,
     ),
     "speculators, half of each head rotates": Variant(
         {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "linear", "factor": 1.0}}},
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
-        own_embedding=True,
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
+        has_own_embedding=True,
         rotated=0.5,
     ),
     "speculators, a part that its classes overlook": Variant(
         {**SPECULATORS, "transformer_layer_config": {**LAYER_CONFIG, "rope_parameters": {**PART, "rope_type": "default"}}},
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
-        own_embedding=True,
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
+        has_own_embedding=True,
     ),
     "speculators, rotations by kind of layer": Variant(
         {
@@ -221,8 +227,8 @@ VARIANTS: dict[str, Variant] = {
                 },
             },
         },
-        lambda: eagle3_tensors(own_embedding=True, first_layer="layers.0."),
-        own_embedding=True,
+        lambda: eagle3_tensors(has_own_embedding=True, first_layer="layers.0."),
+        has_own_embedding=True,
         theta=500.0,
     ),
 }
@@ -265,7 +271,7 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """inputs [T, H]: features, mixed already. Returns what the pairs behind take, and logits."""
         weights = self.weights
-        embedding = weights["embed_tokens.weight"] if self.variant.own_embedding else self.target["embedding"]
+        embedding = weights["embed_tokens.weight"] if self.variant.has_own_embedding else self.target["embedding"]
         e = embedding[torch.tensor(token_ids)]
         mask, at = torch.from_numpy(visible), torch.tensor(positions)
         if self.variant.method == 1:
@@ -356,10 +362,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TrueRows:
+def true_rows(token_ids: Sequence[int], features: NDArray[np.float32], first: int, last: int) -> TruePairs:
     """Pairs [first, last) at slots one further on; slot 0 is never seen."""
     rows = RowRange(0, last - first, first + 1, TABLE, None, 1)
-    return TrueRows(np.array(token_ids[first:last], np.int32), features[first:last], rows)
+    return TruePairs(np.array(token_ids[first:last], np.int32), features[first:last], rows)
 
 
 @pytest.mark.spread(0.4)
@@ -374,8 +380,8 @@ def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, 
     features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
 
     # the true pairs, in three passes
-    found = [head.run_true([true_rows(token_ids, features, first, last)], wants_logits=True) for first, last in ((0, 4), (4, 5))]
-    outputs = head.run_true([true_rows(token_ids, features, 5, NUM_PAIRS)], wants_logits=True)
+    found = [head.run_true_pairs([true_rows(token_ids, features, first, last)], needs_logits=True) for first, last in ((0, 4), (4, 5))]
+    outputs = head.run_true_pairs([true_rows(token_ids, features, 5, NUM_PAIRS)], needs_logits=True)
     inputs = reference.fused(torch.from_numpy(features)) if variant.method == 3 else torch.from_numpy(features)
     causal = np.tri(NUM_PAIRS, dtype=np.bool_)
     expected, logits = reference.run(token_ids[:NUM_PAIRS], inputs, range(NUM_PAIRS), causal)
@@ -387,7 +393,7 @@ def test_true_pairs_and_recurrence_are_as_written_down(name: str, backend: str, 
     drafted, last_feature = token_ids[NUM_PAIRS : NUM_PAIRS + 2], outputs.features[-1].copy()
     for depth in (1, 2):
         rows = RowRange(0, 1, NUM_PAIRS + depth, TABLE, None, 1)
-        step = head.run_drafted([DraftedRows([drafted[depth - 1]], last_feature[None], [NUM_PAIRS - 1 + depth], rows, [0])])
+        step = head.run_draft_pairs([DraftPairs([drafted[depth - 1]], last_feature[None], [NUM_PAIRS - 1 + depth], rows, [0])])
         inputs = torch.cat([inputs, expected[-1:]])
         count = NUM_PAIRS + depth
         expected, logits = reference.run(token_ids[:count], inputs, range(count), np.tri(count, dtype=np.bool_))
@@ -403,7 +409,7 @@ def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
     random = np.random.default_rng(8)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
     features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
-    last = head.run_true([true_rows(token_ids, features, 0, NUM_PAIRS)], wants_logits=True).features[-1].copy()
+    last = head.run_true_pairs([true_rows(token_ids, features, 0, NUM_PAIRS)], needs_logits=True).features[-1].copy()
     parents, tokens, depths = [-1, -1, 0, 1, 2], [11, 12, 13, 14, 15], [1, 1, 2, 2, 3]
     mask = np.eye(5, dtype=np.bool_)
     inputs: list[NDArray[np.float32]] = []
@@ -414,7 +420,7 @@ def test_a_tree_is_its_paths(name: str, backend: str, tmp_path: Path) -> None:
             mask[node] |= mask[parents[node]] if parents[node] >= 0 else False
         rows = RowRange(0, count, NUM_PAIRS + 1, TABLE, mask[:count, :count].copy(), 1)
         positions = [NUM_PAIRS - 1 + depth for depth in depths[:count]]
-        found = head.run_drafted([DraftedRows(tokens[:count], np.stack(inputs), positions, rows, range(count))])
+        found = head.run_draft_pairs([DraftPairs(tokens[:count], np.stack(inputs), positions, rows, range(count))])
         outputs = [row.copy() for row in found.features]
     true_inputs = torch.from_numpy(features) if "eagle1" in name else reference.fused(torch.from_numpy(features))
     for node in range(5):
@@ -450,15 +456,15 @@ def test_masked_pairs_are_as_written_down(form: str, is_normed: bool, backend: s
     def tensors() -> Tensors:
         mask = torch.from_numpy(np.random.default_rng(6).normal(0, 1, (1, 1, 96)).astype(np.float32))
         layers = {**EAGLE3, "num_hidden_layers": 2}
-        return eagle3_tensors(layers, own_embedding=True, fc_norm=is_normed, first_layer="layers.0.") | {"mask_hidden": mask}
+        return eagle3_tensors(layers, has_own_embedding=True, fc_norm=is_normed, first_layer="layers.0.") | {"mask_hidden": mask}
 
-    variant = Variant(spec, tensors, own_embedding=True, chunk_norms=is_normed, window=3 if form == "a window" else None)
+    variant = Variant(spec, tensors, has_own_embedding=True, chunk_norms=is_normed, window=3 if form == "a window" else None)
     head, reference = open_variant(variant, tmp_path)
     random = np.random.default_rng(7)
     token_ids = random.integers(0, VOCAB_SIZE, NUM_PAIRS).tolist()
     features = random.normal(0, 1, (NUM_PAIRS, head.config.num_features)).astype(np.float32)
-    head.run_true([true_rows(token_ids, features, 0, 6)], wants_logits=False)
-    found = head.run_true([true_rows(token_ids, features, 6, NUM_PAIRS)], wants_logits=True, num_masked=[4]).logits
+    head.run_true_pairs([true_rows(token_ids, features, 0, 6)], needs_logits=False)
+    found = head.run_true_pairs([true_rows(token_ids, features, 6, NUM_PAIRS)], needs_logits=True, num_masked=[4]).logits
     assert len(found) == 5
     count = NUM_PAIRS + 4
     seen = torch.cat([torch.from_numpy(features), reference.weights["mask_hidden"].reshape(1, -1).expand(4, -1)])
@@ -474,11 +480,11 @@ def test_rows_of_a_draft_vocabulary_in_any_order_are_those_of_their_ids(tmp_path
     for name, matrix in (("few", whole[ids]), ("all", whole)):
         more = {"lm_head.weight": matrix, "token_map": torch.from_numpy(ids)}
         spec = {**NESTED, "truncated_vocab_size": len(ids)}
-        head, reference = open_variant(Variant(spec, lambda: eagle1_tensors(bias=False) | more, 1, own_embedding=True), tmp_path / name)  # noqa: B023
+        head, reference = open_variant(Variant(spec, lambda: eagle1_tensors(bias=False) | more, 1, has_own_embedding=True), tmp_path / name)  # noqa: B023
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
         features = np.random.default_rng(9).normal(0, 1, (3, 32)).astype(np.float32)
-        found = head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True)
+        found = head.run_true_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True)
         logits.append(found.logits.copy())
         _, expected = reference.run([5, 6, 7], torch.from_numpy(features), range(3), np.tri(3, dtype=np.bool_))
         order = np.argsort(ids) if name == "few" else DRAFT_IDS
@@ -499,7 +505,7 @@ def test_narrow_weights_are_read_exactly(dtype: torch.dtype, tmp_path: Path) -> 
         head = opened(files, weights)
         head.runtime.allocate_kv(4)
         features = np.random.default_rng(9).normal(0, 1, (3, head.config.num_features)).astype(np.float32)
-        results.append(head.run_true([true_rows([5, 6, 7], features, 0, 3)], wants_logits=True).features.copy())
+        results.append(head.run_true_pairs([true_rows([5, 6, 7], features, 0, 3)], needs_logits=True).features.copy())
     np.testing.assert_array_equal(*results)
 
 
@@ -523,7 +529,7 @@ def test_a_gguf_head_is_the_head_it_was_made_from(matrix_type: str, tolerance: f
         assert head.target_ids is not None
         assert head.target_ids.tolist() == DRAFT_IDS
         features = np.random.default_rng(9).normal(0, 1, (5, head.config.num_features)).astype(np.float32)
-        outputs = head.run_true([true_rows([5, 6, 7, 8, 9], features, 0, 5)], wants_logits=True)
+        outputs = head.run_true_pairs([true_rows([5, 6, 7, 8, 9], features, 0, 5)], needs_logits=True)
         results.append((outputs.features.copy(), outputs.logits.copy(), head.config.boundaries))
     (found, found_logits, boundaries), (expected, expected_logits, _) = results
     assert boundaries == (1, 4, 6)

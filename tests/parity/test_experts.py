@@ -59,7 +59,7 @@ def routing(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def attention(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.with_attention(lambda own: replace(own, **changes))
+    return lambda config: config.map_attention(lambda own: replace(own, **changes))
 
 
 def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
@@ -67,17 +67,17 @@ def experts(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
 
 
 def windows(window: int | None) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda config: config.with_attention(lambda own: replace(own, window=own.window and window))
+    return lambda config: config.map_attention(lambda own: replace(own, window=own.window and window))
 
 
 CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("mixtral", routing(is_normalized=False)),
-    ("mixtral", routing(num_chosen=1)),
+    ("mixtral", routing(num_experts_per_token=1)),
     ("qwen2_moe", routing(is_normalized=True)),
     ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, shared=None))),
-    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, gates_shared=False))),
+    ("qwen2_moe", lambda config: changed_experts(config, lambda mlp: replace(mlp, has_shared_gate=False))),
     ("qwen3_moe", routing(is_normalized=False)),
-    ("qwen3_moe", routing(num_chosen=4)),
+    ("qwen3_moe", routing(num_experts_per_token=4)),
     ("olmoe", routing(is_normalized=True)),
     ("glm4_moe", routing(has_correction_bias=False)),
     ("glm4_moe", routing(is_normalized=False)),

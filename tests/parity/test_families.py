@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
-from harness.model_configs import with_attention
+from harness.model_configs import map_attention
 from harness.mtp_checkpoints import add_module, random_module, write_mimo
 from harness.parity import (
     BOUNDS,
@@ -197,9 +197,9 @@ def test_leaving_out_what_a_family_adds_changes_the_logits(
         changes = {"layers": tuple(replace(layer, **changes) for layer in config.layers)}
     is_of_whole = changes.keys() <= {"logit_soft_cap", "logit_scale", "embedding_scale", "layers"}
     if "window" in changes:
-        changed = config.with_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
+        changed = config.map_attention(lambda attention: replace(attention, window=attention.window and changes["window"]))
     else:
-        changed = replace(config, **changes) if is_of_whole else with_attention(config, **changes)
+        changed = replace(config, **changes) if is_of_whole else map_attention(config, **changes)
     assert difference(torch_logits(config, reference), reference.logits) <= reference.allowed("torch")
     assert difference(torch_logits(changed, reference), reference.logits) > 0.1
 

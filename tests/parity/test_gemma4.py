@@ -124,10 +124,10 @@ def rotated_alike(mixer: AttentionConfig) -> dict[str, Any]:
     {
         "window": ("all", lambda config: with_layers(config, lambda layer: with_mixer(window=layer.mixer.window and 17)(layer))),
         "scale": ("all", lambda config: with_layers(config, with_mixer(scale=0.25))),
-        "value norm": ("all", lambda config: with_layers(config, with_mixer(norms_values=False))),
+        "value norm": ("all", lambda config: with_layers(config, with_mixer(has_value_norm=False))),
         "rope": ("all", lambda config: with_layers(config, lambda layer: with_mixer(**rotated_alike(layer.mixer))(layer))),
         "layer inputs": ("all", lambda config: with_layers(config, lambda layer: replace(layer, input=None))),
-        "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, scales_output=False))),
+        "layer scalar": ("all", lambda config: with_layers(config, lambda layer: replace(layer, has_output_scale=False))),
         "other owner": ("all", lambda config: with_layers(config, lambda layer: with_mixer(kv_layer=_earlier(layer))(layer))),
         "soft cap": ("all", lambda config: replace(config, logit_soft_cap=None)),
         "embedding scale": ("all", lambda config: replace(config, embedding_scale=1.0)),

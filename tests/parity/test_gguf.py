@@ -11,7 +11,7 @@ import pytest
 from harness import expert_checkpoints
 from harness.checkpoints import MINISTRAL3, OLMO3_ROPE, VOCAB_SIZE, write_checkpoint
 from harness.gemma4_checkpoints import GEMMA4
-from harness.gguf_checkpoints import read_tensors, with_random_blocks, write_gguf, write_tensors
+from harness.gguf_checkpoints import dequantize, read_tensors, with_random_blocks, write_gguf, write_tensors
 from paceline.config import QuantOptions
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import open_weights, read_model_config
@@ -246,14 +246,14 @@ def test_metadata_of_gemma4_that_cannot_be_run_is_refused_by_its_name(
 def test_a_file_of_mixed_block_types_runs(tmp_path: Path, seed: int) -> None:
     """As Q4_K_M files are: several types in one file, the output matrix in another than the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, **sizes)
+    directory = write_checkpoint(tmp_path / "directory", "llama", seed=seed, num_hidden_layers=4, **sizes)
     names, path = cycle(sorted(GROUPED_TYPES)), tmp_path / "mixed.gguf"
     plain = write_gguf(directory, tmp_path / "plain.gguf")
     stored = with_random_blocks(plain, path, lambda _: next(names), np.random.default_rng(seed))
     weights = open_weights(path, read_model_config(path))
     assert {block_type for block_type, _ in stored.values()} == set(GROUPED_TYPES)
     block_type, blocks = stored["blk.1.attn_q.weight"]
-    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type])
+    values = dequantize(blocks, block_type)
     ours = values.reshape(8, 16, 2, 256).swapaxes(1, 2).reshape(256, 256)
     assert np.array_equal(weights["layers.1.q_proj.weight"].matrix.values(), ours)
     assert weights.nbytes == sum(weights[name].nbytes for name in weights)
@@ -278,8 +278,8 @@ def test_regrouped_matrices_have_large_groups_and_nearly_the_same_logits(checkpo
     path = write_gguf(directory, tmp_path / "model.gguf", "Q8_0")
     config = read_model_config(path)
     matrix = open_weights(path, config, regroup=True)["layers.0.up_proj.weight"].matrix
-    assert (matrix.bits, matrix.group) == (8, 64)
-    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group == 32
+    assert (matrix.bits, matrix.group_size) == (8, 64)
+    assert open_weights(path, config)["layers.0.up_proj.weight"].matrix.group_size == 32
     difference = np.abs(logits(path, regroup=True) - logits(path)).max()
     assert 0 < difference < 0.5
 

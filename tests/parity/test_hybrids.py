@@ -19,8 +19,8 @@ from paceline.errors import CheckpointError
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.config import ModelConfig, WeightType, read_config
-from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, Scoring
-from paceline.models.quantize import schemes_for
+from paceline.models.layers import AttentionConfig, ExpertMLP, LayerConfig, Mamba2Config, QKNorm, RouterScoring
+from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import as_float32
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.load import RuntimeOptions, load_runtime
@@ -147,19 +147,19 @@ CHANGES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("qwen3_5", mixers(lambda mixer: replace(mixer, rope=replace(mixer.rope, rotated_fraction=1.0)))),
     ("qwen3_next", routing(is_normalized=True)),
     ("qwen3_5-moe", routing(is_normalized=False)),
-    ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, gates_shared=False)))),  # type: ignore[call-arg]
+    ("qwen3_5-moe", layers(lambda layer: replace(layer, mlp=replace(layer.mlp, has_shared_gate=False)))),  # type: ignore[call-arg]
     ("lfm2", mixers(lambda mixer: replace(mixer, qk_norm=QKNorm.NONE))),
-    ("lfm2-moe", routing(scoring=Scoring.SOFTMAX)),
+    ("lfm2-moe", routing(scoring=RouterScoring.SOFTMAX)),
     ("lfm2-moe", routing(has_correction_bias=False)),
     ("lfm2-moe", routing(factor=1.0)),
     ("granite", lambda config: replace(config, embedding_scale=1.0)),
     ("granite", lambda config: replace(config, logit_scale=1.0)),
     ("granite", layers(lambda layer: replace(layer, residual_scale=1.0))),
     ("granite", mixers(lambda mixer: replace(mixer, scale=1.0))),
-    ("granite", mixers(lambda mixer: replace(mixer, rotates=True))),
+    ("granite", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
     ("granite", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
-    ("granite-rope", mixers(lambda mixer: replace(mixer, rotates=False))),
-    ("nemotron_h", mixers(lambda mixer: replace(mixer, rotates=True))),
+    ("granite-rope", mixers(lambda mixer: replace(mixer, has_rope_embedding=False))),
+    ("nemotron_h", mixers(lambda mixer: replace(mixer, has_rope_embedding=True))),
     ("nemotron_h", mixers(lambda mixer: replace(mixer, dt_limits=(0.1, 1e9)), Mamba2Config)),
     ("nemotron_h", mixers(lambda mixer: replace(mixer, norm_groups=1), Mamba2Config)),
     ("nemotron_h-moe", routing(factor=1.0)),
@@ -205,7 +205,7 @@ def test_a_text_model_beside_an_encoder_and_a_drafting_head_is_the_same_model(
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     options = RuntimeOptions(numerics=Numerics.FAST, dtype=WeightType.F32, num_threads=2, device="cpu", backend=backend)
     loaded = load_runtime(tmp_path, options)
-    assert loaded.own_head == "mtp"
+    assert loaded.bundled_head == "mtp"
     assert [notice.split(":")[0] for notice in loaded.notices] == ["the checkpoint's image and audio encoders are not loaded"]
     expected = prompt_logits(open_backend(plain.directory, backend), plain.token_ids)
     assert np.array_equal(prompt_logits(loaded.runtime, plain.token_ids), expected)
@@ -230,7 +230,7 @@ def test_what_is_made_of_stored_tensors_is_described_before_it_is_made(reference
         facts, tensor = weights.info(name), weights[name]
         assert (facts.shape, facts.weight_type, facts.nbytes) == (tensor.shape, tensor.weight_type, tensor.nbytes), name
         assert as_float32(tensor).shape == tensor.shape
-    small = {name for name in schemes_for(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}
+    small = {name for name in quantization_schemes(weights, QuantOptions(bits=4, group=32)) if "conv." in name or "norm" in name}
     assert not small
 
 

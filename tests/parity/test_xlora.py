@@ -70,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Setup:
         weights = open_weights(written[family], config)
         if runtime == "torch":
             return TorchNetwork(decoder(config), config, weights), written[family], directory
-        native = NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, takes_adapters=True)
+        native = NativeNetwork(decoder(config), config, weights, num_threads=2, max_model_len=128, supports_adapters=True)
         return native, written[family], directory
 
     return of
@@ -79,7 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 def load(network: Network, directory: Path, num_blocks: int = 24) -> tuple[KVCache, int]:
     """A cache for scaling passes too, and the number of the adapter."""
     cache = network.new_cache(num_blocks)
-    network.enable_mixtures(cache)
+    network.enable_xlora(cache)
     adapter = read_any_adapter(directory, name="mix", config=network.config, weights=network.weights)
     return cache, network.load_adapter(adapter)
 
@@ -97,15 +97,15 @@ def check(network: Network, base: Path, directory: Path) -> None:
     expected = Definition(base, directory).logits(token_ids)
     cache, number = load(network, directory)
     for chunk_lens in ([LENGTH], [1, 31, 33, 5], [40, *[1] * 6, 24]):
-        sequence, begin, before = cache.new_sequence(), 0, network.num_mixture_passes
+        sequence, begin, before = cache.new_sequence(), 0, network.num_xlora_passes
         for chunk_len in chunk_lens:
             found = append(network, cache, sequence, token_ids[begin : begin + chunk_len], number)
             assert difference(found, expected[begin : begin + chunk_len]) <= BOUND, (chunk_lens, begin)
             begin += chunk_len
-        assert network.num_mixture_passes - before == len(chunk_lens)
-    before = network.num_mixture_passes
+        assert network.num_xlora_passes - before == len(chunk_lens)
+    before = network.num_xlora_passes
     assert difference(append(network, cache, cache.new_sequence(), token_ids, 0), expected) > 0.1
-    assert network.num_mixture_passes == before  # nobody with X-LoRA was in it
+    assert network.num_xlora_passes == before  # nobody with X-LoRA was in it
 
 
 @pytest.mark.spread(0.4)
@@ -136,9 +136,9 @@ def test_rows_of_several_adapters_run_in_one_pass_as_alone(runtime: str, made: S
     numbers = [number, network.load_adapter(read_any_adapter(second, name="other", config=network.config)), 0, number]
     texts = np.random.default_rng(1).integers(1, VOCAB_SIZE, (4, 20)).tolist()
     plans = [cache.reserve(cache.new_sequence(), range(-1, 19), 20) for _ in texts]
-    before = network.num_mixture_passes
+    before = network.num_xlora_passes
     output = network.forward(*assemble(plans, texts, [range(20)] * 4, numbers)).logits.reshape(4, 20, -1)
-    assert network.num_mixture_passes == before + 1
+    assert network.num_xlora_passes == before + 1
     definitions = {0: Definition(base, first), 1: Definition(base, second), 3: Definition(base, first)}
     for place, definition in definitions.items():
         assert difference(output[place], definition.logits(texts[place])) <= BOUND

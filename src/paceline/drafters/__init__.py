@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import EngineConfig, SpeculationConfig
-from paceline.drafters.block import BLOCK_KINDS, block_boundaries, open_block_drafter
+from paceline.drafters.block import BLOCK_KINDS, open_block_drafter, read_block_layer_boundaries
 from paceline.drafters.draft_model import DraftModelDrafter, open_draft_model
 from paceline.drafters.draft_vocab import read_corpus
-from paceline.drafters.eagle import boundaries_of, open_eagle_drafter
+from paceline.drafters.eagle import open_eagle_drafter, read_eagle_layer_boundaries
 from paceline.drafters.eagle.checkpoint import open_gguf_eagle
 from paceline.drafters.gemma4_assistant.checkpoint import fits_target, open_gguf_assistant
 from paceline.drafters.gemma4_assistant.drafter import open_assistant
@@ -79,7 +79,7 @@ class PreparedDrafter:
 
     Attributes:
         name: its name.
-        path: of its files; None if it needs none.
+        path: path of the drafter's files; None if it needs none.
         head: the opened files, if they hold a head.
         is_optional: "auto" chose it: if it cannot be used, n-grams draft instead.
     """
@@ -130,9 +130,9 @@ class PreparedDrafters:
             return list(self.made)
         opened = [drafter.open(target) for drafter in self.drafters]
         if len(self.drafters) > 1 and self.drafters[-1].is_optional and opened[-1].name == NgramDrafter.name:
-            del opened[-1]  # the optional head cannot be used, and n-grams draft already
+            del opened[-1]  # the optional head cannot be used, and the n-gram drafter is in the list already
         names = [drafter.name for drafter in opened]
-        for index, drafter in enumerate(opened):  # requests select one by its name, and acceptance is counted by it
+        for index, drafter in enumerate(opened):  # names must differ: requests select a drafter by name, and acceptance is counted by name
             if (number := names[:index].count(drafter.name)) > 0:
                 drafter.name = f"{drafter.name}_{number + 1}"
         return opened
@@ -152,10 +152,10 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if made:
         return PreparedDrafters((), DrafterNeeds.union(made).layers, made)
     names = [speculation.drafter] if isinstance(speculation.drafter, str) else speculation.drafter
-    options = HeadOptions.of(speculation.drafter_options)
+    options = HeadOptions.parse(speculation.drafter_options)
     found = [prepare_one(name, target, token=engine.hf_token, offline=engine.offline) for name in names]
     drafters = tuple(drafter for drafter in found if drafter is not None)
-    options.check_read(drafter.name for drafter in drafters)
+    options.check_all_used_by(drafter.name for drafter in drafters)
     if options.draft_vocab_size is not None:
         options.num_draft_ids(read_model_config(target).vocab_size)
     if options.draft_vocab_corpus is not None:
@@ -163,24 +163,24 @@ def prepare(target: Path, engine: EngineConfig, speculation: SpeculationConfig, 
     if len(names) > 1 and len(drafters) < len(names):
         raise IncompatibleDrafterError(f"drafter list {list(names)} holds 'none': name drafters only, or use 'none' alone")
     if len(names) > 1:
-        drafters = _distinct(names, drafters)
+        drafters = _without_duplicates(names, drafters)
     elif names[0] == "auto" and drafters[0].name != NgramDrafter.name:
-        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # copies repeated text at next to no cost
+        drafters = (PreparedDrafter(NgramDrafter.name), *drafters)  # n-grams cost next to nothing and copy repeated text
     check_draft_adapter(speculation.draft_adapter, [drafter.name for drafter in drafters])
-    layers = {layer for drafter in drafters if drafter.head is not None for layer in _boundaries_of(drafter.head, target, options)}
+    layers = {layer for drafter in drafters if drafter.head is not None for layer in _read_layer_boundaries(drafter.head, target, options)}
     return PreparedDrafters(drafters, tuple(sorted(layers)))
 
 
-def _boundaries_of(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
-    """Return the target's layer boundaries that a head reads."""
-    return block_boundaries(head, target) if head.kind in BLOCK_KINDS else boundaries_of(head, target, options)
+def _read_layer_boundaries(head: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
+    """Return the layer boundaries of the target whose hidden states a head reads."""
+    return read_block_layer_boundaries(head, target) if head.kind in BLOCK_KINDS else read_eagle_layer_boundaries(head, target, options)
 
 
 def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     """Check that there is exactly one draft model for a draft adapter.
 
     Args:
-        directory: of the adapter; None = no adapter.
+        directory: directory of the adapter; None = no adapter.
         drafters: their names.
 
     Raises:
@@ -197,7 +197,7 @@ def check_draft_adapter(directory: str | None, drafters: Sequence[str]) -> None:
     raise ConfigError(f"draft_adapter is {directory!r}, and there are {count} draft models: name only the one it was made for")
 
 
-def _distinct(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
+def _without_duplicates(names: Sequence[str], drafters: Sequence[PreparedDrafter]) -> tuple[PreparedDrafter, ...]:
     """Return the drafters without the one of "auto" if another name resolves to the same.
 
     Raises:
@@ -229,7 +229,7 @@ def prepare_one(name: str, target: Path, *, token: str | None = None, offline: b
     if name in ("auto", DRAFT_MODEL):
         return _find_embedded(name, target)
     own = HeadKind(name) if name in OWN_HEADS else None
-    path = target if own is not None else _resolve(name, token=token, offline=offline)
+    path = target if own is not None else _resolve_path(name, token=token, offline=offline)
     head = find_head(path, own, inside_target=path.resolve() == target.resolve())
     if head is not None:
         return PreparedDrafter(head.kind.value, path, head)
@@ -276,11 +276,11 @@ def _find_own_module(target: Path) -> HeadFiles | None:
     try:
         head = find_head(target, inside_target=True)
     except (CheckpointError, IncompatibleDrafterError, BackendUnavailableError):
-        return None  # loading the target reports an unreadable checkpoint
+        return None  # an unreadable checkpoint is reported when the target is loaded
     return head if head is not None and head.kind is HeadKind.MTP else None
 
 
-def _resolve(name: str, *, token: str | None, offline: bool) -> Path:
+def _resolve_path(name: str, *, token: str | None, offline: bool) -> Path:
     if is_head_file(name):
         return Path(name)
     try:
@@ -305,7 +305,7 @@ def find_head(path: Path, kind: HeadKind | None = None, *, inside_target: bool =
         files = open_gguf_module(path)
     if files is None:
         return None
-    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # it works only with its own model
+    is_part = files.kind is HeadKind.MTP and not files.is_speculators and not inside_target  # such a module works only with its own model
     if kind is None and (files.kind is HeadKind.LANGUAGE_MODEL or is_part):
         return None
     if kind not in (None, files.kind):

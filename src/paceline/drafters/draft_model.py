@@ -42,28 +42,28 @@ from paceline.speculation.tree_growth import Candidate, growing_tree
 from paceline.tokenizer.tokenizer import Tokenizer
 from paceline.tokenizer.vocabulary import SAMPLE_TEXT, VocabularyComparison, VocabularyMatch, compare_vocabularies
 
-CATCH_UP_ROWS = 256  # rows of one request in one catch-up pass
-_PROFILED_ROWS = 32  # of the pass that measures the prefill speed
+CATCH_UP_ROWS = 256  # rows of one request in one pass that catches up on committed tokens
+_PREFILL_PROFILE_ROWS = 32  # rows of the pass that measures the prefill speed
 
 ResultT = TypeVar("ResultT")
 TokenPath: TypeAlias = Sequence[int]
-"""Tokens from the root's child on."""
+"""Draft tokens on the path from the root of the tree to a node; the root, which is committed, is excluded."""
 
 
-class DraftRow(NamedTuple):
-    """The draft model's logits [V] after a path, and their ranking by the pass where no sampling parameter needs more."""
+class DraftLogits(NamedTuple):
+    """The draft model's logits [V] after a path; and their top tokens ranked by the pass, if sampling needs no more."""
 
     logits: FloatArray
     ranked: RankedRow | None = None
 
 
-Drafting: TypeAlias = Generator[TokenPath, DraftRow | None, ResultT]
+DraftSteps: TypeAlias = Generator[TokenPath, DraftLogits | None, ResultT]
 """Generator of a draft, token by token. It yields the path after which it needs logits: first (), then the previous path plus one token. It
 is sent that row, or None if the cache has no room, and returns the draft."""
 
 
-def chain(depth: int, pick: Callable[[DraftRow, TokenPath], int | None]) -> Drafting[list[int]]:
-    """Draft one token per row, until `pick` returns None."""
+def draft_chain(depth: int, pick: Callable[[DraftLogits, TokenPath], int | None]) -> DraftSteps[list[int]]:
+    """Draft a chain: take one token per row of logits, until `pick` returns None."""
     path: list[int] = []
     while len(path) < depth:
         row = yield path
@@ -75,20 +75,20 @@ def chain(depth: int, pick: Callable[[DraftRow, TokenPath], int | None]) -> Draf
 
 
 @dataclass(slots=True)
-class _CachedText:
-    """A request's rows in the draft model's cache.
+class _CachedSequenceState:
+    """What the draft model's cache holds of a request.
 
     Attributes:
-        token_ids: of the rows, in the draft model's ids.
-        num_agreed: number of first rows that are known to match the request's text.
-        num_read: number of the request's tokens at its last draft; before the first one, of those in the prefix cache.
+        token_ids: the cached tokens, in the draft model's ids.
+        num_verified: number of first cached tokens that are known to match the request's text.
+        num_tokens_at_last_draft: length of the request at its last draft; before the first draft, of its cached prefix.
         start: index of the first token in the request's text; above 0 once the text is longer than the draft model's context.
     """
 
     sequence: CachedSequence
     token_ids: list[int] = field(default_factory=list)
-    num_agreed: int = 0
-    num_read: int = 0
+    num_verified: int = 0
+    num_tokens_at_last_draft: int = 0
     start: int = 0
 
 
@@ -97,17 +97,17 @@ class _Draft(Generic[ResultT]):
     """One request's draft in progress.
 
     Attributes:
-        pending: tokens of the next pass; none once the draft is finished.
-        depth: most tokens of the draft.
+        pending: tokens to run in the next pass; none once the draft is finished.
+        depth: maximum number of draft tokens.
         uses_ranking: whether the ranking made by the pass suffices; otherwise whole rows of logits are sampled.
-        truncates: whether top-k, top-p or min-p remove tokens.
-        level: number of rows it received.
-        result: of the finished draft.
+        truncates: whether the request's top-k, top-p or min-p remove tokens.
+        level: number of rows of logits received so far.
+        result: the finished draft.
     """
 
     request: Request
-    state: _CachedText
-    drafting: Drafting[ResultT]
+    state: _CachedSequenceState
+    steps: DraftSteps[ResultT]
     pending: list[int]
     depth: int
     uses_ranking: bool = False
@@ -120,15 +120,15 @@ class DraftModelDrafter(Drafter):
     """Drafts with a language model that has the target's token ids, or other ids and a translation.
 
     Args:
-        runtime, cache: the draft model; only this drafter uses them.
+        runtime, cache: network and KV cache of the draft model; only this drafter uses them.
         vocab_size: V of the target; draft ids beyond it are never proposed.
-        num_known_ids: ids of the draft model's tokenizer; its rows beyond them are padding, never proposed.
-        translation: for a draft model with other ids.
+        num_tokenizer_ids: number of ids of the draft model's tokenizer; ids beyond it are padding of its vocabulary, never proposed.
+        translation: maps ids of a draft model with another vocabulary; None = it has the target's ids.
         max_model_len: longest text the draft model is prepared for, in its own tokens; None = its maximum.
         tree_width: draft tokens per position; 1 = a chain, else siblings of the chain's tokens, best first.
         note: remarks on the pair for the banner.
         prefill_token_s: seconds to prefill one token of a long text; 0 = not measured yet.
-        mask_token_id: of a PARD model, which drafts all tokens in one pass; None = it drafts one token a pass.
+        mask_token_id: mask token of a PARD model, which drafts all tokens in one pass; None = it drafts one token a pass.
     """
 
     name = "draft_model"
@@ -139,7 +139,7 @@ class DraftModelDrafter(Drafter):
         cache: KVCache,
         *,
         vocab_size: int,
-        num_known_ids: int | None = None,
+        num_tokenizer_ids: int | None = None,
         translation: SharedPieces | None = None,
         max_model_len: int | None = None,
         tree_width: int = 1,
@@ -149,17 +149,17 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         self.runtime, self.cache, self._mask_token_id = runtime, cache, mask_token_id
         self._vocab_size = vocab_size
-        self._num_known_ids = runtime.config.vocab_size if num_known_ids is None else num_known_ids
+        self._num_tokenizer_ids = runtime.config.vocab_size if num_tokenizer_ids is None else num_tokenizer_ids
         self._translation = translation
         self.max_model_len = runtime.config.max_positions if max_model_len is None else max_model_len
         self._max_depth = self.max_model_len // 2
         self._tree_width = tree_width
         self.traits = DrafterTraits(
-            _description(runtime, tree_width, note, in_one_pass=mask_token_id is not None), cache_bytes_per_token=cache.bytes_per_token
+            _banner_text(runtime, tree_width, note, in_one_pass=mask_token_id is not None), cache_bytes_per_token=cache.bytes_per_token
         )
-        self._states = RequestState[_CachedText]()
+        self._states = RequestState[_CachedSequenceState]()
         self._prefill_time = PrefillTime(prefill_token_s)
-        self._sampler = DraftSampler(None, vocab_size, self._num_known_ids)
+        self._sampler = DraftSampler(None, vocab_size, self._num_tokenizer_ids)
         self._ranking, self._truncated_ranking = self._sampler.ranking(tree_width), self._sampler.truncated_ranking(tree_width)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
@@ -167,13 +167,13 @@ class DraftModelDrafter(Drafter):
         for request, budget in zip(requests, budgets, strict=True):
             context = request.token_ids if self._translation is None else self._translation.context(request)
             depth = min(budget.max_depth, budget.row_budget - 1, self._max_depth)
-            draft = self._begin(request, context, len(context), depth, self._drafting(request, replace(budget, max_depth=depth)))
+            draft = self._start_draft(request, context, len(context), depth, self._draft_steps(request, replace(budget, max_depth=depth)))
             if draft is not None:
                 is_drawn = budget.needs_draft_probs and not request.params.is_greedy
                 draft.uses_ranking = self._translation is None and request.processor.keeps_logits and not is_drawn
                 draft.truncates = request.params.truncates
             drafts.append(draft)
-        self._grow(requests, drafts)
+        self._run_until_finished(requests, drafts)
         return [None if draft is None else draft.result for draft in drafts]
 
     def generate(
@@ -188,117 +188,117 @@ class DraftModelDrafter(Drafter):
         drafts: list[_Draft[list[int]] | None] = []
         for request, (context, num_unchanged), count in zip(requests, contexts, counts, strict=True):
             depth = min(count, self._max_depth)
-            drafting = chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_known_ids])))
-            drafts.append(self._begin(request, context, num_unchanged, depth, drafting))
-        self._grow(requests, drafts)
+            steps = draft_chain(depth, lambda row, _: int(np.argmax(row.logits[: self._num_tokenizer_ids])))
+            drafts.append(self._start_draft(request, context, num_unchanged, depth, steps))
+        self._run_until_finished(requests, drafts)
         return [draft.result or [] if draft is not None else [] for draft in drafts]
 
     def prefill_s(self, request: Request) -> float:
-        state, length = self._state_of(request), len(request.token_ids)
-        if length - state.start >= self.max_model_len:  # the next draft starts at a later token
+        state, length = self._get_or_create_state(request), len(request.token_ids)
+        if length - state.start >= self.max_model_len:  # the next draft drops the text before a later token
             return self._prefill_time.expected_s(self.max_model_len // 2)
-        return self._prefill_time.expected_s(length - state.num_read)
+        return self._prefill_time.expected_s(length - state.num_tokens_at_last_draft)
 
     def release(self, request: Request) -> None:
         state = self._states.pop(request)
         if state is not None:
             self.cache.release(state.sequence)
 
-    def _begin(
-        self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, drafting: Drafting[ResultT]
+    def _start_draft(
+        self, request: Request, context: Sequence[int], num_unchanged: int, depth: int, steps: DraftSteps[ResultT]
     ) -> _Draft[ResultT] | None:
         if depth < 1 or not context:
             return None
-        state = self._state_of(request)
+        state = self._get_or_create_state(request)
         if not 0 <= state.start < len(context) or len(context) - state.start + depth > self.max_model_len:
-            self._restart(state, request, max(0, len(context) + depth - self.max_model_len), depth)
+            self._reset_cache(state, request, max(0, len(context) + depth - self.max_model_len), depth)
         context, num_unchanged = context[state.start :], max(0, num_unchanged - state.start)
-        if not state.token_ids:  # rows in the prefix cache need not run again
-            state.num_agreed = self.cache.match_prefix(state.sequence, context)
-            state.token_ids.extend(context[: state.num_agreed])
-        state.num_read = len(request.token_ids)
+        if not state.token_ids:  # tokens in the prefix cache need not run again
+            state.num_verified = self.cache.match_prefix(state.sequence, context)
+            state.token_ids.extend(context[: state.num_verified])
+        state.num_tokens_at_last_draft = len(request.token_ids)
         self._truncate_rejected(state, context, num_unchanged)
         self.cache.register_prefix(state.sequence, state.token_ids)
         pending = list(context[len(state.token_ids) :])
         if max(pending) >= self.runtime.config.vocab_size:  # the target has more ids
             return None
-        next(drafting)  # the root's row comes first
-        return _Draft(request, state, drafting, pending, depth)
+        next(steps)  # run the generator up to its first request for logits, those of the root
+        return _Draft(request, state, steps, pending, depth)
 
-    def _state_of(self, request: Request) -> _CachedText:
-        """Return the request's state, created if new. With translated ids, a prefix hit is not expected."""
+    def _get_or_create_state(self, request: Request) -> _CachedSequenceState:
+        """Return the request's state, created if new. With translated ids, no prefix hit is expected."""
         state = self._states.get(request)
         if state is None:
-            state = self._states[request] = _CachedText(self.cache.new_sequence(request.sequence.salt))
+            state = self._states[request] = _CachedSequenceState(self.cache.new_sequence(request.sequence.salt))
             if self._translation is None:
-                state.num_read = self.cache.cached_prefix_len(state.sequence, request.token_ids)
+                state.num_tokens_at_last_draft = self.cache.cached_prefix_len(state.sequence, request.token_ids)
         return state
 
-    def _restart(self, state: _CachedText, request: Request, num_surplus: int, depth: int) -> None:
+    def _reset_cache(self, state: _CachedSequenceState, request: Request, num_excess_tokens: int, depth: int) -> None:
         """Drop all rows, and start at a later token if the text is longer than the context: half of it stays free for later tokens."""
         self.cache.release(state.sequence)
         state.sequence = self.cache.new_sequence(request.sequence.salt)
         state.token_ids.clear()
-        state.num_agreed = 0
-        state.start = num_surplus + (self.max_model_len - depth) // 2 if num_surplus else 0
+        state.num_verified = 0
+        state.start = num_excess_tokens + (self.max_model_len - depth) // 2 if num_excess_tokens else 0
 
-    def _truncate_rejected(self, state: _CachedText, token_ids: Sequence[int], num_unchanged: int) -> None:
+    def _truncate_rejected(self, state: _CachedSequenceState, token_ids: Sequence[int], num_unchanged: int) -> None:
         """Truncate the cache to the rows whose tokens the target committed; the root always runs again, for its logits."""
-        agreed = min(state.num_agreed, num_unchanged)
+        num_matching = min(state.num_verified, num_unchanged)
         limit = min(len(state.token_ids), len(token_ids) - 1)
-        while agreed < limit and state.token_ids[agreed] == token_ids[agreed]:
-            agreed += 1
-        state.num_agreed = self.cache.truncate(state.sequence, min(agreed, limit))
-        del state.token_ids[state.num_agreed :]
+        while num_matching < limit and state.token_ids[num_matching] == token_ids[num_matching]:
+            num_matching += 1
+        state.num_verified = self.cache.truncate(state.sequence, min(num_matching, limit))
+        del state.token_ids[state.num_verified :]
 
-    def _grow(self, requests: Sequence[Request], drafts: Sequence[_Draft[ResultT] | None]) -> None:
+    def _run_until_finished(self, requests: Sequence[Request], drafts: Sequence[_Draft[ResultT] | None]) -> None:
         """Run passes until every draft is finished."""
         active = [draft for draft in drafts if draft is not None]
         try:
             self._catch_up(active)
             while active := [draft for draft in active if draft.pending]:
-                for part in split_into_passes(active, lambda draft: len(draft.pending) + self._num_masked(draft)):
-                    ran, found = self._run(part, [draft.pending for draft in part], wants_logits=True)
+                for part in split_into_passes(active, lambda draft: len(draft.pending) + self._num_mask_tokens(draft)):
+                    ran, found = self._run_pass(part, [draft.pending for draft in part], needs_logits=True)
                     for draft, rows in zip(ran, found, strict=True):
                         for row in rows:
                             if draft.pending:
-                                self._advance(draft, row)
+                                self._send_row(draft, row)
                         if draft.pending and self._mask_token_id is not None:
-                            self._advance(draft, None)
+                            self._send_row(draft, None)
         except BaseException:
             for request in requests:  # an interrupted pass leaves no valid rows
                 self.release(request)
             raise
 
     def _catch_up(self, drafts: Sequence[_Draft[ResultT]]) -> None:
-        """Run long prompts in chunks until one more pass reaches every root."""
-        while late := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
-            for part in split_into_passes(late, lambda _: CATCH_UP_ROWS):
-                ran, _ = self._run(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], wants_logits=False)
+        """Run all but the last chunk of long uncached texts."""
+        while behind := [draft for draft in drafts if len(draft.pending) > CATCH_UP_ROWS]:
+            for part in split_into_passes(behind, lambda _: CATCH_UP_ROWS):
+                ran, _ = self._run_pass(part, [draft.pending[:CATCH_UP_ROWS] for draft in part], needs_logits=False)
                 for draft in ran:
                     del draft.pending[:CATCH_UP_ROWS]
-                    draft.state.num_agreed = len(draft.state.token_ids)  # all of them are the request's
+                    draft.state.num_verified = len(draft.state.token_ids)  # all are prompt tokens
 
-    def _num_masked(self, draft: _Draft[ResultT]) -> int:
+    def _num_mask_tokens(self, draft: _Draft[ResultT]) -> int:
         return 0 if self._mask_token_id is None else draft.depth - 1
 
-    def _advance(self, draft: _Draft[ResultT], row: DraftRow | None) -> None:
-        """Send a draft its next row, None if there is none."""
+    def _send_row(self, draft: _Draft[ResultT], row: DraftLogits | None) -> None:
+        """Send a draft its next row of logits; None ends the draft."""
         draft.level += 1
         try:
-            token = draft.drafting.send(row)[-1]
+            token = draft.steps.send(row)[-1]
             draft.pending = [token if self._translation is None else self._translation.draft_id(token)]
         except StopIteration as end:
             draft.pending, draft.result = [], end.value
 
-    def _drafting(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+    def _draft_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         if budget.needs_draft_probs and not request.params.is_greedy:
-            return self._drawn(request, budget)
+            return self._rejection_sampling_steps(request, budget)
         if self._tree_width == 1 or budget.layout is TreeLayout.CHAIN:
-            return self._chain(request, budget)
-        return self._tree(request, budget)
+            return self._chain_steps(request, budget)
+        return self._tree_steps(request, budget)
 
-    def _chain(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+    def _chain_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         """Draft a chain; it ends if no token is allowed, or if the path's probability falls below `min_reach`."""
         path: list[int] = []
         probs: list[float] = []
@@ -313,14 +313,14 @@ class DraftModelDrafter(Drafter):
             path_prob *= budget.acceptance_rate(probs[-1])
         return DraftTree.chain(request.token_ids[-1], path, self.name, probs) if path else None
 
-    def _tree(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
-        """Draft the same chain plus siblings, chosen by expected tokens per row of the target's pass."""
+    def _tree_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
+        """Draft the chain of `_chain_steps` plus siblings, chosen by expected tokens per row of the target's pass."""
         root: TokenPath | None = ()
         growth, path_prob = growing_tree(request.token_ids[-1], budget, root), 1.0
         try:
             path = next(growth)
             while True:
-                is_expanded = path is not None and path_prob >= budget.min_reach  # neither siblings nor the end of the chain
+                is_expanded = path is not None and path_prob >= budget.min_reach  # improbable nodes get neither siblings nor children
                 candidates = self._candidates(request, (yield path), path) if path is not None and is_expanded else []
                 path_prob *= budget.acceptance_rate(candidates[0][1]) if candidates else 1.0
                 path = growth.send(candidates)
@@ -328,7 +328,7 @@ class DraftModelDrafter(Drafter):
             tree: DraftTree | None = end.value
             return tree
 
-    def _drawn(self, request: Request, budget: DraftBudget) -> Drafting[DraftTree | None]:
+    def _rejection_sampling_steps(self, request: Request, budget: DraftBudget) -> DraftSteps[DraftTree | None]:
         """Draft tokens drawn from the rows, with their distributions; the number of draws at a node does not depend on any draw."""
         token_ids: list[int] = []
         parents: list[int] = []
@@ -350,8 +350,8 @@ class DraftModelDrafter(Drafter):
             path.append(tokens[0])
         return DraftTree.grow(request.token_ids[-1], token_ids, parents, self.name, draft_probs) if token_ids else None
 
-    def _sample(self, request: Request, row: DraftRow | None, path: TokenPath, width: int) -> DraftTokens:
-        """Sample up to `width` tokens from the row after a path."""
+    def _sample(self, request: Request, row: DraftLogits | None, path: TokenPath, width: int) -> DraftTokens:
+        """Sample up to `width` draft tokens from the logits after a path."""
         if row is None:
             return NO_TOKENS
         ranked = row.ranked
@@ -366,7 +366,7 @@ class DraftModelDrafter(Drafter):
         except RequestError:  # no token is allowed
             return NO_TOKENS
 
-    def _candidates(self, request: Request, row: DraftRow | None, path: TokenPath) -> list[Candidate[TokenPath | None]]:
+    def _candidates(self, request: Request, row: DraftLogits | None, path: TokenPath) -> list[Candidate[TokenPath | None]]:
         """Return the sampled tokens as candidates; only the first one can be expanded."""
         drafted = self._sample(request, row, path, self._tree_width)
         return [
@@ -378,43 +378,43 @@ class DraftModelDrafter(Drafter):
         """Return the row over the target's ids: padding cropped, or added as -inf."""
         if self._translation is not None:
             return self._translation.target_row(row)
-        row = row[: min(self._vocab_size, self._num_known_ids)]
+        row = row[: min(self._vocab_size, self._num_tokenizer_ids)]
         if len(row) == self._vocab_size:
             return row
         return np.concatenate([row, np.full(self._vocab_size - len(row), -np.inf, np.float32)])
 
-    def _run(
-        self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, wants_logits: bool
-    ) -> tuple[list[_Draft[ResultT]], list[list[DraftRow]]]:
+    def _run_pass(
+        self, drafts: Sequence[_Draft[ResultT]], token_ids: Sequence[list[int]], *, needs_logits: bool
+    ) -> tuple[list[_Draft[ResultT]], list[list[DraftLogits]]]:
         """Run one pass of the draft model; a draft that gets no cache block ends.
 
         Returns:
-            the drafts that ran, and the rows of the next token of each; with a mask token also those of later ones.
+            the drafts that ran, and for each the logits of its next token; with a mask token also those of later tokens.
         """
         ran, plans, rows = list[_Draft[ResultT]](), list[RowPlan](), list[list[int]]()
         for draft, ids in zip(drafts, token_ids, strict=True):
-            masks = [self._mask_token_id] * self._num_masked(draft) if wants_logits and self._mask_token_id is not None else []
+            masks = [self._mask_token_id] * self._num_mask_tokens(draft) if needs_logits and self._mask_token_id is not None else []
             try:
-                # The last row of a text may be cut and run again, for its logits; those before it are agreed.
-                num_known = len(ids) - wants_logits if len(ids) > 1 else 1
+                # The last row of a text may be cut and run again, for its logits; rows before it match the text.
+                num_known = len(ids) - needs_logits if len(ids) > 1 else 1
                 state, num_rows = draft.state, len(ids) + len(masks)
-                plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_agreed))
+                plans.append(self.cache.reserve(state.sequence, range(-1, num_rows - 1), num_known, pinned_len=state.num_verified))
             except CapacityError:
-                self._advance(draft, None)
+                self._send_row(draft, None)
                 self.release(draft.request)
                 continue
             ran.append(draft)
             rows.append([*ids, *masks])
         if not ran:
             return ran, []
-        firsts = [len(ids) - self._num_masked(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if wants_logits else []
-        wanted = [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if wants_logits else [range(0)] * len(rows)
+        firsts = [len(ids) - self._num_mask_tokens(draft) - 1 for draft, ids in zip(ran, rows, strict=True)] if needs_logits else []
+        wanted = [range(first, len(ids)) for first, ids in zip(firsts, rows, strict=True)] if needs_logits else [range(0)] * len(rows)
         start = perf_counter()
-        inputs, batch, asked = assemble(plans, rows, wanted)
-        is_ranked = wants_logits and any(draft.uses_ranking for draft in ran)
+        inputs, batch, logits_rows = assemble(plans, rows, wanted)
+        is_ranked = needs_logits and any(draft.uses_ranking for draft in ran)
         if is_ranked:
-            asked = self._with_ranking(asked, ran, [len(own) for own in wanted])
-        output = self.runtime.forward(inputs, batch, asked)
+            logits_rows = self._add_ranking(logits_rows, ran, [len(own) for own in wanted])
+        output = self.runtime.forward(inputs, batch, logits_rows)
         num_rows = sum(map(len, rows))
         if num_rows > FREE_PREFILL_TOKENS * len(rows):
             self._prefill_time.observe(num_rows, perf_counter() - start)
@@ -422,27 +422,27 @@ class DraftModelDrafter(Drafter):
             num_kept = own[0] + 1 if own else len(ids)
             self.cache.keep_path(draft.state.sequence, num_kept - 1)
             draft.state.token_ids.extend(ids[:num_kept])
-        if not wants_logits:
+        if not needs_logits:
             return ran, []
         ranked = iter(output.ranked if is_ranked else [None] * len(output.logits))
-        found = [DraftRow(logits, next(ranked)) for logits in output.logits]
+        found = [DraftLogits(logits, next(ranked)) for logits in output.logits]
         ends = list(accumulate(map(len, wanted)))
         return ran, [
-            [row if draft.uses_ranking else DraftRow(row.logits) for row in found[end - len(own) : end]]
+            [row if draft.uses_ranking else DraftLogits(row.logits) for row in found[end - len(own) : end]]
             for draft, own, end in zip(ran, wanted, ends, strict=True)
         ]
 
-    def _with_ranking(self, asked: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
+    def _add_ranking(self, logits_rows: LogitsRows, drafts: Sequence[_Draft[ResultT]], num_rows: Sequence[int]) -> LogitsRows:
         drawn = [
             (draft.request, draft.level + index) if draft.uses_ranking and not draft.request.params.is_greedy else None
             for draft, count in zip(drafts, num_rows, strict=True)
             for index in range(count)
         ]
         truncates = any(draft.truncates and draft.uses_ranking for draft in drafts)
-        return asked._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
+        return logits_rows._replace(ranking=self._truncated_ranking if truncates else self._ranking, draws=token_draws(drawn))
 
 
-def _description(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
+def _banner_text(runtime: Network, tree_width: int, note: str, *, in_one_pass: bool) -> str:
     num_layers = runtime.config.num_layers
     layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
     shape = "" if tree_width == 1 else f", {tree_width} tokens a position"
@@ -480,7 +480,7 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
     max_model_len = min(math.ceil(target.max_model_len * token_ratio), config.max_positions)
     mask_token_id = read_mask_token(directory, config)
     runtime, cache = _load_runtime(directory, target, max_model_len, token_ratio)
-    passes = time_passes(runtime, cache, (_PROFILED_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
+    passes = time_passes(runtime, cache, (_PREFILL_PROFILE_ROWS,), max_model_len=max_model_len, repeats=1, with_logits=False)
     translation, tokenizers = None, None
     if not has_all_ids:
         own, other = ByteTokenizer(target.tokenizer), ByteTokenizer(tokenizer)
@@ -492,12 +492,14 @@ def open_draft_model(directory: Path, target: LoadedTarget) -> Drafter:
         runtime,
         cache,
         vocab_size=target.vocab_size,
-        num_known_ids=min(tokenizer.vocab_size, runtime.config.vocab_size),
+        num_tokenizer_ids=min(tokenizer.vocab_size, runtime.config.vocab_size),
         translation=translation,
         max_model_len=max_model_len,
         tree_width=target.speculation.tree_width,
-        note=_pair_note(comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter),
-        prefill_token_s=passes[_PROFILED_ROWS] / _PROFILED_ROWS,
+        note=_compatibility_note(
+            comparison, max_model_len, math.ceil(target.max_model_len * token_ratio), target.speculation.draft_adapter
+        ),
+        prefill_token_s=passes[_PREFILL_PROFILE_ROWS] / _PREFILL_PROFILE_ROWS,
         mask_token_id=mask_token_id,
     )
     return drafter if tokenizers is None else TextDrafter(drafter, *tokenizers)
@@ -507,7 +509,7 @@ def read_mask_token(directory: Path, config: ModelConfig) -> int | None:
     """Return the mask token of a PARD draft model; None for any other language model.
 
     Raises:
-        CheckpointError: it is no id of the model.
+        CheckpointError: the mask token is not an id of the model.
         IncompatibleDrafterError: a PARD-2 model, which also reads the target's hidden states.
     """
     path = directory / "config.json"
@@ -540,9 +542,11 @@ def _load_runtime(directory: Path, target: LoadedTarget, max_model_len: int, tok
         merge_adapter=adapter,
     )
     runtime = load_runtime(directory, options).runtime
-    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the profiled pass
-    kept_states = target.engine.max_num_seqs if target.cache.prefix_caching else 0
-    cache = runtime.new_cache(num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=kept_states))
+    num_blocks = 1 + blocks_for(math.ceil(target.cache.max_slots * token_ratio), BLOCK_SIZE)  # one more for the pass that measures prefill
+    max_checkpoints = target.engine.max_num_seqs if target.cache.prefix_caching else 0
+    cache = runtime.new_cache(
+        num_blocks, checkpoints=CheckpointConfig(interval=target.engine.state_interval, max_checkpoints=max_checkpoints)
+    )
     cache.prefix_caching = target.cache.prefix_caching
     return runtime, cache
 
@@ -553,10 +557,10 @@ def _token_ratio(target: Tokenizer, draft: Tokenizer) -> float:
     return max(1.0, 1.25 * counts[0] / max(1, counts[1]))
 
 
-def _pair_note(comparison: VocabularyComparison, max_model_len: int, wanted_context: int, adapter: str | None) -> str:
-    """Describe an adapter, and a vocabulary or context that differs from the target's, for the banner."""
+def _compatibility_note(comparison: VocabularyComparison, max_model_len: int, required_context: int, adapter: str | None) -> str:
+    """Return remarks for the banner on an adapter, and a vocabulary or context that differs from the target's."""
     note = "" if adapter is None else f"; with the adapter {Path(adapter).name or adapter}"
     note += "" if comparison.coverage == 1.0 else f"; {comparison.match.value} vocabularies: {comparison.describe_conversion()}"
-    if max_model_len < wanted_context:
+    if max_model_len < required_context:
         note += f"; drafts from the last tokens of texts longer than its context of {max_model_len}"
     return note

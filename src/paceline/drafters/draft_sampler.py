@@ -23,7 +23,7 @@ from paceline.sampling.truncation import TOP_N, support_of, top_probs
 from paceline.speculation.request import Request
 from paceline.speculation.tree_growth import COUPLED_PROB
 
-_MAX_LOG_PROB_GAP = 12.0  # a token this far below the best one is not worth a row of the target's pass
+_MAX_LOG_PROB_GAP = 12.0  # a token whose log-probability is this far below the best is not worth a row of the target's pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,21 @@ class DraftSampler:
     """
 
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int, num_known: int | None = None) -> None:
-        self._row = np.full(vocab_size, -np.inf, np.float32)  # ids without a draft id stay -inf
+        self._row = np.full(vocab_size, -np.inf, np.float32)  # target ids that the draft vocabulary lacks stay -inf
         self._vocab_size, self._num_known = vocab_size, vocab_size if num_known is None else min(vocab_size, num_known)
         self._target_ids = None if target_ids is None else target_ids[target_ids < self._num_known]
 
     def ranking(self, width: int) -> Ranking:
-        """Return the ranking of a row that `sample_ranked` needs for `width` tokens."""
+        """Return the ranking to request from the pass, so that `sample_ranked` can sample `width` tokens."""
         columns = self._num_known if self._target_ids is None else len(self._target_ids)
         return Ranking(columns, 1 if width == 1 else width + 1, self._target_ids)
 
     def truncated_ranking(self, width: int) -> Ranking:
-        """Return the ranking that `sample_truncated` needs."""
+        """Return the ranking to request from the pass, so that `sample_truncated` can sample."""
         return replace(self.ranking(width), count=max(TOP_N, width + 1))
 
     def sample_ranked(self, row: RankedRow, width: int, *, is_greedy: bool) -> DraftTokens:
-        """Sample as `sample`, for a request whose rows only the temperature changes."""
+        """Sample as `sample` does, for a request whose logits are changed by the temperature only."""
         log_sum, drawn, scores, ids = row
         if not math.isfinite(log_sum):
             return NO_TOKENS
@@ -125,7 +125,7 @@ class DraftSampler:
         """
         try:
             return self.sample_target_row(request, path, self._as_target_row(row), width, needs_draft_probs=needs_draft_probs)
-        except PacelineError:  # no known token is allowed here, or the row is invalid
+        except PacelineError:  # the sampling parameters allow no known token, or the logits are invalid
             return NO_TOKENS
 
     def sample_target_row(
@@ -146,7 +146,7 @@ class DraftSampler:
     def sample_candidates(
         self, request: Request, path: Sequence[int], candidates: Distribution, width: int, *, needs_draft_probs: bool
     ) -> DraftTokens:
-        """Sample as `sample`, if all other ids are impossible and only the temperature changes rows."""
+        """Sample as `sample` does, from `candidates`: all other ids are impossible, and only the temperature changes logits."""
         if needs_draft_probs and width == 1 and not candidates.greedy:
             return _draw_separately(request, path, candidates)
         first = draw(candidates, request.seed, request.sample_index, len(request.token_ids) + len(path))
@@ -154,7 +154,7 @@ class DraftSampler:
 
     def _as_target_row(self, row: FloatArray) -> FloatArray:
         if self._target_ids is not None:
-            self._row[self._target_ids] = row[: len(self._target_ids)]  # ids ascend: those beyond V come last
+            self._row[self._target_ids] = row[: len(self._target_ids)]  # draft ids ascend by target id, so ids beyond V come last
             return self._row
         known = min(len(row), self._num_known)
         if known == self._vocab_size:

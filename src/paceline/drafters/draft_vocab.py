@@ -13,7 +13,7 @@ from paceline.tokenizer.tokenizer import Tokenizer
 DraftVocab = range | NDArray[np.int64]
 """The target's ids that are drafted: the first ones, or others in ascending order."""
 MAX_CORPUS_BYTES = 64 << 20
-_CHUNK_CHARS = 1 << 20  # tokenised at once; a word cut at a chunk's end changes the counts by one
+_CHUNK_CHARS = 1 << 20  # characters tokenized at once; a word cut at a chunk's end changes the counts by one
 
 
 def draft_vocab(options: HeadOptions, tokenizer: Tokenizer, vocab_size: int) -> DraftVocab | None:
@@ -37,7 +37,7 @@ def read_corpus(path: Path) -> str:
     try:
         content = read_small(path, MAX_CORPUS_BYTES)
     except CheckpointError as error:
-        reason = str(error).partition(";")[0]  # what follows is advice for a checkpoint's file
+        reason = str(error).partition(";")[0]  # the error's advice after ";" is about checkpoints, not about a text file
         raise ConfigError(
             f"drafter_options: draft_vocab_corpus cannot be read: {reason}; give a text file of at most {MAX_CORPUS_BYTES} bytes"
         ) from None

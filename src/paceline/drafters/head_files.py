@@ -23,7 +23,7 @@ from paceline.small_files import INDEX_BYTES, is_file, read_json
 
 _PREFIXES = re.compile(r"(?:module\.|model\.|draft_model\.|eagle_module\.|ea_layer\.)*")
 _WEIGHT_TYPES = {"F32": WeightType.F32, "F16": WeightType.F16, "BF16": WeightType.BF16}
-_NUMBER = "[0-9]{1,6}"  # of a layer or a head: no file has more
+_NUMBER = "[0-9]{1,6}"  # digits of a layer or head index; real files have fewer
 _MAX_LISTED_NAMES = 20
 
 
@@ -61,7 +61,7 @@ class HeadFiles:
         for file in files:
             found.update(read_tensors(file, "head"))
         tensors: dict[str, FileTensor] = {}
-        for name in sorted(found, key=len):  # a name that needs no stripping wins
+        for name in sorted(found, key=len):  # of two tensors with one plain name, the one without a prefix is used
             tensors.setdefault(plain_name(name), found[name])
         kind = kind_of(path, config, {name: tensor.shape for name, tensor in tensors.items()}, files)
         return cls(path, config, tensors, kind, files)
@@ -149,7 +149,7 @@ class HeadFiles:
             if name in self.tensors and self.tensors[name].shape != shape
         ]
         if missing or wrong:
-            problems = [f"it lacks {listed(missing)}"] * bool(missing) + [f"it holds {listed(wrong)}"] * bool(wrong)
+            problems = [f"it lacks {name_list(missing)}"] * bool(missing) + [f"it holds {name_list(wrong)}"] * bool(wrong)
             raise CheckpointError(f"{self.path} is no complete {self.kind.value} head for this target: {'; '.join(problems)}")
 
     def check_all_used(self, used: Iterable[str], *, ignored: Callable[[str], bool] = lambda _: False) -> None:
@@ -165,8 +165,8 @@ class HeadFiles:
         unknown = [name for name in self.tensors if name not in known and not name.endswith("rotary_emb.inv_freq") and not ignored(name)]
         if unknown:
             raise CheckpointError(
-                f"{self.path} holds {listed(unknown)} that no known {self.kind.value} head has: it may compute something else with them; "
-                "use another head, or another drafter"
+                f"{self.path} holds {name_list(unknown)} that no known {self.kind.value} head has: it may compute something else with them;"
+                " use another head, or another drafter"
             )
 
 
@@ -254,7 +254,7 @@ def _tensor_files(directory: Path) -> tuple[Path, ...]:
     raise CheckpointError(f"{directory} holds {found}; expected config.json with {looked_for} or one *.safetensors: name a head or a model")
 
 
-def listed(items: list[str]) -> str:
+def name_list(items: list[str]) -> str:
     """Format tensor names for an error: their number, and the first ones if there are many."""
     rest = len(items) - _MAX_LISTED_NAMES
     count = f"{len(items)} tensor{'s' if len(items) > 1 else ''}"
@@ -262,10 +262,12 @@ def listed(items: list[str]) -> str:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    """Return the files that an index of PyTorch shards names, in the same directory."""
+    """Return the files that an index of PyTorch shards lists, in the same directory."""
     weight_map = (read_json(index, INDEX_BYTES) or {}).get("weight_map")
     names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, Mapping) else []
     wrong = [name for name in names if Path(name).name != name or not name.endswith(".bin") or not (index.parent / name).is_file()]
     if wrong or not names:
-        raise CheckpointError(f"{index} names {listed(wrong) if wrong else 'no files'}, expected *.bin files next to it; download it again")
+        raise CheckpointError(
+            f"{index} names {name_list(wrong) if wrong else 'no files'}, expected *.bin files next to it; download it again"
+        )
     return tuple(index.parent / name for name in names)

@@ -10,7 +10,7 @@ from paceline.errors import IncompatibleDrafterError
 
 
 class HeadKind(Enum):
-    """The method that files are for; not all of them have a drafter."""
+    """The drafting method that files are for; some methods have no drafter."""
 
     EAGLE = "eagle"
     EAGLE3 = "eagle3"
@@ -47,7 +47,7 @@ _ARCHITECTURES = {
     "DFlash": HeadKind.DFLASH,
     "MuseGlimmerAssistant": HeadKind.DFLASH,
     "MLPSpeculator": HeadKind.MLP,
-}  # parts of names; the first match decides
+}  # substrings of architecture names; the first match decides
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _MEDUSA_NAMES = re.compile(r"\d+\.\d+\.linear\.|medusa_heads?\.|blocks\.\d+\.layers\.\d+\.|lm_heads\.\d+\.")
 _PARALLEL_TOKENS = ("ptd_token_id", "pard_token")
@@ -57,8 +57,8 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     """Return the first method that the files match.
 
     Args:
-        path: of the head, for errors.
-        shapes: of the tensors, by their names without prefixes.
+        path: path of the head, for errors.
+        shapes: shapes of the tensors, by their names without prefixes.
 
     Raises:
         IncompatibleDrafterError: a speculators config names an unknown method.
@@ -98,7 +98,7 @@ def kind_of(path: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[in
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
-    """Return the architectures of the config, and of the model config that vLLM's form nests."""
+    """Return the architectures in the config, and in the nested model config of vLLM's form."""
     found = []
     for values in (config, config.get("model")):
         architectures = values.get("architectures") if isinstance(values, Mapping) else None
@@ -118,7 +118,7 @@ def _is_eagle3(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def _is_eagle(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether `fc` mixes token and feature before the first layer, which is an ordinary one."""
+    """Return whether `fc` mixes token and feature before an ordinary first layer, as in EAGLE-1."""
     fc = shapes.get("fc.weight", shapes.get("fusion_fc.weight", ()))
     query = shapes.get("layers.0.self_attn.q_proj.weight", shapes.get("transformer.self_attn.q_proj.weight", ()))
     return len(fc) == 2 and fc[1] == 2 * fc[0] and query[-1:] == fc[:1]

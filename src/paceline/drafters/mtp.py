@@ -29,7 +29,7 @@ from paceline.models.checkpoint import is_gguf, open_weights
 from paceline.models.config import ModelConfig, WeightType, config_from_values
 from paceline.models.gguf.config import gguf_config
 from paceline.models.gguf.file import open_gguf, split_parts
-from paceline.models.gguf.weights import num_modules, open_module
+from paceline.models.gguf.weights import num_mtp_modules, open_mtp_module
 from paceline.models.layer_builder import NUM_EXPERTS_KEYS
 from paceline.models.layers import AttentionConfig, ExpertMLP
 from paceline.models.storage.quantized_cache import quantized_weights
@@ -42,29 +42,29 @@ from paceline.runtimes.load import open_head
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ModuleLayout:
     """Tensor names of a module.
 
     Attributes:
         prefix: of its decoder layer's tensors.
-        names: our name -> the file's.
-        own_matrices: embedding and vocabulary matrix, our name -> the file's.
+        names: internal name -> the file's.
+        file_matrices: embedding and vocabulary matrix, internal name -> the file's.
         modules: the prefix of all modules' names, followed by their number.
-        norms_less_one: norm weights are stored less 1.
-        holds_copies: its own matrices are copies of the target's, which are used instead, as in transformers.
-        feature_first: the mixing matrix takes [feature, embedding].
+        has_norm_offset: norm weights are stored less 1.
+        has_target_copies: its own matrices are copies of the target's, which are used instead, as in transformers.
+        is_feature_first: the mixing matrix takes [feature, embedding].
     """
 
     prefix: str
     names: Mapping[str, str]
-    own_matrices: Mapping[str, str]
+    file_matrices: Mapping[str, str]
     modules: str
-    norms_less_one: bool = False
-    holds_copies: bool = False
-    feature_first: bool = False
+    has_norm_offset: bool = False
+    has_target_copies: bool = False
+    is_feature_first: bool = False
 
 
-_PARTS = {
+_LAYER_TENSOR_NAMES = {
     "mtp.": {"fc": "fc", "embedding_norm": "pre_fc_norm_embedding", "feature_norm": "pre_fc_norm_hidden", "final_norm": "norm"},
     "mtp_layers.0.": {
         "fc": "input_proj", "embedding_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "final_norm": "final_layernorm",
@@ -72,14 +72,14 @@ _PARTS = {
     "layers.": {"fc": "eh_proj", "embedding_norm": "enorm", "feature_norm": "hnorm", "final_norm": "shared_head.norm"},
 }  # fmt: skip
 _OWN_EMBEDDING = "mtp.embed_tokens.weight"
-_GATE = "self_attn.attention_gate"
+_GATE_TENSOR = "self_attn.attention_gate"
 """Name after the layer's prefix of an output gate's tensor, once it is split from the matrix of the queries."""
 _EXPERT_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
+def _module_layout(files: HeadFiles, target: ModelConfig) -> _ModuleLayout:
     def named(prefix: str, parts: str) -> dict[str, str]:
-        return {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in _PARTS[parts].items()}
+        return {f"{ours}.weight": f"{prefix}{theirs}.weight" for ours, theirs in _LAYER_TENSOR_NAMES[parts].items()}
 
     if any(name.startswith("mtp.") for name in files.tensors):
         has_own = _has_own_embedding(files)
@@ -88,16 +88,18 @@ def _layout(files: HeadFiles, target: ModelConfig) -> _Layout:
                 f"{files.path} lacks {_OWN_EMBEDDING} although its config.json sets mtp_use_dedicated_embeddings: download it again"
             )
         own = {"embedding.weight": _OWN_EMBEDDING}
-        return _Layout("mtp.layers.0.", named("mtp.", "mtp."), own, "mtp.layers.", norms_less_one=True, holds_copies=not has_own)
+        return _ModuleLayout(
+            "mtp.layers.0.", named("mtp.", "mtp."), own, "mtp.layers.", has_norm_offset=True, has_target_copies=not has_own
+        )
     if any(name.startswith("mtp_layers.") for name in files.tensors):
         own = {"embedding.weight": "embed_tokens.weight", "lm_head.weight": "lm_head.weight"} if files.is_speculators else {}
         prefix = "mtp_layers.0."
-        return _Layout(prefix, named(prefix, prefix), own, "mtp_layers.", feature_first=not files.is_speculators)
+        return _ModuleLayout(prefix, named(prefix, prefix), own, "mtp_layers.", is_feature_first=not files.is_speculators)
     prefix = f"layers.{target.num_layers}."
     if f"{prefix}eh_proj.weight" in files.tensors:
         own = {"embedding.weight": f"{prefix}embed_tokens.weight", "lm_head.weight": f"{prefix}shared_head.head.weight"}
         names = named(prefix, "layers.")
-        return _Layout(prefix, names, own, "layers.", norms_less_one=target.norm_offset, holds_copies=True)
+        return _ModuleLayout(prefix, names, own, "layers.", has_norm_offset=target.has_norm_offset, has_target_copies=True)
     raise IncompatibleDrafterError(
         f"{files.path} holds no MTP module: neither mtp.* or mtp_layers.* tensors nor a layer {target.num_layers} with eh_proj.weight; "
         "use another drafter"
@@ -117,9 +119,9 @@ class MtpModule:
     Attributes:
         config: sizes and switches.
         weights: under the names of `mtp_network`; `lm_head.weight` is the target's if the file has none.
-        embedding: of the pairs' tokens.
+        embedding: embedding table of the pairs' tokens.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        feature_first: the mixing matrix takes [feature, embedding].
+        is_feature_first: the mixing matrix takes [feature, embedding].
         notices: one-line remarks for the user.
         draft_vocab: the ids that it drafts; None = all.
         has_lm_head_copy: `lm_head.weight` is a copy of the rows of these ids.
@@ -129,7 +131,7 @@ class MtpModule:
     weights: Weights
     embedding: AnyTensor
     soft_cap: float | None
-    feature_first: bool
+    is_feature_first: bool
     notices: tuple[str, ...]
     draft_vocab: DraftVocab | None = None
     has_lm_head_copy: bool = False
@@ -147,34 +149,34 @@ def load_mtp(files: HeadFiles, target: ModelConfig, target_weights: Weights, *, 
     """
     lm_head = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
 
-    def module(layers: ModelConfig, weights: Weights, num_later: int, *, feature_first: bool = False) -> MtpModule:
+    def module(layers: ModelConfig, weights: Weights, num_later_modules: int, *, is_feature_first: bool = False) -> MtpModule:
         return MtpModule(
             RecurrentHeadConfig(
-                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, own_embedding=False
+                kind=HeadKind.MTP, layers=layers, feature_size=target.hidden_size, normed_recurrence=True, has_own_embedding=False
             ),
             weights,
             target_weights["embedding.weight"],
             target.logit_soft_cap,
-            feature_first,
-            (f"{files.path}: of {num_later + 1} MTP modules the first one drafts every position",) * (num_later > 0),
+            is_feature_first,
+            (f"{files.path}: of {num_later_modules + 1} MTP modules the first one drafts every position",) * (num_later_modules > 0),
         )
 
     if is_gguf(files.path):
-        layers, file = _one_layer(target, norm_offset=target.norm_offset), open_gguf(files.path)
-        makers = open_module(file, target, layers.layers[0], num_threads=num_threads)
+        layers, file = _single_layer_config(target, has_norm_offset=target.has_norm_offset), open_gguf(files.path)
+        makers = open_mtp_module(file, target, layers.layers[0], num_threads=num_threads)
         made = LazyWeights([*makers, "lm_head.weight"], lambda name: lm_head if name == "lm_head.weight" else makers[name]())
-        return module(layers, made, num_modules(file, target) - 1)
-    layout = _layout(files, target)
-    layers = _one_layer(_layer_config(files, target), norm_offset=layout.norms_less_one)
-    tensors, own, num_later = _read(files, layout, layers, target)
-    loaded = module(layers, Weights({**tensors, "lm_head.weight": lm_head}), num_later, feature_first=layout.feature_first)
-    return loaded if layout.holds_copies else _with_own_matrices(loaded, own)
+        return module(layers, made, num_mtp_modules(file, target) - 1)
+    layout = _module_layout(files, target)
+    layers = _single_layer_config(_layer_config(files, target), has_norm_offset=layout.has_norm_offset)
+    tensors, own, num_later_modules = _read_tensors(files, layout, layers, target)
+    loaded = module(layers, Weights({**tensors, "lm_head.weight": lm_head}), num_later_modules, is_feature_first=layout.is_feature_first)
+    return loaded if layout.has_target_copies else _with_file_matrices(loaded, own)
 
 
-def _read(
-    files: HeadFiles, layout: _Layout, layers: ModelConfig, target: ModelConfig
+def _read_tensors(
+    files: HeadFiles, layout: _ModuleLayout, layers: ModelConfig, target: ModelConfig
 ) -> tuple[dict[str, AnyTensor], dict[str, Tensor], int]:
-    """Return a module's tensors under our names, its own matrices, and the number of modules after it.
+    """Return a module's tensors under internal names, its own matrices, and the number of modules after it.
 
     Raises:
         CheckpointError: as `load_mtp`.
@@ -186,16 +188,16 @@ def _read(
         files = _split_gates(files, layout.prefix, attention, size)
     shapes = {name: shape for name, shape in tensor_shapes(layers).items() if name.startswith("layers.0.")}
     plain = checkpoint_names(layers)
-    plain |= {name: name.replace("attention_gate", _GATE) for name in shapes if name.startswith("layers.0.attention_gate.")}
+    plain |= {name: name.replace("attention_gate", _GATE_TENSOR) for name in shapes if name.startswith("layers.0.attention_gate.")}
     names = {name: layout.prefix + plain[name].removeprefix("model.").removeprefix("layers.0.") for name in shapes} | dict(layout.names)
     shapes |= {"fc.weight": (size, 2 * size), **{name: (size,) for name in layout.names if name != "fc.weight"}}
-    optional = dict.fromkeys(layout.own_matrices.values(), (target.vocab_size, size))
+    optional = dict.fromkeys(layout.file_matrices.values(), (target.vocab_size, size))
     files.check({names[name]: shape for name, shape in shapes.items()}, optional)
     tensors: dict[str, AnyTensor] = {name: files.weight(theirs) for name, theirs in names.items()}
-    if layout.norms_less_one:
-        tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
-    later = _check_all_used(files, layout, {*names.values(), *layout.own_matrices.values()}, target.num_layers)
-    own = {name: files.weight(theirs) for name, theirs in layout.own_matrices.items() if theirs in files.tensors}
+    if layout.has_norm_offset:
+        tensors |= {name: _add_norm_offset(tensor) for name, tensor in tensors.items() if name.endswith("norm.weight")}
+    later = _check_all_used(files, layout, {*names.values(), *layout.file_matrices.values()}, target.num_layers)
+    own = {name: files.weight(theirs) for name, theirs in layout.file_matrices.items() if theirs in files.tensors}
     return tensors, own, later
 
 
@@ -262,29 +264,29 @@ def _split_gates(files: HeadFiles, prefix: str, attention: AttentionConfig, hidd
                 f"{attention.num_heads} heads, as the target's layers have them; is it another model's?"
             )
         part_shape = (attention.query_size, *shape[1:])
-        for half, part in enumerate(("self_attn.q_proj", _GATE)):
-            rows = partial(_half_of, whole, half, attention.head_size)
+        for half, part in enumerate(("self_attn.q_proj", _GATE_TENSOR)):
+            rows = partial(_query_or_gate_rows, whole, half, attention.head_size)
             tensors[f"{prefix}{part}.{kind}"] = FileTensor(part_shape, whole.dtype, rows)
     return replace(files, tensors=tensors)
 
 
-def _half_of(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
-    """Return the first or the second half of each head's rows."""
+def _query_or_gate_rows(whole: FileTensor, half: int, head_size: int) -> NDArray[Any]:
+    """Return the rows of the queries (half 0) or of the output gates (half 1) of a fused matrix."""
     array = whole.open()
     heads = array.reshape(-1, 2, head_size, *array.shape[1:])
     return np.ascontiguousarray(heads[:, half]).reshape(-1, *array.shape[1:])
 
 
-def _with_own_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:
-    """Return the module with its own matrices, except those that equal the target's, which are in memory already."""
+def _with_file_matrices(module: MtpModule, own: Mapping[str, Tensor]) -> MtpModule:
+    """Return the module with the matrices of its own file, except those that equal the target's."""
     shared = {"embedding.weight": module.embedding, "lm_head.weight": module.weights["lm_head.weight"]}
-    differ = {name: tensor for name, tensor in own.items() if not _is_same(tensor, shared[name])}
+    differ = {name: tensor for name, tensor in own.items() if not _equals_target_matrix(tensor, shared[name])}
     if not differ:
         return module
     has_head = "lm_head.weight" in differ
     return replace(
         module,
-        config=replace(module.config, own_embedding="embedding.weight" in differ, own_lm_head=has_head),
+        config=replace(module.config, has_own_embedding="embedding.weight" in differ, has_own_lm_head=has_head),
         weights=Weights({**module.weights, "lm_head.weight": differ["lm_head.weight"]}) if has_head else module.weights,
         embedding=differ.get("embedding.weight", module.embedding),
         soft_cap=None if has_head else module.soft_cap,
@@ -315,7 +317,7 @@ def open_gguf_module(path: Path) -> HeadFiles | None:
         CheckpointError: the file is damaged, or of an unsupported model.
     """
     file = open_gguf(path)
-    if not num_modules(file, gguf_config(file)):
+    if not num_mtp_modules(file, gguf_config(file)):
         return None
     return HeadFiles(path, {}, {}, HeadKind.MTP, split_parts(path))
 
@@ -328,16 +330,16 @@ def _layer_config(files: HeadFiles, target: ModelConfig) -> ModelConfig:
     return config_from_values(values, files.config_path, weight_type=target.weight_type)
 
 
-def _one_layer(config: ModelConfig, *, norm_offset: bool) -> ModelConfig:
+def _single_layer_config(config: ModelConfig, *, has_norm_offset: bool) -> ModelConfig:
     """Return a network of one layer with full attention; with experts if any layer of the target has some."""
-    layers = [config.layers[index] for index in config.attentions]
+    layers = [config.layers[index] for index in config.attention_layers]
     full = next((layer for layer in layers if layer.attention.window is None), layers[0])
     mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertMLP)), full.mlp)
     layer = replace(full, mixer=replace(full.attention, window=None), mlp=mlp)
-    return replace(config, layers=(layer,), norm_offset=norm_offset)
+    return replace(config, layers=(layer,), has_norm_offset=has_norm_offset)
 
 
-def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layers: int) -> int:
+def _check_all_used(files: HeadFiles, layout: _ModuleLayout, used: set[str], num_layers: int) -> int:
     """Check that no tensor is unknown; return the number of modules after the first.
 
     Raises:
@@ -350,28 +352,28 @@ def _check_all_used(files: HeadFiles, layout: _Layout, used: set[str], num_layer
     modules = ("mtp.", "mtp_layers.", layout.prefix)
 
     def is_other(name: str) -> bool:
-        """Return whether a tensor is of a later module, or of the target."""
+        """Return whether a tensor belongs to a later module, or to the target itself."""
         return name in later or (name.startswith("verifier_") if files.is_speculators else not name.startswith(modules))
 
     files.check_all_used(used, ignored=is_other)
     return len({number_of[name] for name in later})
 
 
-def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, feature_first: bool = False) -> Compose:
+def mtp_network(config: RecurrentHeadConfig, soft_cap: float | None = None, *, is_feature_first: bool = False) -> Compose:
     """Compose the network: inputs `embedding` and `feature`; results `feature` [T, E] for the next pairs, `logits` [R, V].
 
         u = fc([embedding_norm(e), feature_norm(f)]);  o = layer(u);  logits = lm_head(final_norm(o))
 
     Args:
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
-        feature_first: `fc` takes [feature, embedding].
+        is_feature_first: `fc` takes [feature, embedding].
     """
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         size = config.feature_size
         embedding = blocks.rms_norm(blocks.input(EMBEDDING, size), "embedding_norm")
         feature = blocks.rms_norm(blocks.input(FEATURE, size), "feature_norm")
-        halves = (feature, embedding) if feature_first else (embedding, feature)
+        halves = (feature, embedding) if is_feature_first else (embedding, feature)
         (mixed,) = blocks.linear(blocks.concat(*halves), "fc")
         x = decoder_layer(blocks, config.layers.layers[0], mixed, 0)
         out = blocks.rms_norm(x, "final_norm")
@@ -393,7 +395,7 @@ def open_mtp_head(
     lm_head_of: Network | None = None,
 ) -> RecurrentHead:
     """Load the network of a module; the arguments are those of `open_head`."""
-    network = mtp_network(module.config, module.soft_cap, feature_first=module.feature_first)
+    network = mtp_network(module.config, module.soft_cap, is_feature_first=module.is_feature_first)
     runtime = open_head(
         network,
         module.config.layers,
@@ -402,7 +404,7 @@ def open_mtp_head(
         max_model_len=max_model_len,
         backend=backend,
         device=device,
-        lm_head_of=None if module.config.own_lm_head or module.has_lm_head_copy else lm_head_of,
+        lm_head_of=None if module.config.has_own_lm_head or module.has_lm_head_copy else lm_head_of,
         rounds_rows=module.has_lm_head_copy,
     )
     vocab = module.draft_vocab
@@ -432,10 +434,10 @@ def open_mtp(files: HeadFiles, target: LoadedTarget) -> EagleStyleDrafter:
     return EagleStyleDrafter(head, target.cache, vocab_size=target.vocab_size, tree_width=target.speculation.tree_width)
 
 
-def _plus_one(tensor: AnyTensor) -> Tensor:
+def _add_norm_offset(tensor: AnyTensor) -> Tensor:
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
-def _is_same(own: Tensor, shared: AnyTensor) -> bool:
-    """Return whether a file's matrix equals the target's."""
+def _equals_target_matrix(own: Tensor, shared: AnyTensor) -> bool:
+    """Return whether a matrix of the module's file equals the target's."""
     return isinstance(shared, Tensor) and own.weight_type is shared.weight_type and np.array_equal(own.array, shared.array)

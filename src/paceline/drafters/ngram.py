@@ -13,7 +13,7 @@ from paceline.speculation.tree import DraftTree
 
 MIN_MATCH = 3
 MAX_MATCH = 6
-MAX_OCCURRENCES = 256  # of the last n-gram that are compared for a longer match, latest first
+MAX_OCCURRENCES = 256  # occurrences of the last n-gram that are tried for a longer match, latest first
 
 
 class NgramIndex:
@@ -26,12 +26,12 @@ class NgramIndex:
     def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         self._min_match, self._max_match = min_match, max_match
         self._ends: dict[tuple[int, ...], int] = {}  # position after the latest occurrence of each n-gram
-        self._previous: list[int] = [0]  # by position after an n-gram: that of its previous occurrence; 0 = none
+        self._previous: list[int] = [0]  # for each position after an n-gram, the position after its previous occurrence; 0 = none
         self.match_len = 0  # of the last match
-        self._last_match: tuple[int, int | None] = 0, None  # length of the text, and the position found
+        self._last_match: tuple[int, int | None] = 0, None  # length of the text at the last match, and the position found
 
-    def num_unread(self, num_tokens: int) -> int:
-        """Return how many of `num_tokens` tokens are not in the index yet."""
+    def num_unindexed(self, num_tokens: int) -> int:
+        """Return how many of the text's first `num_tokens` tokens are not in the index yet."""
         return num_tokens - len(self._previous) + 1
 
     def match(self, token_ids: Sequence[int]) -> int | None:
@@ -40,9 +40,9 @@ class NgramIndex:
         `token_ids` must begin with those of earlier calls.
         """
         size, ends, previous, length = len(token_ids), self._ends, self._previous, self._min_match
-        if size == self._last_match[0]:  # `has_candidates` computed it
+        if size == self._last_match[0]:  # the match was computed by `has_candidates`
             return self._last_match[1]
-        for end in range(len(previous), size):  # nothing follows the n-gram that ends at `size` yet
+        for end in range(len(previous), size):  # the n-gram that ends at `size` has no next token yet
             if end < length:
                 previous.append(0)
                 continue
@@ -50,12 +50,12 @@ class NgramIndex:
             previous.append(ends.get(ngram, 0))
             ends[ngram] = end
         end_of_latest = ends.get(tuple(token_ids[size - length :])) if size > length else None
-        found = None if end_of_latest is None else self._longest(token_ids, end_of_latest)
+        found = None if end_of_latest is None else self._longest_match(token_ids, end_of_latest)
         self._last_match = size, found
         return found
 
-    def _longest(self, token_ids: Sequence[int], end: int) -> int:
-        """Return the position after the longest match, of the occurrences of the last n-gram from the one before `end` back."""
+    def _longest_match(self, token_ids: Sequence[int], end: int) -> int:
+        """Return the position after the longest match, searching occurrences of the last n-gram backwards from the one before `end`."""
         size, best, best_length = len(token_ids), end, 0
         for _ in range(MAX_OCCURRENCES):
             length = self._min_match
@@ -77,7 +77,7 @@ class NgramIndex:
         if found is None:
             return []
         drafts = list(token_ids[found : found + num_draft_tokens])
-        while len(drafts) < num_draft_tokens:  # a repetition continues with its own draft tokens
+        while len(drafts) < num_draft_tokens:  # past the end of the text, the copy continues with its own draft tokens
             drafts.append(drafts[found + len(drafts) - size])
         return drafts
 
@@ -105,5 +105,5 @@ class NgramDrafter(Drafter):
 
     def has_candidates(self, request: Request) -> bool:
         index, num_tokens = self._indices.get(request), len(request.token_ids)
-        is_read = index is not None and index.num_unread(num_tokens) <= MAX_CATCH_UP_TOKENS
+        is_read = index is not None and index.num_unindexed(num_tokens) <= MAX_CATCH_UP_TOKENS
         return index is None or not is_read or index.match(request.token_ids) is not None

@@ -9,9 +9,9 @@ from paceline.drafters.medusa.trees import GROWN_TREES, STATIC_TREES
 from paceline.errors import ConfigError
 
 MIN_DRAFT_VOCAB = 256
-CORPUS_DRAFT_VOCAB = 16384  # draft vocabulary of a corpus, if no size is given
+CORPUS_DRAFT_VOCAB = 16384  # default size of a draft vocabulary taken from a corpus
 TREES = (*GROWN_TREES, *STATIC_TREES)
-_ROW_GROUP = 16  # the kernels compute this many outputs together
+_KERNEL_OUTPUT_GROUP = 16  # matrix rows that the kernels compute together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class HeadOptions:
     draft_vocab_corpus: Path | None = None
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> "HeadOptions":
+    def parse(cls, given: Mapping[str, object]) -> "HeadOptions":
         """Parse options by their names; values may be the text of a command line.
 
         Raises:
@@ -50,7 +50,7 @@ class HeadOptions:
         values: dict[str, object] = {}
         for name, value in given.items():
             if name not in OPTIONS:
-                known = ", ".join(f"{known} ({_kinds(option)})" for known, option in OPTIONS.items())
+                known = ", ".join(f"{known} ({_reader_names(option)})" for known, option in OPTIONS.items())
                 raise ConfigError(f"drafter_options: {name!r} is unknown; there are {known}")
             try:
                 values[name] = OPTIONS[name].parse(value)
@@ -71,9 +71,9 @@ class HeadOptions:
                 f"drafter_options: draft_vocab_size is {self.draft_vocab_size} and the target has {vocab_size} ids: "
                 f"{f'use at most {vocab_size}, or ' if vocab_size >= MIN_DRAFT_VOCAB else ''}leave it out to draft all ids"
             )
-        return min(-(-self.draft_vocab_size // _ROW_GROUP) * _ROW_GROUP, vocab_size)
+        return min(-(-self.draft_vocab_size // _KERNEL_OUTPUT_GROUP) * _KERNEL_OUTPUT_GROUP, vocab_size)
 
-    def check_read(self, drafters: Iterable[str]) -> None:
+    def check_all_used_by(self, drafters: Iterable[str]) -> None:
         """Check that each option that is set is read by one of the drafters.
 
         Args:
@@ -86,7 +86,7 @@ class HeadOptions:
         for name, option in OPTIONS.items():
             if getattr(self, name) is not None and not any(kind.value in names for kind in option.read_by):
                 raise ConfigError(
-                    f"drafter_options: {name!r} is for {_kinds(option)} heads, and the drafter is {', '.join(names) or 'none'}: "
+                    f"drafter_options: {name!r} is for {_reader_names(option)} heads, and the drafter is {', '.join(names) or 'none'}: "
                     "leave it out, or choose such a head with drafter"
                 )
 
@@ -106,7 +106,7 @@ class Option:
     parse: Callable[[object], object]
 
 
-def _kinds(option: Option) -> str:
+def _reader_names(option: Option) -> str:
     *others, last = (kind.value for kind in option.read_by)
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -132,7 +132,7 @@ def _parse_flag(value: object) -> bool:
     return value == "true"
 
 
-def _parse_base(value: object) -> float:
+def _parse_rope_theta(value: object) -> float:
     base = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else 0.0
     if not 0.0 < base < float("inf"):
         raise ValueError(value)
@@ -153,16 +153,16 @@ def _parse_path(value: object) -> Path:
 
 
 _EAGLE3 = (HeadKind.EAGLE3, HeadKind.PEAGLE)
-_SIZES = f"a number of ids from {MIN_DRAFT_VOCAB} to the size of the target's vocabulary, or leave it out to draft all ids"
+_EXPECTED_VOCAB_SIZE = f"a number of ids from {MIN_DRAFT_VOCAB} to the size of the target's vocabulary, or leave it out to draft all ids"
 OPTIONS: Mapping[str, Option] = {
     "tree": Option((HeadKind.MEDUSA,), f"one of {', '.join(TREES)}", _parse_tree),
     "boundaries": Option(_EAGLE3, "the target's layer boundaries in ascending order, such as 2,16,29", _parse_layers),
     "norm_before_residual": Option(_EAGLE3, "true or false", _parse_flag),
     "final_norm": Option(_EAGLE3, "true or false", _parse_flag),
     "normed_recurrence": Option((HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.MTP), "true or false", _parse_flag),
-    "rope_theta": Option((HeadKind.EAGLE, *_EAGLE3), "the base of the rotary embedding, such as 10000", _parse_base),
+    "rope_theta": Option((HeadKind.EAGLE, *_EAGLE3), "the base of the rotary embedding, such as 10000", _parse_rope_theta),
     "mask_token_id": Option((HeadKind.PEAGLE,), "a token id", _parse_id),
-    "draft_vocab_size": Option((HeadKind.MTP,), _SIZES, lambda value: _parse_id(value, MIN_DRAFT_VOCAB)),
+    "draft_vocab_size": Option((HeadKind.MTP,), _EXPECTED_VOCAB_SIZE, lambda value: _parse_id(value, MIN_DRAFT_VOCAB)),
     "draft_vocab_corpus": Option((HeadKind.MTP,), "a text file", _parse_path),
 }
 """All options by name: the fields of `HeadOptions`."""

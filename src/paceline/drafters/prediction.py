@@ -17,22 +17,22 @@ from paceline.speculation.tree import DraftTree
 
 MATCH_LENGTHS = (8, 4, 2)
 """Numbers of the output's last tokens that are searched in the prediction, longest first."""
-NEARBY_POSITIONS = 16  # after the mismatch, in which a single matching token is enough
-MAX_SUBSTITUTED = 2  # output tokens assumed to replace as many predicted ones
-PRIOR_MATCHES = 2  # tokens that a new prediction counts as having matched
-_PRIOR_TRIALS = 4.0  # weight of the prior accuracy of 0.5
+NUM_NEARBY_POSITIONS = 16  # positions after a mismatch at which one matching token is enough to realign
+MAX_SUBSTITUTED_TOKENS = 2  # maximum number of output tokens assumed to replace as many predicted ones
+NUM_PRIOR_MATCHES = 2  # matching tokens that a new prediction is credited with
+_PRIOR_TRIALS = 4.0  # number of trials that the prior accuracy of 0.5 counts for
 
 
 @dataclass(slots=True)
-class _Strategy:
-    """A way to realign, and how often its next token was right."""
+class _RealignmentStrategy:
+    """A way to realign, and how often the token that it predicted was correct."""
 
     num_tried: int = 0
-    num_right: int = 0
+    num_correct: int = 0
 
     @property
     def accuracy(self) -> float:
-        return (self.num_right + 0.5 * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
+        return (self.num_correct + 0.5 * _PRIOR_TRIALS) / (self.num_tried + _PRIOR_TRIALS)
 
 
 class PredictedText:
@@ -48,23 +48,23 @@ class PredictedText:
         self._token_ids = token_ids
         self._ends: list[dict[tuple[int, ...], list[int]]] = []  # by match length, shortest first; made when first needed
         self.num_read = 0
-        self._tail: list[int] = []  # the output's last tokens, as many as the longest match needs
-        self._anchor = 0  # position after the last matching token
+        self._tail: list[int] = []  # last output tokens, as many as the longest match needs
+        self._anchor = 0  # predicted position after the last matching token
         self._num_unmatched = 0  # output tokens since then
-        self.num_matched = 0  # output tokens that matched in a row, up to the last one
-        self._position: int | None = 0  # at which the output probably continues
-        self._suffix, self._nearby, self._substitution = _Strategy(), _Strategy(), _Strategy()
+        self.num_matched = 0  # length of the last run of matching output tokens
+        self._position: int | None = 0  # predicted position of the next output token; None = unknown
+        self._suffix, self._nearby, self._substitution = _RealignmentStrategy(), _RealignmentStrategy(), _RealignmentStrategy()
         self._indexed_anchor, self._position_after = -1, dict[int, int]()  # by token, near the anchor
-        self._found: list[tuple[_Strategy, int]] = []  # positions of the strategies after a mismatch
+        self._found: list[tuple[_RealignmentStrategy, int]] = []  # position that each strategy found after the last mismatch
 
-    def read(self, token_ids: Sequence[int]) -> None:
-        """Follow the output by its next tokens."""
+    def observe_tokens(self, token_ids: Sequence[int]) -> None:
+        """Advance by the next output tokens, and realign after a mismatch."""
         for token in token_ids:
             self._tail = [*self._tail[1 - MATCH_LENGTHS[0] :], token]
             for strategy, position in self._found:
                 strategy.num_tried += 1
-                strategy.num_right += self._has(position, token)
-            if self._position is not None and self._has(self._position, token):
+                strategy.num_correct += self._has_token_at(position, token)
+            if self._position is not None and self._has_token_at(self._position, token):
                 self._position = self._anchor = self._position + 1
                 self._num_unmatched, self.num_matched, self._found = 0, self.num_matched + 1, []
             else:
@@ -85,38 +85,38 @@ class PredictedText:
 
     def confidence(self, count: int) -> list[float]:
         """Return the confidence in the first `count` tokens of a proposal."""
-        probs = match_confidence(PRIOR_MATCHES + self.num_matched, count)
+        probs = match_confidence(NUM_PRIOR_MATCHES + self.num_matched, count)
         if self._found and probs:
             probs[0] = max(strategy.accuracy for strategy, _ in self._found)
         return probs
 
-    def _has(self, position: int, token: int) -> bool:
+    def _has_token_at(self, position: int, token: int) -> bool:
         return position < len(self._token_ids) and self._token_ids[position] == token
 
-    def _realign(self, token: int) -> list[tuple[_Strategy, int]]:
+    def _realign(self, token: int) -> list[tuple[_RealignmentStrategy, int]]:
         """Return the positions at which the output may continue after `token`, its last one."""
         found = []
-        position = self._after_longest_suffix()
+        position = self._position_after_longest_suffix()
         if position is not None:
             found.append((self._suffix, position))
         if self._indexed_anchor != self._anchor:
-            ahead = list(enumerate(self._token_ids[self._anchor : self._anchor + NEARBY_POSITIONS], self._anchor + 1))
+            ahead = list(enumerate(self._token_ids[self._anchor : self._anchor + NUM_NEARBY_POSITIONS], self._anchor + 1))
             self._indexed_anchor, self._position_after = self._anchor, {one: position for position, one in reversed(ahead)}
         near = self._position_after.get(token)
         if near is not None:
             found.append((self._nearby, near))
-        if self._num_unmatched <= MAX_SUBSTITUTED:
+        if self._num_unmatched <= MAX_SUBSTITUTED_TOKENS:
             found.append((self._substitution, self._anchor + self._num_unmatched))
         return found
 
-    def _after_longest_suffix(self) -> int | None:
+    def _position_after_longest_suffix(self) -> int | None:
         """Return the position after the longest suffix of the output in the prediction; of several, the first after the anchor."""
         best = None
         for index, length in enumerate(reversed(MATCH_LENGTHS)):
             if index == len(self._ends):
                 self._ends.append(_index_ngrams(self._token_ids, length))
             ends = self._ends[index].get(tuple(self._tail[-length:])) if len(self._tail) >= length else None
-            if not ends:  # then no longer suffix occurs either
+            if not ends:  # if a suffix does not occur, no longer suffix does
                 break
             first = bisect_left(ends, self._anchor)
             best = ends[first] if first < len(ends) else ends[-1]
@@ -149,7 +149,7 @@ class PredictionDrafter(Drafter):
         text = self._texts.get(request)
         if text is None or request.num_output_tokens - text.num_read > MAX_CATCH_UP_TOKENS:
             return True
-        text.read(request.token_ids[request.num_prompt_tokens + text.num_read :])
+        text.observe_tokens(request.token_ids[request.num_prompt_tokens + text.num_read :])
         return text.has_next
 
     def _draft(self, request: Request, budget: DraftBudget) -> DraftTree | None:
@@ -158,6 +158,6 @@ class PredictionDrafter(Drafter):
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = PredictedText(request.prediction_token_ids)
-        text.read(request.token_ids[request.num_prompt_tokens + text.num_read :])
+        text.observe_tokens(request.token_ids[request.num_prompt_tokens + text.num_read :])
         drafts = text.propose(budget.max_tokens)
         return DraftTree.chain(request.token_ids[-1], drafts, self.name, text.confidence(len(drafts))) if drafts else None

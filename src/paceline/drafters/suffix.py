@@ -19,9 +19,9 @@ from paceline.speculation.tree import DraftTree
 from paceline.speculation.tree_growth import Candidate, grow_tree
 
 MAX_MATCH = 16
-MAX_FOLLOWERS = 32  # distinct next tokens examined: if there are more, each is unlikely
+MAX_NEXT_TOKENS = 32  # distinct next tokens counted after a context: with more, each one is improbable
 MAX_SIBLINGS = 4
-SEPARATOR = -1  # between the texts of a store; no token id
+SEPARATOR = -1  # separates texts in a store; not a token id
 
 Match = tuple[int, int]
 """A context in an automaton: a state, and the number of the context's tokens (the longest string of the state may be longer)."""
@@ -48,7 +48,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._count, self._last_end = [-1], [0], [0], [0]
         self._last = 0
-        self._counted: int = 0  # the state of the text's last max_match + 1 tokens
+        self._counted: int = 0  # automaton state of the text's last max_match + 1 tokens
         self._counted_length: int = 0
 
     def append(self, token_id: int) -> None:
@@ -72,7 +72,7 @@ class SuffixAutomaton:
             links[made] = target
         self._count_ends(token_id)
 
-    def follow(self, match: Match, token_id: int) -> Match:
+    def extend_match(self, match: Match, token_id: int) -> Match:
         """Return the longest suffix of `match` + token, at most max_match tokens, that occurs in the text."""
         nexts, links, lengths = self._next, self._link, self._length
         state, length = self.normalize(match)
@@ -84,26 +84,26 @@ class SuffixAutomaton:
         return self.normalize((nexts[state][token_id], min(length + 1, self.max_match)))
 
     @property
-    def repeated(self) -> Match:
+    def repeated_suffix(self) -> Match:
         """The longest suffix of the text, at most max_match tokens, that also occurs earlier."""
         state = self._link[self._last] if self.size else 0
         if self._length[state] <= self.max_match:
             return state, self._length[state]
         return self.normalize((self._counted, self.max_match))
 
-    def followers(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
+    def next_tokens(self, match: Match, min_match: int) -> list[tuple[int, float, Match]]:
         """Return what followed the longest suffix of `match` that anything followed; empty if that is shorter than `min_match`.
 
         Args:
-            match: from `repeated`, `follow` or here, before the text grew further.
+            match: from `repeated_suffix`, `extend_match` or here, before the text grew further.
 
         Returns:
-            (token, its share of the occurrences, the context with it), the most frequent first, then the latest. Only the MAX_FOLLOWERS
+            (token, its share of the occurrences, the context with it), the most frequent first, then the latest. Only the MAX_NEXT_TOKENS
             tokens that followed first are counted.
         """
         state, length = match
         following = self._next[state]
-        while not following and state:  # it occurs only at the end of the text
+        while not following and state:  # a context that occurs only at the end of the text has no next token
             state = self._link[state]
             length = self._length[state]
             following = self._next[state]
@@ -111,15 +111,17 @@ class SuffixAutomaton:
             return []
         if len(following) == 1:
             ((token, then),) = following.items()
-            return [(token, 1.0, self._extend(then, length))] if token != SEPARATOR else []
+            return [(token, 1.0, self._longer_match(then, length))] if token != SEPARATOR else []
         counts, ends = self._count, self._last_end
         total = counts[state] - (ends[state] == self.size)
-        seen = [(-counts[then], -ends[then], token, then) for token, then in islice(following.items(), MAX_FOLLOWERS) if token != SEPARATOR]
+        seen = [
+            (-counts[then], -ends[then], token, then) for token, then in islice(following.items(), MAX_NEXT_TOKENS) if token != SEPARATOR
+        ]
         best = nsmallest(MAX_SIBLINGS, seen) if len(seen) > MAX_SIBLINGS else sorted(seen)
-        return [(token, -count / total, self._extend(then, length)) for count, _, token, then in best]
+        return [(token, -count / total, self._longer_match(then, length)) for count, _, token, then in best]
 
-    def run(self, match: Match, min_match: int, num_tokens: int) -> list[int]:
-        """Return up to `num_tokens` tokens after `match`, as long as `followers` has a single one."""
+    def unambiguous_tokens(self, match: Match, min_match: int, num_tokens: int) -> list[int]:
+        """Return up to `num_tokens` tokens after `match`, as long as each context has a single next token."""
         nexts, links, lengths, max_match = self._next, self._link, self._length, self.max_match
         state, length = match
         tokens: list[int] = []
@@ -141,12 +143,12 @@ class SuffixAutomaton:
                 state, length = self.normalize((state, length))
         return tokens
 
-    def _extend(self, state: int, length: int) -> Match:
+    def _longer_match(self, state: int, length: int) -> Match:
         """Return a context of `length` tokens and one more, which led to `state`."""
         return (state, length + 1) if length < self.max_match else self.normalize((state, length))
 
     def normalize(self, match: Match) -> Match:
-        """Return the same context after its state was split, or after its length was cut."""
+        """Return the same context with its current state, after a state was split or the context was cut."""
         state, length = match
         links, lengths = self._link, self._length
         while state and lengths[links[state]] >= length:
@@ -172,7 +174,7 @@ class SuffixAutomaton:
         """Count the new end position for every substring of up to max_match + 1 tokens that ends at the new token."""
         links, lengths, counts, ends, size = self._link, self._length, self._count, self._last_end, self.size
         state, length = self._counted, self._counted_length
-        while state and lengths[links[state]] >= length:  # it was split; as `normalize`, without the call
+        while state and lengths[links[state]] >= length:  # the state may have been split since; `normalize`, inlined
             state = links[state]
         state = self._next[state][token_id]
         if length <= self.max_match:
@@ -187,7 +189,7 @@ class SuffixAutomaton:
 
 
 MIN_MATCH = 2
-MIN_PATH_PROB = 0.2  # in the texts tried, nodes with less added rows but hardly any tokens
+MIN_PATH_PROB = 0.2  # measured: less probable nodes add rows to the pass but hardly any accepted tokens
 
 
 @dataclass(slots=True)
@@ -204,16 +206,16 @@ class _StoreMatch:
         if first > self.num_read:
             self.num_read, self.match = first, (0, 0)
         for token in token_ids[self.num_read :]:
-            self.match = self.automaton.follow(self.match, token)
-        self.match = self.automaton.normalize(self.match)  # the stored text may have grown since
+            self.match = self.automaton.extend_match(self.match, token)
+        self.match = self.automaton.normalize(self.match)  # the stored text may have grown since the last match
         self.num_read = len(token_ids)
 
 
 @dataclass(slots=True)
-class _Text:
-    """A request's own text, and its matches in the stored texts."""
+class _RequestText:
+    """A request's own tokens, and its matches in the stored texts."""
 
-    own: SuffixAutomaton
+    automaton: SuffixAutomaton
     stored: list[_StoreMatch] = field(default_factory=list)
 
 
@@ -221,7 +223,7 @@ class SuffixStore:
     """Finished outputs that later requests of the same namespace draft from. Its size is bounded; the oldest outputs are dropped first.
 
     Args:
-        max_tokens: of one namespace.
+        max_tokens: maximum number of tokens stored per namespace.
         max_namespaces: the least recently used one is dropped.
 
     Raises:
@@ -233,11 +235,11 @@ class SuffixStore:
             if value < 1:
                 raise ConfigError(f"{name} of a suffix store is {value}: use a whole number from 1, or no store")
         self._half, self._max_namespaces, self._max_match = max(1, max_tokens // 2), max_namespaces, max_match
-        # two automata each: tokens cannot be removed from an automaton, so the older one is dropped as a whole
+        # two automata per namespace: tokens cannot be removed from one, so the older one is dropped as a whole
         self._texts: OrderedDict[str, list[SuffixAutomaton]] = OrderedDict()
 
     def add(self, namespace: str, token_ids: Sequence[int]) -> None:
-        """Add an output; of one that is too long, its end."""
+        """Add a finished output; if it is too long, only its end."""
         kept = token_ids[-(self._half - 1) :] if self._half > 1 else []
         automata = self._texts.setdefault(namespace, [])
         self._texts.move_to_end(namespace)
@@ -253,12 +255,12 @@ class SuffixStore:
         """Return the automata of a namespace, the older one first."""
         return self._texts.get(namespace, ())
 
-    def num_tokens(self, namespace: str) -> int:
+    def num_stored_tokens(self, namespace: str) -> int:
         """Return the number of stored tokens, separators between outputs included."""
         return sum(automaton.size for automaton in self.automata(namespace))
 
     def clear(self, namespace: str | None = None) -> None:
-        """Clear one namespace, or all of them."""
+        """Remove the stored outputs of one namespace, or of all."""
         if namespace is None:
             self._texts.clear()
         else:
@@ -280,7 +282,7 @@ class SuffixDrafter(Drafter):
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"min_match is {min_match} and max_match {max_match}: use 1 <= min_match <= max_match")
         self._min_match, self._max_match, self._store = min_match, max_match, store
-        self._texts = RequestState[_Text]()
+        self._texts = RequestState[_RequestText]()
         shared = "" if store is None else ", and in its namespace's finished outputs"
         self.traits = DrafterTraits(
             f"suffix (what followed the last {min_match} or more tokens before, by frequency{shared})", is_lookup=True
@@ -292,33 +294,33 @@ class SuffixDrafter(Drafter):
     def has_candidates(self, request: Request) -> bool:
         text = self._texts.get(request)
         is_shared = self._store is not None and request.namespace is not None
-        if text is None or is_shared or len(request.token_ids) - text.own.size > MAX_CATCH_UP_TOKENS:
+        if text is None or is_shared or len(request.token_ids) - text.automaton.size > MAX_CATCH_UP_TOKENS:
             return True
-        for token in request.token_ids[text.own.size :]:
-            text.own.append(token)
-        return text.own.repeated[1] >= self._min_match
+        for token in request.token_ids[text.automaton.size :]:
+            text.automaton.append(token)
+        return text.automaton.repeated_suffix[1] >= self._min_match
 
     def release(self, request: Request) -> None:
-        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # neither aborted nor failed
+        is_whole = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)  # the request was neither aborted nor did it fail
         if self._store is not None and request.namespace is not None and is_whole:
             self._store.add(request.namespace, request.output_token_ids)
 
     def _draft(self, request: Request, budget: DraftBudget) -> DraftTree | None:
         text = self._texts.get(request)
         if text is None:
-            text = self._texts[request] = _Text(SuffixAutomaton(self._max_match))
-        automaton = text.own
+            text = self._texts[request] = _RequestText(SuffixAutomaton(self._max_match))
+        automaton = text.automaton
         for token in request.token_ids[automaton.size :]:
             automaton.append(token)
-        match = automaton.repeated
-        for stored in self._stored(text, request):
+        match = automaton.repeated_suffix
+        for stored in self._matches_in_store(text, request):
             if stored.match[1] > match[1]:
                 automaton, match = stored.automaton, stored.match
         if match[1] < self._min_match:
             return None
         return self._grow(automaton, match, request.token_ids[-1], budget)
 
-    def _stored(self, text: _Text, request: Request) -> list[_StoreMatch]:
+    def _matches_in_store(self, text: _RequestText, request: Request) -> list[_StoreMatch]:
         if self._store is None or request.namespace is None:
             return []
         known = {id(stored.automaton): stored for stored in text.stored}
@@ -329,11 +331,11 @@ class SuffixDrafter(Drafter):
 
     def _grow(self, automaton: SuffixAutomaton, match: Match, root_token_id: int, budget: DraftBudget) -> DraftTree | None:
         wanted = budget.max_tokens
-        certain = automaton.run(match, self._min_match, wanted)
-        if len(certain) == wanted > 0:  # the most frequent case; no tree is better
+        certain = automaton.unambiguous_tokens(match, self._min_match, wanted)
+        if len(certain) == wanted > 0:  # a single continuation is the most frequent case, and no tree is better
             return DraftTree.chain(root_token_id, certain, self.name, match_confidence(match[1], wanted))
 
         def expand(context: Match) -> list[Candidate[Match]]:
-            return [(token, prob, self.name, then) for token, prob, then in automaton.followers(context, self._min_match)]
+            return [(token, prob, self.name, then) for token, prob, then in automaton.next_tokens(context, self._min_match)]
 
         return grow_tree(root_token_id, budget, match, expand, least_prob=MIN_PATH_PROB)

@@ -71,11 +71,11 @@ class LoadedTarget:
     @property
     def head_options(self) -> HeadOptions:
         """The user's options for heads."""
-        return HeadOptions.of(self.speculation.drafter_options)
+        return HeadOptions.parse(self.speculation.drafter_options)
 
     @property
     def lm_head_of(self) -> Network | None:
-        """The runtime whose vocabulary matrix heads without one share; None = heads quantise their own copy."""
+        """The runtime whose lm_head is shared by heads without one; None = such heads quantise a copy."""
         return self.runtime if self.head_quant is None else None
 
     def quantized(self, weights: Weights, files: Sequence[Path], *, as_draft_model: bool = False) -> Weights:

@@ -38,7 +38,7 @@ class Adapters:
 
     @property
     def all(self) -> Sequence[Adapter]:
-        """The adapters, in the order of `names`."""
+        """The loaded adapters, in the order of `names`."""
         return [loaded.adapter for loaded in self._by_name.values()]
 
     def check_free(self, name: str) -> None:

@@ -74,7 +74,7 @@ class AsyncEngine:
         if not isinstance(loaded, LoadedEngine):
             raise ConfigError(f"AsyncEngine takes a loaded engine, not {loaded!r}: use AsyncEngine.open(model)")
         self._worker = _Worker(loaded)
-        # the worker must not refer to this object; at interpreter exit its daemon thread ends by itself
+        # a worker without a reference to this object lets it be garbage-collected; its daemon thread ends at exit
         weakref.finalize(self, self._worker.close).atexit = False
 
     @classmethod
@@ -136,10 +136,10 @@ class AsyncEngine:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[tuple[int, StreamChunk]]:
         """Complete prompts and yield each new chunk with the index of its prompt; chunks and cancellation as for `stream`."""
-        requests = await self._make(self._encode(prompts), sampling_params, options, is_streamed=True)
+        requests = await self._make_requests(self._encode(prompts), sampling_params, options, is_streamed=True)
         starts = accumulate(int(request.sample_index == 0) for request in requests)  # the samples of a prompt are consecutive
         index_of = {request: start - 1 for request, start in zip(requests, starts, strict=True)}
-        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=True)) as updates:
             async for request, chunk in updates:
                 yield index_of[request], chunk
 
@@ -175,35 +175,35 @@ class AsyncEngine:
         """End all requests with the finish reason "abort", free everything and end the thread. May be called again."""
         self._worker.close()
         if (sandbox := self.loaded.input_processor.compiler.sandbox) is not None:
-            sandbox.close()  # a grammar that is compiling would keep a thread, and the engine, alive
+            sandbox.close()  # ends a running compilation, which would keep a thread and the engine alive
         await asyncio.to_thread(self._worker.join)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> Callable[[], list[list[int]]]:
         return lambda: [self.loaded.input_processor.prompt_ids(one) for one in as_prompts(prompts)]
 
     async def _collect(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> list[RequestOutput]:
-        requests = await self._make(prompts, params, options, is_streamed=False)
+        requests = await self._make_requests(prompts, params, options, is_streamed=False)
         outputs: dict[EngineRequest, RequestOutput] = {}
-        async with aclosing(self._follow(requests, sends_chunks=False)) as updates:
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=False)) as updates:
             async for request, chunk in updates:
                 if chunk.output is not None:
                     outputs[request] = chunk.output
         return [outputs[request] for request in requests]
 
     async def _stream(self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions) -> AsyncIterator[StreamChunk]:
-        requests = await self._make(prompts, params, options, is_streamed=True)
-        async with aclosing(self._follow(requests, sends_chunks=True)) as updates:
+        requests = await self._make_requests(prompts, params, options, is_streamed=True)
+        async with aclosing(self._run_and_yield_updates(requests, sends_chunks=True)) as updates:
             async for _, chunk in updates:
                 yield chunk
 
-    async def _make(
+    async def _make_requests(
         self, prompts: Callable[[], list[list[int]]], params: Params, options: RequestOptions, *, is_streamed: bool
     ) -> list[EngineRequest]:
-        """Make requests in a separate thread, because tokenising and compiling grammars would block the event loop or the engine."""
+        """Make requests in a separate thread: tokenizing and compiling grammars would block the event loop or the engine."""
         self._worker.check_open()
         return await asyncio.to_thread(lambda: self.loaded.requests(prompts(), params, options, is_streamed=is_streamed))
 
-    async def _follow(
+    async def _run_and_yield_updates(
         self, requests: Sequence[EngineRequest], *, sends_chunks: bool
     ) -> AsyncGenerator[tuple[EngineRequest, StreamChunk], None]:
         """Run requests and yield their updates until all have ended; abort them if the generator is closed before."""
@@ -251,9 +251,9 @@ class _Worker:
     def __init__(self, loaded: LoadedEngine) -> None:
         self.loaded = loaded
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
-        self._inbox_lock = Lock()  # no command may follow the one that ends the thread
+        self._inbox_lock = Lock()  # held so that no command is queued after the one that ends the thread
         self._listeners: dict[EngineRequest, _Listener] = {}  # used by the thread only
-        self._closed: tuple[type[PacelineError], str] | None = None  # the error for later callers
+        self._closed: tuple[type[PacelineError], str] | None = None  # error type and text for calls after the end of the thread
         self._is_ending = False
         self._process_id = os.getpid()
         self.thread = Thread(target=self._run_until_closed, name="paceline-engine", daemon=True)
@@ -285,12 +285,12 @@ class _Worker:
 
     def close(self) -> None:
         """End all requests with the finish reason "abort", free everything and end the thread soon. May be called again."""
-        if not self._is_own_process:  # the thread does not exist here, and its locks may be held for ever
+        if not self._is_own_process:  # a forked process has no such thread, and locks may be held for ever
             return
         with self._inbox_lock:
             if self._closed is None:
                 self._closed = ConfigError, "the engine is closed: open another one"
-                self._inbox.put(_Command(self._end, lambda _: None))
+                self._inbox.put(_Command(self._close_engine, lambda _: None))
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -301,7 +301,7 @@ class _Worker:
     def _is_own_process(self) -> bool:
         return self._process_id == os.getpid()
 
-    # The methods below run in the thread.
+    # The methods below run in the engine's thread.
 
     def _run_until_closed(self) -> None:
         fault: BaseException | None = None
@@ -324,7 +324,7 @@ class _Worker:
             self._run_commands(is_idle=not engine.has_work)
             if engine.has_work:
                 engine.step()
-        except BaseException as error:  # errors of single requests are handled in the step
+        except BaseException as error:  # errors of single requests are handled inside the step
             log.exception("a step of the engine failed")
             self._fail_all(as_exception(error))
         self._send_updates()
@@ -345,7 +345,7 @@ class _Worker:
     def _add(self, listeners: Sequence[_Listener]) -> None:
         engine = self.loaded.engine
         for listener in listeners:
-            engine.check(listener.request)  # raises to the caller before any of its requests runs
+            engine.check(listener.request)  # raises to the caller before any of the requests runs
         for listener in listeners:
             engine.add(listener.request)
             self._listeners[listener.request] = listener
@@ -355,7 +355,7 @@ class _Worker:
             self.loaded.engine.abort(listener.request)
             self._listeners.pop(listener.request, None)
 
-    def _end(self) -> None:
+    def _close_engine(self) -> None:
         self._is_ending = True
 
     def _shut_down(self, fault: BaseException | None) -> None:
@@ -391,7 +391,7 @@ class _Worker:
             if request.is_finished:
                 del self._listeners[request]
         for loop, updates in by_loop.items():
-            if not _call_soon(loop, _put_all, updates):  # the loop is closed, so no caller waits
+            if not _call_soon(loop, _put_all, updates):  # if the loop is closed, no caller waits
                 self._abort([listener for listener, _ in updates])
 
     def _update_of(self, listener: _Listener) -> StreamChunk | Exception:
@@ -400,7 +400,7 @@ class _Worker:
             return request.error
         try:
             chunk = self.loaded.chunk(request, listener.num_sent)
-        except BaseException as error:  # its tokens cannot be decoded
+        except BaseException as error:  # the tokens of this request cannot be decoded
             self.loaded.engine.abort(request)
             return as_exception(error)
         listener.num_sent = request.num_output_tokens

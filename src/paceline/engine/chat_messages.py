@@ -39,7 +39,7 @@ def template_tool(tool: Tool) -> dict[str, Any]:
 def typed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Add the missing types and descriptions of properties, for templates that read them unchecked."""
     function = tool["function"]
-    return {**tool, "function": {**function, "parameters": _typed(function["parameters"], is_root=True)}}
+    return {**tool, "function": {**function, "parameters": _with_property_types(function["parameters"], is_root=True)}}
 
 
 def with_plain_texts(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -123,7 +123,7 @@ def with_sequential_calls(messages: Sequence[Message]) -> list[Message]:
 def with_texts_in_reasoning(messages: Sequence[Message]) -> list[Message]:
     """Move the content of messages with reasoning and calls into the reasoning, for templates that refuse both next to calls."""
     return [
-        {**message, "reasoning_content": _joined(message["reasoning_content"], message["content"]), "content": ""}
+        {**message, "reasoning_content": _join_texts(message["reasoning_content"], message["content"]), "content": ""}
         if message.get("tool_calls") and message.get("reasoning_content") and message.get("content")
         else message
         for message in messages
@@ -138,7 +138,7 @@ def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
         if last is None or last.get("role") != message.get("role") or message.get("role") not in ("system", "user", "assistant"):
             found.append(message)
             continue
-        merged = {**last, **message, "content": _joined(last.get("content"), message.get("content"))}
+        merged = {**last, **message, "content": _join_texts(last.get("content"), message.get("content"))}
         if last.get("tool_calls") and message.get("tool_calls"):
             merged["tool_calls"] = [*last["tool_calls"], *message["tool_calls"]]
         found[-1] = merged
@@ -147,13 +147,13 @@ def with_merged_turns(messages: Sequence[Message]) -> list[Message]:
 
 def with_folded_system(messages: Sequence[Message]) -> list[Message]:
     """Move system texts to the beginning of the next user message, for templates without a system role."""
-    return _folded(messages, 0)
+    return _fold_system_messages(messages, 0)
 
 
 def with_folded_later_system(messages: Sequence[Message]) -> list[Message]:
     """Move system texts as `with_folded_system` does, except those that begin the conversation."""
     first = next((index for index, message in enumerate(messages) if message.get("role") != "system"), len(messages))
-    return _folded(messages, first)
+    return _fold_system_messages(messages, first)
 
 
 def with_generic_tools(messages: Sequence[Message], description: str) -> list[Message]:
@@ -168,7 +168,7 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
         message = dict(given)
         calls = message.pop("tool_calls", None)
         if calls:
-            message["content"] = _joined(message.get("content"), "\n".join(map(_call_json, calls)), "\n")
+            message["content"] = _join_texts(message.get("content"), "\n".join(map(_call_json, calls)), "\n")
         elif message.get("role") == "tool":
             name = message.get("name")
             title = f"Result of {name}:\n" if name else "Result:\n"
@@ -181,7 +181,7 @@ def with_generic_tools(messages: Sequence[Message], description: str) -> list[Me
     if not description:
         return found
     if found and found[0].get("role") == "system":
-        return [{**found[0], "content": _joined(found[0].get("content"), description)}, *found[1:]]
+        return [{**found[0], "content": _join_texts(found[0].get("content"), description)}, *found[1:]]
     return [{"role": "system", "content": description}, *found]
 
 
@@ -207,22 +207,22 @@ def _as_tool(index: int, given: object) -> Tool:
     return Tool(name=name, description=description, parameters=parameters, strict=function.get("strict") is True)
 
 
-def _typed(schema: Any, *, is_root: bool = False) -> Any:
-    """Return a schema in which each property has one type and a description."""
+def _with_property_types(schema: Any, *, is_root: bool = False) -> Any:
+    """Return a JSON schema in which each property has one type and a description."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
     if isinstance(found.get("properties"), Mapping):
-        found["properties"] = {name: _typed(one) for name, one in found["properties"].items()}
+        found["properties"] = {name: _with_property_types(one) for name, one in found["properties"].items()}
     if "items" in found:
-        found["items"] = _typed(found["items"])
-    found["type"] = _type_of(schema)
+        found["items"] = _with_property_types(found["items"])
+    found["type"] = _infer_type(schema)
     if not is_root:
         found.setdefault("description", "")
     return found
 
 
-def _type_of(schema: Mapping[str, Any]) -> str:
+def _infer_type(schema: Mapping[str, Any]) -> str:
     given = schema.get("type")
     if isinstance(given, str):
         return given
@@ -239,11 +239,11 @@ def _template_call(place: str, call: object) -> dict[str, Any]:
             parameter="messages",
         )
     others = {name: value for name, value in call.items() if name not in ("type", "function", "name", "arguments")}
-    return {**others, "type": "function", "function": {**function, "arguments": _parsed(function.get("arguments"))}}
+    return {**others, "type": "function", "function": {**function, "arguments": _parse_arguments(function.get("arguments"))}}
 
 
-def _parsed(arguments: Any) -> Any:
-    """Parse arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
+def _parse_arguments(arguments: Any) -> Any:
+    """Parse call arguments that are the JSON of an object; return others unchanged, such as those of an incomplete call."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -269,35 +269,35 @@ def _call_json(call: Mapping[str, Any]) -> str:
     return json.dumps({"tool_call": {"name": function["name"], "arguments": function["arguments"]}}, ensure_ascii=False)
 
 
-def _folded(messages: Sequence[Message], first: int) -> list[Message]:
+def _fold_system_messages(messages: Sequence[Message], first: int) -> list[Message]:
     found: list[Message] = list(messages[:first])
     pending = ""
     for message in messages[first:]:
         if message.get("role") == "system":
-            pending = _joined(pending, message.get("content"))
+            pending = _join_texts(pending, message.get("content"))
             continue
         if pending and message.get("role") != "user":
-            if message.get("role") == "tool":  # a result belongs directly after its call
+            if message.get("role") == "tool":  # a tool result must directly follow its call
                 found.append(message)
                 continue
             found.append({"role": "user", "content": pending})
             pending = ""
-        found.append({**message, "content": _joined(pending, message.get("content"))} if pending else message)
+        found.append({**message, "content": _join_texts(pending, message.get("content"))} if pending else message)
         pending = ""
     return [*found, {"role": "user", "content": pending}] if pending else found
 
 
-def _joined(first: Any, second: Any, separator: str = "\n\n") -> str:
+def _join_texts(first: Any, second: Any, separator: str = "\n\n") -> str:
     return separator.join(str(text) for text in (first, second) if text)
 
 
 def _with_plain_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     given: object = message
-    content = given.get("content") if isinstance(given, Mapping) else None  # other forms are rejected later
-    return {**message, "content": "\n".join(map(_text_of, content))} if isinstance(content, list | tuple) else message
+    content = given.get("content") if isinstance(given, Mapping) else None  # malformed tool calls are rejected later
+    return {**message, "content": "\n".join(map(_text_of_part, content))} if isinstance(content, list | tuple) else message
 
 
-def _text_of(part: object) -> str:
+def _text_of_part(part: object) -> str:
     way_out = "give {'type': 'text', 'text': ...}"
     if isinstance(part, str):
         return part

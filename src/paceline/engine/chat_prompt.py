@@ -41,7 +41,7 @@ from paceline.parsing.tools import Tool
 from paceline.tokenizer.control_text import strings_in
 from paceline.tokenizer.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # it builds prompts with this module
+if TYPE_CHECKING:  # import cycle: the input processor builds prompts with this module
     from paceline.engine.input_processor import InputProcessor
 
 RESERVED_OPTIONS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -61,7 +61,7 @@ _ADAPTATIONS: tuple[Adaptation, ...] = (
 _NEED_CONTENT = ("system", "developer", "user")
 """Roles whose messages are nothing but their content."""
 _MAX_RETRY_SECONDS = 1.0
-_PROMPT_TAIL = 16  # tokens at the end of a prompt that may open reasoning
+_NUM_PROMPT_TAIL_TOKENS = 16  # last prompt tokens that are searched for an opened reasoning section
 _SEARCHED = re.compile(r"""(?:split|partition|find|index)\(\s*(?:'([^']+)'|"([^"]+)")|(?:'([^']+)'|"([^"]+)")\s+(?:not\s+)?in\s""")
 _FIRST_PROBE, _LATER_PROBE, _DEVELOPER_PROBE = "firstsystemprobe", "latersystemprobe", "developerprobe"
 _USER, _ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -97,11 +97,11 @@ class ChatOutputParser:
     in_reasoning: bool = False
 
     @classmethod
-    def of_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
+    def for_prompt(cls, tokenizer: Tokenizer, formats: OutputFormat, prompt: ChatPrompt, tools: Sequence[Tool]) -> "ChatOutputParser":
         """Return the parser for the outputs of a prompt."""
         if prompt.uses_generic_tools:
             formats = replace(formats, tool_call_parser=GENERIC)
-        tail = tokenizer.decode(prompt.token_ids[-_PROMPT_TAIL:], skip_special_tokens=False)
+        tail = tokenizer.decode(prompt.token_ids[-_NUM_PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
         return cls(formats, tuple(tools), formats.has_opened_reasoning(tail))
 
     def shown_token_ids(self, tokenizer: Tokenizer) -> list[int]:
@@ -110,11 +110,11 @@ class ChatOutputParser:
         return [token_id for token_id in ids if token_id is not None]
 
     def stream(self, *, sample: int = 0, several: bool = True) -> OutputStream:
-        """Return a parser of one sample whose text arrives in pieces."""
+        """Return a parser for the streamed text of one sample."""
         return self.formats.stream(self.tools, sample=sample, several=several, in_reasoning=self.in_reasoning)
 
     def parsed(self, output: RequestOutput) -> RequestOutput:
-        """Return a whole output with its content, reasoning and tool calls."""
+        """Return a finished output with content, reasoning and tool calls parsed from its text."""
         stream = self.stream(sample=output.sample_index)
         events = [*stream.push(output.text), *stream.finish()]
         found = ParsedOutput.of_events(events, stream.sink.broken_off)
@@ -186,12 +186,12 @@ def chat_prompt(
     )
     takes_tools = input_processor.tokenizer.template_uses("tools") or not (described or has_calls(plain))
     if takes_tools:
-        prompt, text = _rendered(conversation)
+        prompt, text = _render_and_encode(conversation)
         if all(tool.name in text for tool in described):
-            return _reported(input_processor, prompt)
+            return _log_notices(input_processor, prompt)
     messages = with_generic_tools(conversation.messages, generic_tool_prompt(described) if described else "")
-    prompt, _ = _rendered(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
-    return _reported(input_processor, replace(prompt, uses_generic_tools=bool(described)))
+    prompt, _ = _render_and_encode(replace(conversation, messages=messages, tools=(), notices=(GENERIC_TOOLS,)))
+    return _log_notices(input_processor, replace(prompt, uses_generic_tools=bool(described)))
 
 
 def check_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
@@ -246,8 +246,8 @@ def _check_message(index: int, message: object) -> None:
         raise RequestError(f"messages[{index}].content is missing: give a text", parameter=f"messages[{index}].content")
 
 
-def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
-    """Render and encode a conversation; return the prompt and its text."""
+def _render_and_encode(conversation: _Conversation) -> tuple[ChatPrompt, str]:
+    """Render and encode a conversation; return the prompt, and its text before encoding."""
     conversation = _with_shown_system(conversation)
     tokenizer, template = conversation.input_processor.tokenizer, conversation.template
     given: list[Any] = [*conversation.messages, list(conversation.tools), dict(conversation.options)]
@@ -260,7 +260,7 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
         messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end} "}
     text, notices = _render_accepted(replace(conversation, messages=messages, tools=tools, options=options))
     if end:
-        text = _cut_after(text, end)
+        text = _text_before_mark(text, end)
     conversation.input_processor.check_num_chars(len(text))
     if is_escaped:
         text = escaped.unescape_json(text)
@@ -271,7 +271,7 @@ def _rendered(conversation: _Conversation) -> tuple[ChatPrompt, str]:
     return ChatPrompt(token_ids=ids, notices=(*conversation.notices, *notices)), text
 
 
-def _cut_after(text: str, end: str) -> str:
+def _text_before_mark(text: str, end: str) -> str:
     """Return the text before `end`, the mark that was added to the last message.
 
     If the template strips that message, white space before the mark is removed as well.
@@ -297,7 +297,7 @@ def _has_developer_role(tokenizer: Tokenizer, messages: Messages) -> bool:
 
 
 def _with_shown_system(conversation: _Conversation) -> _Conversation:
-    """Move system messages into user messages if the template does not render them."""
+    """Return the conversation with system messages moved into user messages, if the template does not render them."""
     messages, tokenizer, has_tools = conversation.messages, conversation.input_processor.tokenizer, bool(conversation.tools)
     if not any(message.get("role") in ("system", "developer") for message in messages):
         return conversation
@@ -320,17 +320,17 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
         RequestError: the template rejects every variant; the error is that of the unchanged conversation.
     """
     started_s, first_error = time.monotonic(), None
-    for changed, chosen in _variants(conversation):
+    for changed, chosen in _adapted_variants(conversation):
         try:
             text = changed.text(changed.messages)
         except RequestError as error:
             first_error = first_error or error
-            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit does so for each variant
+            if time.monotonic() - started_s > _MAX_RETRY_SECONDS:  # a template that exceeds its time limit would do so for each variant
                 break
             continue
-        if arguments_as_text not in chosen and _shows_python(changed.messages, text):
+        if arguments_as_text not in chosen and _has_python_repr_arguments(changed.messages, text):
             text = changed.text(arguments_as_text(changed.messages))
-        if with_folded_system not in chosen and not _shows_system(changed.messages, text):
+        if with_folded_system not in chosen and not _has_all_system_messages(changed.messages, text):
             folded = with_folded_system(changed.messages)
             with suppress(RequestError):
                 return changed.text(folded), (FOLDED_SYSTEM,)
@@ -339,12 +339,12 @@ def _render_accepted(conversation: _Conversation) -> tuple[str, tuple[str, ...]]
     raise first_error
 
 
-def _shows_system(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a prompt has all system messages. Mistral Nemo's template renders them only if a user message is last."""
+def _has_all_system_messages(messages: Sequence[Message], text: str) -> bool:
+    """Return whether a rendered prompt has all system messages. Mistral Nemo's template needs a user message at the end for that."""
     return all(str(one.get("content") or "").strip() in text for one in messages if one.get("role") == "system")
 
 
-def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
+def _adapted_variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequence[Adaptation]]]:
     """Yield the distinct variants of a conversation with their changes, those with the fewest changes first."""
     typed = [typed_tool(tool) for tool in conversation.tools]
     forms = [conversation.tools] if typed == conversation.tools else [conversation.tools, typed]
@@ -359,7 +359,7 @@ def _variants(conversation: _Conversation) -> Iterator[tuple[_Conversation, Sequ
                 yield from ((replace(conversation, messages=messages, tools=tools), chosen) for tools in forms)
 
 
-def _shows_python(messages: Sequence[Message], text: str) -> bool:
+def _has_python_repr_arguments(messages: Sequence[Message], text: str) -> bool:
     """Return whether the template wrote arguments as Python's repr, with single quotes, instead of JSON."""
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls") or ()]
     return any(f"{given}" in text for given in arguments if isinstance(given, dict) and f"{given}".startswith("{'"))
@@ -371,8 +371,8 @@ def _searched_marks(messages: Sequence[Message], template: str) -> dict[int, lis
     return {index: marks for index, message in enumerate(messages) if marks and message.get("role") == "assistant"}
 
 
-def _reported(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
-    """Report the notices of a prompt, and return the prompt."""
+def _log_notices(input_processor: "InputProcessor", prompt: ChatPrompt) -> ChatPrompt:
+    """Log the notices of a prompt, and return the prompt."""
     for notice in prompt.notices:
         input_processor.notify(notice)
     return prompt

@@ -52,8 +52,8 @@ class EngineStats:
         num_running, num_waiting: requests now.
         prompt_tokens, num_cached_tokens, completion_tokens: `num_cached_tokens` are the prompt tokens of prefix hits.
         drafter_failures: how often a drafter raised or returned an invalid draft; the step was plain.
-        inter_token_latency: of all requests together.
-        speculation: of all requests together.
+        inter_token_latency: histogram over all requests.
+        speculation: statistics of speculation over all requests.
     """
 
     num_steps: int = 0
@@ -106,7 +106,7 @@ class StepLock:
         self._is_drain_due = False
 
     @property
-    def is_mine(self) -> bool:
+    def is_held_by_this_thread(self) -> bool:
         """Whether this thread holds the lock."""
         return self._owner == get_ident()
 
@@ -133,13 +133,13 @@ class StepLock:
             self._drain_if_due()
 
     def request_drain(self) -> None:
-        """Drain the queues now, or let the thread that holds the lock do it; never wait."""
+        """Apply the queued changes now, or let the thread that holds the lock do it; never wait."""
         self._is_drain_due = True
         self._drain_if_due()
 
     def _drain_if_due(self) -> None:
-        """Drain if the lock is free. If another thread holds it, that thread calls this after releasing it."""
-        while self._is_drain_due and not self.is_mine and self._lock.acquire(blocking=False):
+        """Apply the queued changes if the lock is free. A thread that holds it calls this after releasing it."""
+        while self._is_drain_due and not self.is_held_by_this_thread and self._lock.acquire(blocking=False):
             try:
                 self._owner, self._is_drain_due = get_ident(), False
                 self._drain()
@@ -153,7 +153,7 @@ class StepLock:
                 raise ConfigError("this process was forked while another thread used the model: load the model in each process")
             self._lock, self._process_id = Lock(), os.getpid()
             self._after_fork()
-        if self.is_mine:
+        if self.is_held_by_this_thread:
             raise ConfigError("the model was called from within its own step, by a processor or a drafter: call it from outside")
 
 
@@ -163,7 +163,7 @@ class Engine:
     Args:
         runtime, cache: the target.
         speculator: drafters and draft length policy.
-        limits: of a pass.
+        limits: limits of a pass.
     """
 
     def __init__(self, runtime: Network, cache: KVCache, speculator: Speculator, limits: SchedulerLimits) -> None:
@@ -172,14 +172,14 @@ class Engine:
         self.scheduler = Scheduler(blocks, limits, self._is_ready)
         self.adapters = Adapters(runtime)
         self._stats = EngineStats()
-        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # the thread of its last step, its requests
+        self._runs: dict[object, tuple[int, Sequence[EngineRequest]]] = {}  # per open `run`, the thread of its last step and its requests
         self._lock = StepLock(self._apply_adds_and_aborts, self._abort_runs_of_other_threads)
         self._to_add: deque[EngineRequest] = deque()
         self._to_abort: deque[EngineRequest] = deque()
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, no open `run` and no `held`."""
+        """Whether there is no request, no open `run`, and no caller in `held`."""
         return not self._runs and not self.has_work
 
     @property
@@ -190,16 +190,16 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """A copy of the counters."""
-        with nullcontext() if self._lock.is_mine else self.between_steps():
+        with nullcontext() if self._lock.is_held_by_this_thread else self.between_steps():
             stats = deepcopy(self._stats)
         stats.num_running, stats.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_mixture_passes
+        stats.num_preemptions, stats.num_mixture_passes = self.scheduler.num_preemptions, self.runtime.num_xlora_passes
         stats.drafter_failures = self.speculator.num_failures
         return stats
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the engine from being idle, for a caller that is about to run requests."""
+        """Context manager: keep the engine from being idle while a caller prepares requests."""
         run = object()
         self._runs[run] = get_ident(), ()
         try:
@@ -330,7 +330,7 @@ class Engine:
             request.stats.acceptance = self.speculator.acceptance.value
             try:
                 self.adapters.hold(request)
-            except RequestError as error:  # its adapter was removed after `check`
+            except RequestError as error:  # the request's adapter was removed after `check`
                 request.fail(error)
             request.sequence = self.cache.new_sequence(request.prefix_salt)
             if request.is_finished:
@@ -366,7 +366,7 @@ class Engine:
             if not is_interrupt(error):
                 self._fail_pass(requests, as_exception(error))
                 return
-            # an interrupt outside the pass may have left any part of the step undone
+            # an interrupt outside the pass may have left the step half done
             self._fail_pass(requests, PacelineError(f"the pass was interrupted ({type(error).__name__}); send the request again"))
             raise
         now = time.perf_counter()
@@ -426,7 +426,7 @@ class Engine:
         self.adapters.release(request)
         self.cache.release(request.sequence)
         self.speculator.release(request)
-        request.drafting.clear()  # the caller may keep the request
+        request.drafting.clear()  # free drafter state, because the caller may keep the request object
 
 
 def raise_error(requests: Sequence[EngineRequest]) -> None:

@@ -97,7 +97,7 @@ class InputProcessor:
         prompt_options, request = split_chat_options(options)
         formats = OutputFormat.of(self.tokenizer, options.get("tool_call_parser", AUTO), options.get("reasoning_parser", AUTO))
         prompt = chat_prompt(self, messages, **prompt_options)
-        parser = ChatOutputParser.of_prompt(self.tokenizer, formats, prompt, as_tools(options.get("tools") or ()))
+        parser = ChatOutputParser.for_prompt(self.tokenizer, formats, prompt, as_tools(options.get("tools") or ()))
         if shown := parser.shown_token_ids(self.tokenizer):
             request = {**request, "shown_token_ids": [*request.get("shown_token_ids", ()), *shown]}
         return self.prompt_ids(prompt.token_ids), parser, request
@@ -144,9 +144,9 @@ class InputProcessor:
             raise RequestError(f"cache_salt is {salt!r}: give a string, or None", parameter="cache_salt")
         speculation = SpeculationOptions.parse(options.get("speculation"))
         salt_bytes = salt.encode() if isinstance(salt, str) else salt or b""
-        predictions = self._predictions(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
+        predictions = self._prediction_ids_of_prompts(options.get("prediction"), num_prompts, are_predictions_read=are_predictions_read)
         shown_ids = as_ids(options.get("shown_token_ids", ()), "shown_token_ids")
-        adapters = _adapters(options.get("adapter"), num_prompts)
+        adapters = _adapter_names(options.get("adapter"), num_prompts)
         return [
             PromptOptions(
                 speculation=speculation,
@@ -191,11 +191,11 @@ class InputProcessor:
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             params=params,
-            processor=self._processor(prompt, params),
-            sequence=CachedSequence(),  # replaced when the engine adds the request
+            processor=self._logits_processor(prompt, params),
+            sequence=CachedSequence(),  # the engine assigns the real sequence when it adds the request
             seed=resolve_seed(params) if seed is None else seed,
             sample_index=0,
-            max_len=min(self._max_len(len(prompt)), len(prompt) + params.max_tokens),
+            max_len=min(self._max_total_len(len(prompt)), len(prompt) + params.max_tokens),
             end_token_ids=frozenset(ends),
             text_stop=text_stop,
             num_speculative_tokens=options.speculation.num_speculative_tokens if options.speculation.enabled else 0,
@@ -249,7 +249,7 @@ class InputProcessor:
         ids = list(request.output_token_ids)
         first_token_s = request.first_token_s or request.finished_s
         return RequestOutput(
-            text=self._text(request, ids),
+            text=self._output_text(request, ids),
             token_ids=ids,
             prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
             finish_reason=(request.finish_reason or FinishReason.LENGTH).value,
@@ -270,7 +270,7 @@ class InputProcessor:
     def _usage(self, request: EngineRequest) -> Usage:
         return Usage(request.num_prompt_tokens, len(request.token_ids) - request.num_prompt_tokens, request.num_cached_tokens)
 
-    def _processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
+    def _logits_processor(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogitsProcessor:
         params.check_vocabulary(self.vocab_size)
         grammar = None if params.grammar is None else self.compiler.matcher(params.grammar, prompt_token_ids)
         if self.suppressed_token_ids:
@@ -288,7 +288,7 @@ class InputProcessor:
     def _encode_as_text(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _predictions(self, prediction: object, num_prompts: int, *, are_predictions_read: bool) -> list[tuple[int, ...]]:
+    def _prediction_ids_of_prompts(self, prediction: object, num_prompts: int, *, are_predictions_read: bool) -> list[tuple[int, ...]]:
         """Return the predicted token ids for each prompt, empty without a prediction."""
         if prediction is None:
             return [()] * num_prompts
@@ -315,7 +315,7 @@ class InputProcessor:
         self._check_ids(ids, "prediction")
         return tuple(ids)
 
-    def _max_len(self, num_prompt_tokens: int) -> int:
+    def _max_total_len(self, num_prompt_tokens: int) -> int:
         """Return the maximum length of prompt and output. `Engine.check` rejects a prompt that fills the cache."""
         if self.cache_tokens is None or num_prompt_tokens >= self.cache_tokens:
             return self.max_model_len
@@ -330,14 +330,14 @@ class InputProcessor:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"{name} holds token id {token_id}; this model's ids go from 0 to {self.vocab_size - 1}", parameter=name)
 
-    def _text(self, request: EngineRequest, ids: list[int]) -> str:
+    def _output_text(self, request: EngineRequest, ids: list[int]) -> str:
         if request.text_stop is not None:
             return request.text_stop.finish()
         ended_by_token = ids and ids[-1] in request.end_token_ids and not request.params.include_stop
         return self.tokenizer.decode(ids[:-1] if ended_by_token else ids)
 
 
-def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
+def _adapter_names(adapter: object, num_prompts: int) -> Sequence[str | None]:
     """Return the name of the adapter of each prompt."""
     given: Sequence[object] = adapter if isinstance(adapter, list | tuple) else [adapter] * num_prompts
     names = [name for name in given if isinstance(name, str | None)]
@@ -348,7 +348,7 @@ def _adapters(adapter: object, num_prompts: int) -> Sequence[str | None]:
 
 
 def _is_one_text(prediction: object) -> bool:
-    """Return whether it is a string or a list of ids, not a list of these."""
+    """Return whether a prediction is one string or one list of ids, rather than a list of predictions."""
     if isinstance(prediction, str) or not isinstance(prediction, Sequence):
-        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # a numpy array is no Sequence
+        return isinstance(prediction, str) or hasattr(prediction, "dtype")  # numpy arrays are not registered as Sequence
     return all(not isinstance(item, str | Sequence | None) for item in prediction)

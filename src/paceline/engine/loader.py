@@ -26,7 +26,7 @@ from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.outputs import RequestOutput, StreamChunk
 from paceline.runtimes.base import Network, Numerics
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ROW_COUNTS, profile_forward
-from paceline.runtimes.load import Loaded, RuntimeOptions, load_runtime
+from paceline.runtimes.load import LoadedNetwork, RuntimeOptions, load_runtime
 from paceline.runtimes.profile_cache import ProfileCache
 from paceline.sampling.params import SAMPLING_NAMES
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength, FixedDraftLength
@@ -36,7 +36,7 @@ from paceline.speculation.speculator import Speculator
 from paceline.spelling import unknown_argument
 from paceline.tokenizer.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS = 16  # the maximum; the policy chooses the length of each draft
+DEFAULT_DRAFT_TOKENS = 16  # default limit of draft tokens; the policy chooses the length of each draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +211,11 @@ def load_engine(
     eos_ids = tuple(dict.fromkeys((*runtime.config.eos_token_ids, *tokenizer.end_token_ids)))
     suppressed = [token_id for token_id in runtime.config.suppressed_token_ids if token_id < vocab_size]
     inputs = InputProcessor(
-        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_tokens
+        tokenizer, vocab_size, plan.max_model_len, eos_ids, plan.way_out, suppressed, config.num_threads, plan.num_cache_tokens
     )
     of_drafters = [notice for drafter in drafters for notice in drafter.traits.notices]
     notices = (*config.notices, *tokenizer.notices, *loaded.notices, *_unused_head(loaded, directory, drafters), *of_drafters, plan.notice)
-    shown = tuple(printable(one) for one in notices if one)  # they contain names from files
+    shown = tuple(printable(one) for one in notices if one)  # notices contain names from files, so control characters are escaped
     loaded_engine = LoadedEngine(engine, inputs, shown, config, plan.describe())
     for name, adapter in config.adapters.items():
         loaded_engine.load_adapter(name, adapter)
@@ -232,11 +232,11 @@ def _scheduler_limits(config: EngineConfig, plan: CachePlan) -> SchedulerLimits:
 
 def _new_cache(runtime: Network, config: EngineConfig, *, with_mixtures: bool) -> tuple[CachePlan, KVCache]:
     """Size and allocate the target's cache, with room for scaling passes if X-LoRA adapters may be loaded."""
-    limits = _max_pass_size(config) if runtime.frees_outside_window else None
+    limits = _max_pass_size(config) if runtime.has_window_eviction else None
     plan = plan_cache(runtime.config, config, runtime.capabilities.kv_cache_dtype, limits, 2 if with_mixtures else 1)
     cache = runtime.new_cache(plan.num_blocks, limits, plan.checkpoints)
     if with_mixtures:
-        runtime.enable_mixtures(cache)
+        runtime.enable_xlora(cache)
     cache.prefix_caching = config.enable_prefix_caching
     return plan, cache
 
@@ -261,12 +261,12 @@ def _runtime_options(config: EngineConfig, collect_layers: Sequence[int]) -> Run
 
 
 def _max_pass_size(config: EngineConfig) -> PassLimits:
-    """Return the largest pass in the target's cache: a step, or a profiled pass during loading."""
+    """Return the largest pass that the target's cache must support: a step, or a profiling pass during loading."""
     return PassLimits(config.max_num_seqs, max(config.max_num_batched_tokens, PROFILED_CONTEXT_LEN + max(ROW_COUNTS)))
 
 
 def _draft_size(speculation: SpeculationConfig) -> tuple[int, int]:
-    """Draft tokens on a path, and rows of a tree with its root."""
+    """Return the maximum number of draft tokens on a path, and of rows of a tree including its root."""
     wanted = speculation.num_speculative_tokens
     count = wanted if isinstance(wanted, int) else DEFAULT_DRAFT_TOKENS
     return count, 1 + count * speculation.tree_width
@@ -279,8 +279,8 @@ def _policy(speculation: SpeculationConfig, runtime: Network, cache: KVCache, ma
     return AdaptiveDraftLength(count, profile, row_budget=row_budget)
 
 
-def _unused_head(loaded: Loaded, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
-    """Return a line about a head in the checkpoint that no drafter uses."""
-    if loaded.own_head is None or loaded.own_head in [drafter.name for drafter in drafters]:
+def _unused_head(loaded: LoadedNetwork, directory: Path, drafters: Sequence[Drafter]) -> list[str]:
+    """Return a notice if the checkpoint has a head that no drafter uses."""
+    if loaded.bundled_head is None or loaded.bundled_head in [drafter.name for drafter in drafters]:
         return []
-    return [f"{directory} also holds a drafting head: drafter={loaded.own_head!r} drafts with it"]
+    return [f"{directory} also holds a drafting head: drafter={loaded.bundled_head!r} drafts with it"]

@@ -25,8 +25,8 @@ DEFAULT_CONTEXTS = 4
 DEFAULT_TOKENS_PER_SEQUENCE = 2048
 """Tokens per running request that the cache then holds at least, if the context is that long."""
 
-_DRAFT_BLOCKS_PER_SEQUENCE = 2  # for drafts after the maximum length of a request
-_RECORDS_PER_SEQUENCE = 32  # replay records of a tree and of the pending rows before it
+_DRAFT_BLOCKS_PER_SEQUENCE = 2  # blocks for drafts beyond the maximum length of a request
+_RECORDS_PER_SEQUENCE = 32  # replay records of one draft tree and of the pending rows before it
 _MAX_CHECKPOINTS = 64
 
 
@@ -53,14 +53,14 @@ class CachePlan:
     max_num_seqs: int = MAX_NUM_SEQS
 
     @property
-    def num_tokens(self) -> int:
+    def num_cache_tokens(self) -> int:
         """Number of tokens that fit in the cache, of all requests together."""
         return self.num_blocks * BLOCK_SIZE
 
     def describe(self) -> str:
         """Return one line on the size, for the user."""
-        contexts = f"{self.num_tokens / self.max_model_len:.3g} contexts of {self.max_model_len:,}"
-        return f"cache: up to {self.num_bytes / 1e9:.2g} GB ({self.num_tokens:,} tokens, {contexts}), memory is taken as it is used"
+        contexts = f"{self.num_cache_tokens / self.max_model_len:.3g} contexts of {self.max_model_len:,}"
+        return f"cache: up to {self.num_bytes / 1e9:.2g} GB ({self.num_cache_tokens:,} tokens, {contexts}), memory is taken as it is used"
 
 
 def plan_cache(
@@ -94,15 +94,15 @@ def plan_cache(
     if config.kv_cache_gb is None:
         wanted = _default_blocks(context, config.max_num_seqs)
     else:
-        wanted = cache_bytes.most_in(available, config.max_num_seqs * per_context)
-    num_blocks = cache_bytes.blocks_in(available, most=wanted)
-    num_tokens = num_blocks * BLOCK_SIZE
-    if num_tokens < context and config.max_model_len is not None:
+        wanted = cache_bytes.max_blocks_bound(available, config.max_num_seqs * per_context)
+    num_blocks = cache_bytes.num_blocks_that_fit(available, most=wanted)
+    num_cache_tokens = num_blocks * BLOCK_SIZE
+    if num_cache_tokens < context and config.max_model_len is not None:
         raise CapacityError(
             f"a context of {context} tokens needs {cache_bytes(per_context) / 1e9:.2g} GB of cache, "
             f"{cache_bytes(num_blocks) / 1e9:.2g} GB are to be had: lower max_model_len or raise kv_cache_gb"
         )
-    notices = _notices(context, num_tokens, max_num_seqs, config.max_num_seqs)
+    notices = _notices(context, num_cache_tokens, max_num_seqs, config.max_num_seqs)
     num_bytes = cache_bytes(num_blocks) + state_bytes
     return CachePlan(num_blocks, context, _way_out(model, context), num_bytes, "; ".join(notices) or None, states, max_num_seqs)
 
@@ -127,17 +127,17 @@ def _default_blocks(context: int, max_num_seqs: int) -> int:
     return max(of_contexts, of_sequences)
 
 
-def _notices(context: int, num_tokens: int, max_num_seqs: int, wanted_num_seqs: int) -> list[str]:
+def _notices(context: int, num_cache_tokens: int, max_num_seqs: int, requested_num_seqs: int) -> list[str]:
     """Return warnings about what does not fit in the cache."""
     found = []
-    if num_tokens < context:
+    if num_cache_tokens < context:
         found.append(
-            f"the cache holds {num_tokens} tokens, less than the context of {context}: longer prompts are refused, longer outputs end "
-            "there; raise kv_cache_gb or lower max_model_len"
+            f"the cache holds {num_cache_tokens} tokens, less than the context of {context}: longer prompts are refused, longer outputs "
+            "end there; raise kv_cache_gb or lower max_model_len"
         )
-    if max_num_seqs < wanted_num_seqs:
+    if max_num_seqs < requested_num_seqs:
         found.append(
-            f"the states of recurrent layers leave room for {max_num_seqs} of {wanted_num_seqs} requests at a time: raise kv_cache_gb"
+            f"the states of recurrent layers leave room for {max_num_seqs} of {requested_num_seqs} requests at a time: raise kv_cache_gb"
         )
     return found
 
@@ -150,11 +150,11 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
     Raises:
         CapacityError: the states of one request do not fit.
     """
-    layout = StateLayout.of(model.recurrents)
+    layout = StateLayout.of(model.recurrent_layers)
     state_bytes, request_bytes = 4 * layout.state_size, 4 * (layout.state_size + _RECORDS_PER_SEQUENCE * layout.record_size)
     if state_bytes == 0:
         return CheckpointConfig(interval=config.state_interval, max_checkpoints=0), config.max_num_seqs, 0
-    least = state_bytes + request_bytes  # a prefill chunk writes to a second state
+    least = state_bytes + request_bytes  # a prefill chunk needs memory for a second state
     if least > num_bytes:
         raise CapacityError(
             f"the state of recurrent layers takes {least / 1e9:.2g} GB for one text, {num_bytes / 1e9:.2g} GB of cache are to be had: "
@@ -167,7 +167,7 @@ def _plan_states(model: ModelConfig, config: EngineConfig, num_bytes: int) -> tu
 
 
 class _CacheBytes:
-    """Computes the bytes of a cache of a number of blocks; arguments as for `plan_cache`."""
+    """Computes the bytes of a cache with a given number of blocks; arguments as for `plan_cache`."""
 
     def __init__(self, model: ModelConfig, kv_cache_dtype: KVCacheDtype, limits: PassLimits | None, num_sets: int) -> None:
         self._block_bytes: dict[int | None, int] = {}
@@ -177,24 +177,24 @@ class _CacheBytes:
         self._limits = limits
 
     def __call__(self, num_blocks: int) -> int:
-        counts = {window: self._count(window, num_blocks) for window in self._block_bytes}
+        counts = {window: self._num_blocks_with_window(window, num_blocks) for window in self._block_bytes}
         return sum(count * self._block_bytes[window] for window, count in counts.items())
 
-    def blocks_in(self, num_bytes: int, *, most: int) -> int:
+    def num_blocks_that_fit(self, num_bytes: int, *, most: int) -> int:
         """Return the number of blocks that fit in `num_bytes`, at most `most`."""
         return bisect_right(range(1, most + 1), num_bytes, key=self)
 
-    def most_in(self, num_bytes: int, wanted: int) -> int:
-        """Return an upper bound for `blocks_in`. If all layers have windows any number may fit, and `wanted` is enough."""
+    def max_blocks_bound(self, num_bytes: int, wanted: int) -> int:
+        """Return an upper bound for `num_blocks_that_fit`; `wanted` if all layers have windows, because then any number may fit."""
         of_whole_text = self._block_bytes.get(None, 0) if self._limits else self(1)
         return max(wanted, num_bytes // of_whole_text) if of_whole_text else wanted
 
-    def _count(self, window: int | None, num_blocks: int) -> int:
+    def _num_blocks_with_window(self, window: int | None, num_blocks: int) -> int:
         return num_blocks if window is None else num_window_blocks(window, num_blocks, self._limits, BLOCK_SIZE)
 
 
 def _way_out(model: ModelConfig, context: int) -> str:
     """Return the advice for a prompt that is longer than the context."""
-    if context < model.max_positions or model.may_grow:
+    if context < model.max_positions or model.has_length_dependent_rope:
         return "shorten the prompt or raise max_model_len"
     return f"shorten the prompt (the model was made for {model.max_positions} tokens)"

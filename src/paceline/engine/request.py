@@ -115,7 +115,7 @@ class EngineRequest(Request):
 
     @property
     def is_released(self) -> bool:
-        """Whether it has ended and holds nothing of the engine."""
+        """Whether the request has ended and all its resources are freed."""
         return self.finished_s > 0.0
 
     def num_next_tokens(self, max_rows: int) -> int:

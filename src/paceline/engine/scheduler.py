@@ -132,14 +132,14 @@ def share_rows(num_uncached: Sequence[int], max_rows: Sequence[int], row_budget:
         rows of each prompt; in total `row_budget`, or the sum of `max_rows` if that is less.
     """
     shares = [0] * len(max_rows)
-    rows_left = _distribute(range(len(shares)), shares, max_rows, row_budget - row_budget // 2)
+    rows_left = _fill_shares(range(len(shares)), shares, max_rows, row_budget - row_budget // 2)
     by_length = sorted(range(len(shares)), key=lambda index: num_uncached[index] - shares[index])
-    _distribute(by_length, shares, max_rows, rows_left + row_budget // 2)
+    _fill_shares(by_length, shares, max_rows, rows_left + row_budget // 2)
     return shares
 
 
-def _distribute(order: Iterable[int], shares: list[int], max_rows: Sequence[int], rows_left: int) -> int:
-    """Raise shares to their maximum, in order, while rows are left; return the number left."""
+def _fill_shares(order: Iterable[int], shares: list[int], max_rows: Sequence[int], rows_left: int) -> int:
+    """Raise each prompt's share of rows to its maximum, in order, while rows are left; return the number left."""
     for index in order:
         more = min(max_rows[index] - shares[index], rows_left)
         shares[index] += more
@@ -163,7 +163,7 @@ class Scheduler:
         self.running: list[EngineRequest] = []
         self.num_preemptions = 0
         self._blocks, self._is_ready = blocks, is_ready
-        self._shortest: list[EngineRequest] = []  # waiting requests, by tokens to compute
+        self._shortest: list[EngineRequest] = []  # waiting requests, the one with the fewest tokens to compute first
         self._entries: dict[EngineRequest, _Entry] = {}
         self._num_arrived = 0
 
@@ -198,7 +198,7 @@ class Scheduler:
         if self.waiting and row_budget > 0 and len(self.running) < self.limits.max_running:
             self._start_requests(decoding, row_budget)
         prompts = [request for request in self.running if request not in decoding]
-        num_rows = dict.fromkeys(decoding, 1) | dict(zip(prompts, self._share(prompts, row_budget), strict=True))
+        num_rows = dict.fromkeys(decoding, 1) | dict(zip(prompts, self._share_prefill_rows(prompts, row_budget), strict=True))
         return self._claim_blocks(num_rows)
 
     def _claim_blocks(self, num_rows: dict[EngineRequest, int]) -> list[ScheduledRequest]:
@@ -213,7 +213,7 @@ class Scheduler:
                 continue
             needed = self._blocks.num_blocks_needed(request, due)
             if needed > 0 and not self._preempt_until_free(needed + reserved, index):
-                continue  # it keeps its rows, which an older one may preempt
+                continue  # the request keeps its rows, which an older one may preempt
             picked.append(ScheduledRequest(request, due))
             reserved += needed
         return picked
@@ -230,12 +230,12 @@ class Scheduler:
         """Start waiting requests that would get rows of the pass, oldest first, while blocks are free and the limit allows."""
         reserved = sum(self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget)) for request in self.running)
         if reserved > self._blocks.num_free:
-            return  # a running request may lack blocks
+            return  # free blocks are left to running requests that lack some
         candidates, lacking = self._candidates()
         while candidates and len(self.running) < self.limits.max_running:
             running = [request for request in self.running if request not in decoding]
             prompts = sorted([*running, *candidates], key=self._arrival)
-            shares = dict(zip(prompts, self._share(prompts, row_budget), strict=True))
+            shares = dict(zip(prompts, self._share_prefill_rows(prompts, row_budget), strict=True))
             request = next((one for one in candidates if shares[one] > 0), None)
             if request is None:
                 return
@@ -243,13 +243,13 @@ class Scheduler:
             num_unfinished = sum(shares[one] < one.num_uncached for one in running)
             if shares[request] < self._num_uncached(request) and num_unfinished >= self.limits.max_unfinished_prompts:
                 continue
-            needed = self._start(request, row_budget, reserved)
+            needed = self._start_request(request, row_budget, reserved)
             if needed is None:
                 insort(lacking, request, key=self._arrival)
             else:
                 reserved += needed
                 self._count_overtaking(request, lacking)
-            candidates = self._allowed(candidates, lacking)
+            candidates = self._startable_candidates(candidates, lacking)
 
     def _candidates(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
         """Return waiting requests that may start, and older ones that still lack blocks, both oldest first.
@@ -267,19 +267,19 @@ class Scheduler:
                     break
             elif self._is_ready(request):
                 oldest.append(request)
-                if not self._entries[request].is_counted:  # a further sample of a prompt whose rows are cached now
+                if not self._entries[request].is_counted:  # a further sample of a prompt, whose rows are cached by the first one
                     self._unqueue(request)
                     self._queue(request)
         may_start = (one for one in self._shortest if not self._still_lacks_blocks(one) and self._is_ready(one))
         chosen = {*oldest, *islice(may_start, self.limits.max_running)}
-        return self._allowed(sorted(chosen, key=self._arrival), lacking), lacking
+        return self._startable_candidates(sorted(chosen, key=self._arrival), lacking), lacking
 
-    def _start(self, request: EngineRequest, row_budget: int, reserved: int) -> int | None:
+    def _start_request(self, request: EngineRequest, row_budget: int, reserved: int) -> int | None:
         """Start a waiting request; return the number of blocks of its first pass, None if there are too few."""
         num_free = self._blocks.num_free
         self._blocks.match_prefix(request)
         needed = self._blocks.num_blocks_needed(request, request.num_next_tokens(row_budget))
-        if needed + self._num_spare() > self._blocks.num_free - reserved:
+        if needed + self._num_reserved_blocks() > self._blocks.num_free - reserved:
             self._blocks.release_prefix(request)
             self._entries[request].refusal = len(self.running), num_free
             return None
@@ -298,25 +298,25 @@ class Scheduler:
             if self._arrival(other) < self._arrival(request):
                 self._entries[other].num_overtaken += 1
 
-    def _allowed(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Return the candidates that are older than any request that lacks blocks and was overtaken often enough."""
+    def _startable_candidates(self, candidates: list[EngineRequest], lacking: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Return the candidates that may start. Requests younger than one that was overtaken too often must wait."""
         limit = next((one for one in lacking if self._entries[one].num_overtaken >= MAX_OVERTAKEN), None)
         if limit is None:
             return candidates
         return [one for one in candidates if self._arrival(one) < self._arrival(limit)]
 
-    def _num_spare(self) -> int:
-        """Return the blocks to leave free for the running requests and one more; none if it would run alone."""
+    def _num_reserved_blocks(self) -> int:
+        """Return the blocks to leave free when a request starts: some per running request; none if it would run alone."""
         return self.limits.spare_blocks * (len(self.running) + 1) if self.running else 0
 
-    def _share(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
+    def _share_prefill_rows(self, prompts: Sequence[EngineRequest], row_budget: int) -> list[int]:
         """Return the rows of each prompt, running or waiting, in the next pass."""
         num_uncached = [self._num_uncached(request) for request in prompts]
         max_rows = [min(request.num_next_tokens(row_budget), left) for request, left in zip(prompts, num_uncached, strict=True)]
         return share_rows(num_uncached, max_rows, row_budget)
 
     def _num_uncached(self, request: EngineRequest) -> int:
-        """Return the tokens to compute; those of a waiting request's cached prefix are excluded as of when it was queued."""
+        """Return the tokens left to compute. For a waiting request the cached prefix is that found when it was queued."""
         return min(request.num_uncached, self._entries[request].num_uncached)
 
     def _queue(self, request: EngineRequest) -> None:

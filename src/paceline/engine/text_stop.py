@@ -32,7 +32,7 @@ class TextStop:
         return bool(self._stop)
 
     def copy(self) -> "TextStop":
-        """Return a copy for a look ahead; its text begins here."""
+        """Return a copy for a lookahead, whose text begins at the current position."""
         other = TextStop(self._detokenizer.copy(), self._stop, include_stop=self._include_stop)
         other._held, other.found = self._held, self.found
         return other
@@ -54,7 +54,7 @@ class TextStop:
         return self.is_stopped
 
     def finish(self) -> str:
-        """End the text, after which no token follows, and return all of it."""
+        """End the text, because no token follows, and return all of it."""
         if not self.is_stopped:
             self._take(self._detokenizer.flush())
             self._show(len(self._held))
@@ -62,7 +62,7 @@ class TextStop:
 
     def _take(self, piece: str) -> None:
         self._held += piece
-        # the first complete one, independent of token borders
+        # stop strings are searched in the text, so tokens may end anywhere in them
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
@@ -70,10 +70,10 @@ class TextStop:
             self._held = ""
             self.found = stop
             return
-        self._show(len(self._held) - self._open_len())
+        self._show(len(self._held) - self._possible_stop_len())
 
-    def _open_len(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
+    def _possible_stop_len(self) -> int:
+        """Return the length of the longest end of the text that could begin a stop string."""
         longest = max(map(len, self._stop), default=0)
         for length in range(min(longest - 1, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

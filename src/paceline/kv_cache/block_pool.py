@@ -27,7 +27,7 @@ class PrefixStats:
 
     Attributes:
         queried_tokens: tokens of the prompts that were looked up.
-        hit_tokens: of them, those whose rows were cached.
+        hit_tokens: number of these tokens whose rows were cached.
         evicted_blocks: cached blocks that were evicted to make room.
     """
 

@@ -17,7 +17,7 @@ class CachedSequence:
     Attributes:
         block_table: its blocks, in order.
         committed_len: slots [0, committed_len) hold committed rows; those after it belong to the pass under way.
-        plan: of the pass under way.
+        plan: rows of the pass under way.
         block_hashes: of its first blocks, those that were registered or matched. All are full, and not written while they are indexed.
         num_queried: tokens that `match_prefix` looked up.
         salt: only sequences with the same one share blocks.
@@ -58,7 +58,7 @@ class KVCache:
     ) -> None:
         notified = self.layer_caches = list(layer_caches)
 
-        def evict(block_hash: BlockHash) -> None:  # a method would refer to the cache, and only the collector could free the cycle
+        def evict(block_hash: BlockHash) -> None:  # a closure, because a bound method would create a reference cycle with the cache
             for layer_cache in notified:
                 layer_cache.evict(block_hash)
 
@@ -76,7 +76,7 @@ class KVCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """Counters of prefix hits."""
+        """Counters of prefix cache hits."""
         return self.pool.stats
 
     @property
@@ -90,7 +90,7 @@ class KVCache:
         return self.num_bytes // max(1, self.max_slots)
 
     def add_layer_cache(self, layer_cache: LayerCache) -> None:
-        """Apply all further operations to another layer cache too, such as that of a drafting head."""
+        """Register another layer cache, such as that of a drafting head; all further operations apply to it too."""
         self.layer_caches.append(layer_cache)
 
     def new_sequence(self, salt: bytes = b"") -> CachedSequence:
@@ -101,7 +101,7 @@ class KVCache:
 
     def num_blocks_needed(self, sequence: CachedSequence, parents: Sequence[int]) -> int:
         """Return the number of blocks that `reserve` allocates for a tree."""
-        if isinstance(parents, range):  # a chain, which is the frequent case
+        if isinstance(parents, range):  # a chain is the most frequent case
             return blocks_for(sequence.committed_len + len(parents), self.block_size) - len(sequence.block_table)
         return fresh_blocks_needed(parents, sequence.committed_len, len(sequence.block_table), self.layout, self.block_size)
 
@@ -145,7 +145,7 @@ class KVCache:
             if plan.fresh_blocks:
                 self.pool.release(plan.paths[0].block_table[len(commit.block_table) :])
         else:
-            shared = sequence.committed_len // self.block_size  # full blocks before the tree, which every path has
+            shared = sequence.committed_len // self.block_size  # full blocks before the tree are shared by all paths
             kept = set(commit.block_table[shared:])
             self.pool.release(block for block in (*sequence.block_table[shared:], *plan.fresh_blocks) if block not in kept)
         sequence.block_table = list(commit.block_table)
@@ -212,7 +212,7 @@ class KVCache:
         return sequence.committed_len
 
     def cached_prefix_len(self, sequence: CachedSequence, token_ids: Sequence[int]) -> int:
-        """Return the rows that `match_prefix` would find now; nothing is changed."""
+        """Return how many rows `match_prefix` would find now; nothing is changed."""
         return len(self._find_prefix(sequence, token_ids)) * self.block_size if self.prefix_caching else 0
 
     def release_prefix(self, sequence: CachedSequence) -> None:
@@ -251,7 +251,7 @@ class KVCache:
 
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence, which must not be used again. Its registered blocks can be matched until they are evicted."""
-        if self._sequences.get(sequence.id) is not sequence:  # its blocks may have new owners
+        if self._sequences.get(sequence.id) is not sequence:  # the sequence was released, and its blocks may have new owners
             raise RuntimeError("the sequence was released before, or is another cache's")
         del self._sequences[sequence.id]
         self.cancel(sequence)
@@ -283,7 +283,7 @@ class KVCache:
                 raise RuntimeError(f"block {block} is indexed with a hash of other rows")
 
     def _find_prefix(self, sequence: CachedSequence, token_ids: Sequence[int]) -> list[tuple[BlockHash, int]]:
-        """Find the longest resumable run of indexed blocks that are a prefix of `token_ids`, the last token excluded."""
+        """Return the longest run of indexed blocks that is a prefix of `token_ids` and can be resumed from; the last token is excluded."""
         found: list[tuple[BlockHash, int]] = []
         for block_hash in self.pool.block_hashes(token_ids, sequence.salt, (), (len(token_ids) - 1) // self.block_size):
             block = self.pool.find_block(block_hash)

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 from paceline.kv_cache.layer_cache import LayerCache
 from paceline.kv_cache.row_plan import Commit, RowPlan
 
-_FILL_BYTE = 0x3C  # fill byte: a small finite number in every type
+_FILL_BYTE = 0x3C  # a byte that forms a small finite number in every type
 
 
 class RowLayout(Protocol):
-    """The layout of rows in storage that a runtime packs."""
+    """How a runtime packs rows in its storage."""
 
     def copy(self, storage: Any, source: tuple[int, int], target: tuple[int, int]) -> None:
         """Copy one row of all layers and heads from `source` to `target`, each (block, row in the block)."""

@@ -48,10 +48,10 @@ class LayerCache(ABC):
         """
 
     def register_prefix(self, sequence_id: int, first: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Make the full blocks of a sequence from index `first` on available to other sequences as `block_hashes`."""
+        """Make the full blocks of a sequence, from index `first` on, available to other sequences by their hashes."""
 
     def evict(self, block_hash: BlockHash) -> None:
-        """Drop what is kept for other sequences under this hash."""
+        """Drop what this layer cache keeps for other sequences under this block hash."""
 
     def release(self, sequence_id: int) -> None:
-        """Free what is kept for a sequence."""
+        """Free what this layer cache keeps for a sequence."""

@@ -70,7 +70,7 @@ class _Checkpoint:
 
     Attributes:
         length: rows that `state` covers.
-        records: of the rows from there to the end of the block; None = there are none.
+        records: replay records of the rows from `length` to the end of the block; None = there are none.
         is_prompt: whether the rows before it are prefill rows.
     """
 
@@ -148,7 +148,7 @@ class RecurrentStateCache(LayerCache):
         return sum(int(array.nbytes) for array in (*self._states(), *records) if array is not None)
 
     def plan_update(self, sequence_id: int) -> StateUpdate:
-        """Return what the reserved pass does; if it has run already, what is left of it."""
+        """Return the state update of the reserved pass; if the pass has run already, the part that is still to be done."""
         sequence = self._sequences[sequence_id]
         self._finish_pass(sequence)
         saves = [(end - sequence.length, state) for end, state in sequence.saves]
@@ -190,7 +190,7 @@ class RecurrentStateCache(LayerCache):
         num_unrecorded, kept = sequence.num_unrecorded, [sequence.rows[row] for row in commit.rows]
         if num_unrecorded > len(kept):
             raise RuntimeError(f"{len(kept)} of {num_unrecorded} prefill rows are to be kept: they are kept or dropped together")
-        kept = kept[num_unrecorded:]  # on a path that is not the first one, prefill rows have records too
+        kept = kept[num_unrecorded:]  # prefill rows have records unless they are on the first path
         sequence.is_consistent = False
         before = sequence.pending
         if num_unrecorded:
@@ -238,7 +238,7 @@ class RecurrentStateCache(LayerCache):
             try:
                 state = self._new_state()
                 state[...] = checkpoint.state
-            except MemoryError:  # this sequence takes the checkpoint's own state
+            except MemoryError:  # out of memory: reuse the checkpoint's state instead of a copy
                 state = self._checkpoints.pop(block_hash).state
             sequence = _Sequence(state, checkpoint.length)
             if checkpoint.records is not None:
@@ -254,7 +254,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_checkpoint(sequence, index, block_hash, sequence.unregistered.pop(index))
             elif (index + 1) * self._block_size > sequence.length:
                 sequence.block_hashes[index] = block_hash
-        for index in list(sequence.unregistered):  # blocks before `first`, which will get no hash
+        for index in list(sequence.unregistered):  # checkpoints of blocks before `first` will never get a hash
             self._recycle(sequence.unregistered.pop(index).state)
 
     def evict(self, block_hash: BlockHash) -> None:
@@ -273,7 +273,7 @@ class RecurrentStateCache(LayerCache):
                 self._recycle(state)
 
     def check(self) -> None:
-        """Raise RuntimeError unless each record is pending, of a row, or free, and each state has one owner."""
+        """Raise RuntimeError unless each record is free, pending or of a row, and each state has exactly one owner."""
         for sequence in self._sequences.values():
             records = sorted([*sequence.pending, *sequence.free, *(record for record in sequence.rows if record != NO_RECORD)])
             if records != list(range(0 if sequence.records is None else len(sequence.records))):
@@ -283,7 +283,7 @@ class RecurrentStateCache(LayerCache):
             raise RuntimeError("a state has two owners")
 
     def _whole_chunks(self, length: int) -> int:
-        """Round down to a multiple of the chunk size."""
+        """Round a length down to a multiple of the chunk size."""
         return length // self._chunk_size * self._chunk_size
 
     def _states(self) -> Iterator[Any]:
@@ -296,7 +296,7 @@ class RecurrentStateCache(LayerCache):
             yield from (state for _, state in sequence.saves)
 
     def _finish_pass(self, sequence: _Sequence) -> None:
-        """Account for a pass that has run: the state covers the applied rows, and the saved states are valid."""
+        """Update the bookkeeping after a pass: the state covers the applied rows, and the saved states are valid."""
         if sequence.has_run[0]:
             sequence.is_consistent = False
             count, sequence.num_applied = sequence.num_applied, 0
@@ -309,7 +309,7 @@ class RecurrentStateCache(LayerCache):
                 self._store_saves(sequence)
 
     def _store_saves(self, sequence: _Sequence) -> None:
-        """Make the saved states checkpoints."""
+        """Turn the states that the pass saved into checkpoints."""
         saves, sequence.saves = sequence.saves, []
         for end, state in saves:
             index = end // self._block_size - 1
@@ -322,7 +322,7 @@ class RecurrentStateCache(LayerCache):
             del sequence.block_hashes[index]
 
     def _allocate_saves(self, sequence: _Sequence, last: int, end: int | None = None) -> None:
-        """Allocate the states to save up to row `last`: at the interval, after the last full block, and after row `end`."""
+        """Allocate the states to be saved up to row `last`: at each interval, after the last full block, and after row `end`."""
         size = self._block_size
         if self.config.max_checkpoints:
             ends = list(range((sequence.length // size + 1) * size, last + 1, size))
@@ -337,7 +337,7 @@ class RecurrentStateCache(LayerCache):
             self._recycle(sequence.saves.pop()[1])
 
     def _store_checkpoint(self, sequence: _Sequence, index: int, block_hash: BlockHash, checkpoint: _Checkpoint) -> None:
-        """Store a checkpoint. Between those at the interval, a prompt and its output keep only their last one each."""
+        """Store a checkpoint. Apart from those at the interval, only the last one of the prompt and the last one of the output are kept."""
         if block_hash in self._checkpoints or not self.config.max_checkpoints:
             self._recycle(checkpoint.state)
             return
@@ -350,7 +350,7 @@ class RecurrentStateCache(LayerCache):
         sequence.last_is_prompt = checkpoint.is_prompt
 
     def _store_last_checkpoint(self, sequence: _Sequence) -> None:
-        """Make the state of a sequence that ends a checkpoint of its last full block, with the records up to there."""
+        """Turn the final state of a sequence into a checkpoint of its last full block, with the records up to there."""
         index = (sequence.length + len(sequence.pending)) // self._block_size - 1
         count, block_hash = (index + 1) * self._block_size - sequence.length, sequence.block_hashes.get(index)
         if (
@@ -386,7 +386,7 @@ class RecurrentStateCache(LayerCache):
             self._spare.append(state)
 
     def _take_records(self, sequence: _Sequence, count: int) -> list[int]:
-        """Take unused records, and allocate more if there are too few."""
+        """Take `count` unused records, and allocate more if there are too few."""
         size = 0 if sequence.records is None else len(sequence.records)
         if count > len(sequence.free):
             grown = max(2 * size, size + count - len(sequence.free), 4)

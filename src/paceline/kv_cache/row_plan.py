@@ -90,7 +90,7 @@ class RowPlan:
         return len(self.row_nodes)
 
     def commit(self, node: int) -> Commit:
-        """Return the sequence after keeping the path from the root to `node`."""
+        """Return the state of the sequence after the path from the root to `node` is kept."""
         if not 0 <= node < len(self.parents):
             raise ValueError(f"node {node} is not in the tree of {len(self.parents)} nodes")
         path, rows, moves = self.paths[0], range(node + 1), list[tuple[int, int]]()
@@ -133,7 +133,7 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 def num_rows(parents: Sequence[int], layout: TreeLayout) -> int:
-    """Return the rows a tree takes in `layout`. With paths a shared ancestor counts once per leaf."""
+    """Return the number of rows that a tree takes in `layout`. In PATHS a shared ancestor counts once per leaf."""
     if layout is not TreeLayout.PATHS or is_chain(parents):
         return len(parents)
     return sum(map(len, root_paths(parents)))
@@ -143,7 +143,7 @@ def fresh_blocks_needed(parents: Sequence[int], committed_len: int, num_blocks: 
     """Return the number of blocks to allocate for `plan_rows`; `num_blocks` is the length of the sequence's block table."""
     if layout is TreeLayout.MASK or is_chain(parents):
         return blocks_for(committed_len + len(parents), block_size) - num_blocks
-    if layout is TreeLayout.CHAIN:  # raised before blocks are allocated
+    if layout is TreeLayout.CHAIN:  # the error is raised before blocks are allocated
         raise ValueError("a branching tree cannot be laid out as a chain")
     lengths = [len(path) for path in root_paths(parents)]
     shared = committed_len // block_size

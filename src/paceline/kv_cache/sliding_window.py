@@ -29,10 +29,10 @@ class PassLimits:
 
 
 def num_window_blocks(window: int, num_blocks: int, limits: PassLimits | None, block_size: int) -> int:
-    """Return the blocks that layers with a window need if the cache has `num_blocks`; without limits as many."""
+    """Return the blocks that window layers need if the cache has `num_blocks`; without limits the same number."""
     if limits is None:
         return num_blocks
-    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # the first and the last may be used in part
+    per_sequence = blocks_for(window + TRUNCATION_SLACK_ROWS, block_size) + 2  # the first and the last block may be used in part
     return min(num_blocks, limits.max_sequences * (per_sequence + 1) + blocks_for(limits.max_rows, block_size))
 
 
@@ -72,12 +72,12 @@ class SlidingWindowCache(PagedCache):
         self._tables: dict[int, _BlockTable] = {}
 
     def table(self, sequence_id: int) -> NDArray[np.int32]:
-        """Return the block table of a sequence. Entries before its window are not its own."""
+        """Return the block table of a sequence. Entries before its window belong to other sequences or are free."""
         table = self._tables[sequence_id]
         return table.blocks[: table.end]
 
     def copy_block(self, source: int, target: int) -> None:
-        """Do nothing: these are ids of the cache's blocks, and this layer cache has its own."""
+        """Do nothing: `source` and `target` are blocks of the cache, and this layer cache has blocks of its own."""
 
     def reserve(self, plan: RowPlan) -> None:
         """Allocate the blocks of the plan.
@@ -148,7 +148,7 @@ class SlidingWindowCache(PagedCache):
         self.pool.check(table.blocks[table.first : table.end].tolist() for table in self._tables.values())
 
     def _first_visible(self, length: int) -> int:
-        """Return the index of the first block that rows after `length` rows may attend to."""
+        """Return the index of the first block that rows from position `length` on may attend to."""
         return max(0, length - self.window + 1) // self._size
 
     def _truncate(self, table: _BlockTable, end: int) -> None:
@@ -158,7 +158,7 @@ class SlidingWindowCache(PagedCache):
             self.pool.release(dropped)
 
     def _match(self, sequence_id: int, count: int, block_hashes: Sequence[BlockHash]) -> None:
-        """Start a sequence after `count` registered blocks."""
+        """Start a sequence with `count` registered blocks of another one."""
         self.release(sequence_id)
         if count == 0:
             return
@@ -172,7 +172,7 @@ class SlidingWindowCache(PagedCache):
         self._tables[sequence_id] = table
 
     def _make_last_writable(self, table: _BlockTable) -> None:
-        """Copy the last block if it has other owners, else stop sharing it."""
+        """Copy the last block if other sequences own it too, else remove it from the index."""
         block = int(table.blocks[table.end - 1])
         if self.pool.num_owners(block) > 1:
             (copy,) = self.pool.allocate(1)

@@ -32,7 +32,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def open_weights(path: Path, config: ModelConfig, *, regroup: bool = False, num_threads: int = 1) -> Weights:
-    """Map the weights of a checkpoint, by our names.
+    """Map the weights of a checkpoint, by internal names.
 
     Args:
         config: the result of `read_model_config` for `path`.

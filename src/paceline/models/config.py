@@ -19,7 +19,7 @@ from paceline.models.json_fields import JsonFields
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import AttentionConfig, LayerConfig, Recurrent
-from paceline.models.multimodal import text_model_fields, ties_differ
+from paceline.models.multimodal import has_conflicting_ties, text_model_fields
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
 from paceline.models.storage.safetensors_file import has_tensor, most_common_dtype
@@ -57,7 +57,7 @@ class KVGroup:
         return 2 * len(self.layers), num_blocks, self.num_kv_heads, block_size * kv_cache_dtype.row_bytes(self.head_size)
 
     def bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
-        """Return the bytes of one position."""
+        """Return the bytes of keys and values of one position in these layers."""
         return math.prod(self.stored_shape(1, 1, kv_cache_dtype))
 
 
@@ -65,8 +65,8 @@ class KVGroup:
 class ModelConfig:
     """A decoder network, independent of the file format.
 
-    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest supported text. `layer_vocab_size` is the number of
-    rows of the table of per-layer inputs. `suppressed_token_ids` are never sampled.
+    `hidden_size` is E, `vocab_size` V, `num_layers` L. `max_positions` is the longest supported text. `per_layer_vocab_size` is the
+    number of rows of the table of per-layer embeddings. `suppressed_token_ids` are never sampled.
     """
 
     family: str
@@ -77,13 +77,13 @@ class ModelConfig:
     max_positions: int
     weight_type: WeightType
     tied_embeddings: bool = False
-    norm_offset: bool = False  # HF files hold norm weights minus 1 (`Weights.open` adds 1); products with them are float32
+    has_norm_offset: bool = False  # checkpoints store norm weights minus 1 (`Weights.open` adds 1); multiplied in float32
     embedding_scale: float = 1.0
     logit_scale: float = 1.0  # factor of logits
     logit_soft_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    layer_vocab_size: int = 0
+    per_layer_vocab_size: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
 
     @property
@@ -93,20 +93,20 @@ class ModelConfig:
     @property
     def sliding_window(self) -> int | None:
         """Return the shortest window of a layer; None = every layer has full attention."""
-        return min((mixer.window for mixer in self.attentions.values() if mixer.window is not None), default=None)
+        return min((mixer.window for mixer in self.attention_layers.values() if mixer.window is not None), default=None)
 
     @property
-    def attentions(self) -> dict[int, AttentionConfig]:
-        """Return the attention layers."""
+    def attention_layers(self) -> dict[int, AttentionConfig]:
+        """Return the attention layers by layer index."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig)}
 
     @property
-    def recurrents(self) -> dict[int, Recurrent]:
-        """Return the recurrent layers."""
+    def recurrent_layers(self) -> dict[int, Recurrent]:
+        """Return the recurrent layers by layer index."""
         return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Recurrent)}
 
     @property
-    def layer_input_size(self) -> int:
+    def per_layer_input_size(self) -> int:
         """Return the size of the per-layer input of a row; 0 = none."""
         taken_in = self.layers[0].input
         return 0 if taken_in is None else taken_in.size
@@ -118,48 +118,48 @@ class ModelConfig:
             by_window: a layer with a window keeps only its window; otherwise every layer keeps all rows.
         """
         found: dict[tuple[int | None, int, int], list[int]] = {}
-        for index, mixer in self.attentions.items():
+        for index, mixer in self.attention_layers.items():
             if mixer.kv_layer is None:
                 found.setdefault((mixer.window if by_window else None, mixer.num_kv_heads, mixer.head_size), []).append(index)
         return tuple(KVGroup(*sizes, tuple(layers)) for sizes, layers in found.items())
 
     @property
     def windows(self) -> tuple[KVGroup, ...]:
-        """Return the groups of layers that keep only a window."""
+        """Return the groups of layers with a sliding window."""
         return tuple(group for group in self.kv_groups() if group.window is not None)
 
-    def tables_of(self, layer: int) -> int:
-        """Return the index of a layer's block tables: 0 for the cache, i + 1 for `windows[i]`."""
+    def block_table_set(self, layer: int) -> int:
+        """Return the index of the block tables that a layer uses: 0 for those of the cache, i + 1 for those of `windows[i]`."""
         return next((number for number, group in enumerate(self.windows, 1) if layer in group.layers), 0)
 
-    def kv_owner(self, layer: int) -> int:
-        """Return the layer whose keys and values `layer` reads: itself, or the layer that shares them."""
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values `layer` reads: itself, or an earlier layer that shares them."""
         mixer = self.layers[layer].mixer
         shared = mixer.kv_layer if isinstance(mixer, AttentionConfig) else None
         return layer if shared is None else shared
 
     @property
-    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+    def rope_variants(self) -> tuple[tuple[RopeConfig, int], ...]:
         """Return the distinct pairs of rotary settings and head size, in layer order."""
-        turned = [mixer for mixer in self.attentions.values() if mixer.rotates]
+        turned = [mixer for mixer in self.attention_layers.values() if mixer.has_rope_embedding]
         return tuple(dict.fromkeys((rope, mixer.head_size) for mixer in turned for rope in (mixer.rope, mixer.key_rope)))
 
     @property
-    def may_grow(self) -> bool:
+    def has_length_dependent_rope(self) -> bool:
         """Return whether a longer context could select other rotary frequencies (`for_context`)."""
-        return any(rope.is_for_short_contexts for rope, _ in self.rotations)
+        return any(rope.is_for_short_contexts for rope, _ in self.rope_variants)
 
     @property
     def attention(self) -> AttentionConfig:
         """Return the attention of the first layer that has one."""
-        return next(iter(self.attentions.values()))
+        return next(iter(self.attention_layers.values()))
 
     def kv_bytes_per_token(self, kv_cache_dtype: KVCacheDtype) -> int:
         """Return the bytes of keys and values of one position in all layers."""
         return sum(group.bytes_per_token(kv_cache_dtype) for group in self.kv_groups())
 
-    def with_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
-        """Return the network with another attention in each attention layer. Equal layers still share one object."""
+    def map_attention(self, change: Callable[[AttentionConfig], AttentionConfig]) -> "ModelConfig":
+        """Return the config with `change` applied to the attention of each layer. Equal layers still share one object."""
         changed = {
             layer: replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, AttentionConfig) else layer
             for layer in dict.fromkeys(self.layers)
@@ -172,10 +172,10 @@ class ModelConfig:
         Rotary frequencies that depend on the length are fixed here. Up to the original length they are the original ones, and the context
         is limited to it. Beyond, they are those for `max_model_len`.
         """
-        if not any(rope.type.depends_on_length for rope, _ in self.rotations):
+        if not any(rope.type.depends_on_length for rope, _ in self.rope_variants):
             return self
-        chosen = self.with_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_model_len)))
-        short = [rope.context_len for rope, _ in chosen.rotations if rope.is_for_short_contexts]
+        chosen = self.map_attention(lambda attention: replace(attention, rope=attention.rope.for_context(max_model_len)))
+        short = [rope.context_len for rope, _ in chosen.rope_variants if rope.is_for_short_contexts]
         return replace(chosen, max_positions=min([self.max_positions, *short]))
 
 
@@ -196,9 +196,9 @@ def read_config(directory: Path) -> ModelConfig:
             raise without_model(directory)
         raise CheckpointError(f"{path} is missing: a model directory needs config.json, tokenizer files and *.safetensors")
     values = text_model_fields(read)
-    if ties_differ(read):
+    if has_conflicting_ties(read):
         values = {**values, "tie_word_embeddings": not has_tensor(directory, "lm_head.weight")}
-    find_container(values, path, find_family(values, path))  # raises if the quantisation is not supported
+    find_container(values, path, find_family(values, path))  # raises if the quantisation method is not supported
     weight_type = None if _type_name(values) is not None else _weight_type(most_common_dtype(directory, tuple(_PLAIN_TYPES)), path)
     generation = read_json(directory / "generation_config.json")
     return config_from_values(values, path, generation=generation, weight_type=weight_type, may_be_packed=True)
@@ -230,16 +230,16 @@ def config_from_values(
     fields = JsonFields({**family.defaults, **values, **{name: values[alias] for name, alias in given.items()}}, path)
     try:
         if not may_be_packed:
-            _refuse_quantised(fields, family)
-        return _config(fields, family, generation, weight_type)
-    except CheckpointError as error:  # it contains the common name of an aliased field
+            _refuse_quantised_head(fields, family)
+        return _build_config(fields, family, generation, weight_type)
+    except CheckpointError as error:  # the error names the field by its common name, not by the alias in the file
         named = re.sub(rf"\b({'|'.join(given)})\b", lambda found: given[found[0]], str(error)) if given else str(error)
         raise CheckpointError(named) from None
 
 
-def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
+def _build_config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | None, weight_type: WeightType | None) -> ModelConfig:
     path = fields.path
-    _refuse_unknown(fields, family)
+    _refuse_unsupported_settings(fields, family)
     read = LayerBuilder(fields, family)
     layers = family.layers(read)
     generation = generation or {}
@@ -253,13 +253,13 @@ def _config(fields: JsonFields, family: Family, generation: Mapping[str, Any] | 
         max_positions=read.max_positions,
         weight_type=weight_type or _weight_type(_type_name(fields.values), path),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
-        norm_offset=family.norm_offset,
+        has_norm_offset=family.has_norm_offset,
         embedding_scale=_embedding_scale(fields, family),
         logit_scale=1 / fields.positive("logits_scaling", 1.0) if family.has_multipliers else 1.0,
-        logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.caps_logits else None,
+        logit_soft_cap=read.soft_cap("final_logit_softcapping") if family.has_logit_soft_cap else None,
         bos_token_id=_bos_token_id(generation, fields.values),
         eos_token_ids=_eos_token_ids(of_generation, fields),
-        layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
+        per_layer_vocab_size=_layer_vocab_size(fields) if layers[0].input is not None else 0,
         suppressed_token_ids=of_generation.token_ids("suppress_tokens"),
     )
     check_frequencies(config, path)
@@ -278,7 +278,7 @@ def _layer_vocab_size(fields: JsonFields) -> int:
 def _embedding_scale(fields: JsonFields, family: Family) -> float:
     if family.has_multipliers:
         return fields.positive("embedding_multiplier", 1.0)
-    return float(fields.size("hidden_size") ** 0.5) if family.scales_embedding else 1.0
+    return float(fields.size("hidden_size") ** 0.5) if family.has_scaled_embedding else 1.0
 
 
 def check_frequencies(config: ModelConfig, path: Path) -> None:
@@ -287,7 +287,7 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
     Raises:
         CheckpointError: `path` has such parameters.
     """
-    for rope, head_size in config.rotations:
+    for rope, head_size in config.rope_variants:
         for context in (None, config.max_positions):
             try:
                 with np.errstate(all="ignore"):
@@ -300,15 +300,15 @@ def check_frequencies(config: ModelConfig, path: Path) -> None:
                 raise CheckpointError(f"{path}: the rope parameters of type {rope.type.value!r} give frequencies that are not finite")
 
 
-def _refuse_unknown(fields: JsonFields, family: Family) -> None:
-    """Refuse settings that change the computation in any family."""
+def _refuse_unsupported_settings(fields: JsonFields, family: Family) -> None:
+    """Refuse settings that would change the computation and are not supported in any family."""
     if fields.values.get("is_causal") is False:
         raise CheckpointError(f"{fields.path}: is_causal is false: the model embeds text, it does not generate")
     if fields.values.get("per_layer_config") and not family.has_layer_sizes:
         raise CheckpointError(f"{fields.path}: per_layer_config is not supported for {family.name}: all its layers have the same sizes")
 
 
-def _refuse_quantised(fields: JsonFields, family: Family) -> None:
+def _refuse_quantised_head(fields: JsonFields, family: Family) -> None:
     """Refuse quantised weights of a drafting head. Those of models are supported (`containers/table.py`)."""
     container = find_container(fields.values, fields.path, family, reads_side_files=False)
     if container is not None:
@@ -336,5 +336,5 @@ def _bos_token_id(generation: Mapping[str, Any], values: Mapping[str, Any]) -> i
 
 
 def _eos_token_ids(generation: JsonFields, fields: JsonFields) -> tuple[int, ...]:
-    """Return the end tokens of both files, generation_config.json first: either may lack some."""
+    """Return the end tokens of generation_config.json, then those of config.json: either file may lack some."""
     return tuple(dict.fromkeys((*generation.token_ids("eos_token_id"), *fields.token_ids("eos_token_id"))))

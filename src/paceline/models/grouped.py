@@ -25,7 +25,7 @@ class SuperBlocks:
     Attributes:
         code_bits: 2 to 6, also if the codes are stored in 4 or 8.
         scales: [N, K / block] float16; a block has 256 or 128 columns.
-        factors: [N, K / group] uint8 of 4 or 6 bits; int8 if there are no minimums.
+        factors: [N, K / group_size] uint8 of 4 or 6 bits; int8 if there are no minimums.
         minimums, minimum_factors: like scales and factors, or None.
     """
 
@@ -42,7 +42,7 @@ class SuperBlocks:
         return tuple(array for array in found if array is not None)
 
     def of(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> "SuperBlocks":
-        """Return the same with `change` applied to every array."""
+        """Return these factors with `change` applied to every array."""
         return SuperBlocks(self.code_bits, *map(change, self.arrays))
 
     def reorder_runs(self, runs: NDArray[np.int64]) -> "SuperBlocks | None":
@@ -51,15 +51,15 @@ class SuperBlocks:
         Args:
             runs: [K / 32] old index of each run.
         """
-        if block_of(runs) is None:
+        if columns_per_float16_scale(runs) is None:
             return None
         halves = runs[:: _HALF // RUN] // (_HALF // RUN)
         repeated = len(halves) // self.scales.shape[1]
         return self.of(lambda array: np.repeat(array, repeated, 1).take(halves, 1) if array.dtype == np.float16 else take_runs(array, runs))
 
 
-def block_of(runs: NDArray[np.int64] | None) -> int | None:
-    """Return the columns with one float16 scale after reordering runs of 32: 256, 128, or None for fewer."""
+def columns_per_float16_scale(runs: NDArray[np.int64] | None) -> int | None:
+    """Return how many columns still share one float16 scale after runs of 32 are reordered: 256, 128, or None if fewer."""
     if runs is None:
         return SUPER_BLOCK
     of_half = runs.reshape(-1, _HALF // RUN) if len(runs) % (SUPER_BLOCK // RUN) == 0 else None
@@ -75,7 +75,7 @@ def super_blocks_size(num_items: int, code_bits: int, block: int, *, has_minimum
 
 
 def take_runs(array: NDArray[Any], runs: NDArray[np.int64]) -> NDArray[Any]:
-    """Reorder what belongs to runs of columns."""
+    """Reorder codes, scales or minimums by runs of 32 columns."""
     return array.reshape(len(array), len(runs), -1).take(runs, 1).reshape(array.shape)
 
 
@@ -87,8 +87,8 @@ class GroupedMatrix:
 
     Attributes:
         codes: 8 bits: [N, K] int8, or uint8 if codes exceed 127. 4 bits: [N, K / 2] uint8, packed in runs of 32.
-        scales: [N, K / group] float32; group g has columns [g * group, (g + 1) * group).
-        minimums: [N, K / group] float32, or None if all are 0.
+        scales: [N, K / group_size] float32; group g has columns [g * group_size, (g + 1) * group_size).
+        minimums: [N, K / group_size] float32, or None if all are 0.
         bits: 4 or 8.
         zero_point: subtracted from every code, in integers.
         table: [16] int8 for 4-bit codes without minimums and zero point; None = codes are numbers.
@@ -110,7 +110,7 @@ class GroupedMatrix:
             ValueError: A group is no multiple of 16 columns, or of 4-bit codes neither 16 nor a multiple of 32.
         """
         columns, groups = self.shape[1], self.scales.shape[1]
-        is_whole = self.group % (16 if self.bits == 8 or self.group == 16 else RUN) == 0
+        is_whole = self.group_size % (16 if self.bits == 8 or self.group_size == 16 else RUN) == 0
         if self.bits not in (4, 8) or columns % groups or not is_whole:
             raise ValueError(f"{columns} columns of {self.bits} bits in {groups} groups: a group has 16 or a multiple of 32 columns")
 
@@ -121,7 +121,7 @@ class GroupedMatrix:
         return rows, stored * 8 // self.bits
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """Return the columns that share a scale: a multiple of 16; for 4-bit codes 16 or a multiple of 32."""
         return int(self.shape[1] // self.scales.shape[1])
 
@@ -132,7 +132,7 @@ class GroupedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in the kernels' layout."""
+        """Return the bytes of the matrix in the kernels' layout."""
         if (own := self.super_blocks) is None:
             return sum(array.nbytes for array in self.arrays)
         rows, columns = self.shape
@@ -158,7 +158,7 @@ class GroupedMatrix:
         """Return the exact values of `rows`, [len(rows), K] float32."""
         codes = unpack_nibbles(self.codes[rows].view(np.uint8)) if self.bits == 4 else self.codes[rows]
         scales = self.scales[rows]
-        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, self.group)
+        values = (codes if self.table is None else self.table[codes]).astype(np.float32).reshape(*scales.shape, self.group_size)
         if self.table is None and self.zero_point:
             values -= np.float32(self.zero_point)  # exact, because both are integers
         values *= scales[..., None]
@@ -183,7 +183,7 @@ def unpack_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def runs_of_pairs(pairs: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Repack [N, K / 2] bytes of two neighbours, the first in the low half, into runs of 32."""
     blocks = pairs.reshape(len(pairs), -1, RUN // 2)
-    front, back = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]  # bytes of columns 0 to 15 and 16 to 31
+    front, back = blocks[..., : RUN // 4], blocks[..., RUN // 4 :]  # the bytes of columns 0 to 15 and of columns 16 to 31
     packed = np.empty(blocks.shape, np.uint8)
     packed[..., 0::2] = (front & np.uint8(15)) | (back << np.uint8(4))
     packed[..., 1::2] = (front >> np.uint8(4)) | (back & np.uint8(240))

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-_VECTOR = 16  # a stored row is padded to whole vectors of 16
+_VECTOR = 16  # cached rows are padded to a multiple of 16 values
 
 
 class KVCacheDtype(Enum):
@@ -15,9 +15,9 @@ class KVCacheDtype(Enum):
 
     @property
     def item_bytes(self) -> int:
-        """Return the bytes of one element."""
+        """Return the bytes of one element of a cached key or value."""
         return {KVCacheDtype.F32: 4, KVCacheDtype.INT8: 1}.get(self, 2)
 
     def row_bytes(self, head_size: int) -> int:
-        """Return the bytes of a head's keys, or values, of one position."""
+        """Return the bytes of one head's key, or value, at one position."""
         return -(-head_size // _VECTOR) * _VECTOR * self.item_bytes + (4 if self is KVCacheDtype.INT8 else 0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
-from paceline.models.layers import Activation, AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, QKNorm, Routing
+from paceline.models.layers import Activation, AttentionConfig, DenseMLP, ExpertMLP, ExpertRouting, LayerConfig, NormOrder, QKNorm
 from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class LayerBuilder:
 
     Attributes:
         num_heads, num_kv_heads, head_size: of attention.
-        rope: of layers with full attention.
-        local_rope: of layers with a sliding window.
+        rope: rotary settings of layers with full attention.
+        local_rope: rotary settings of layers with a sliding window.
         max_positions: longest supported text.
 
     Raises:
@@ -43,16 +43,16 @@ class LayerBuilder:
 
     def __init__(self, fields: JsonFields, family: "Family") -> None:
         self.fields, self.family = fields, family
-        count = family.count_layers  # checked before anything is built for each layer
+        count = family.count_layers  # the number of layers is checked before anything is built per layer
         self.num_layers = fields.size("num_hidden_layers", most=MAX_LAYERS) if count is None else count(fields)
-        self.num_heads, self.num_kv_heads, self.head_size = _heads(fields)
+        self.num_heads, self.num_kv_heads, self.head_size = _read_head_counts(fields)
         self.rope = self.local_rope = read_rope(fields, family, head_size=self.head_size)
         if family.has_local_rope:
             self.local_rope = read_rope(fields, family, head_size=self.head_size, layer_type="sliding_attention")
-        self.max_positions = _max_positions(fields, self.rope)
+        self.max_positions = _read_max_positions(fields, self.rope)
 
     def flag(self, name: str) -> bool:
-        """Return a boolean; False if absent."""
+        """Return a boolean field of config.json; False if absent."""
         return self.fields.flag(name, default=False)
 
     def soft_cap(self, name: str) -> float | None:
@@ -100,7 +100,7 @@ class LayerBuilder:
             raise CheckpointError(f"{self.fields.path}: mlp_bias = true is not supported for {self.family.name}, only false is")
         return DenseMLP(intermediate_size=self.fields.size(size), activation=activation, bias=bias, has_gate=has_gate)
 
-    def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> Routing:
+    def routing(self, *, chosen: Sequence[str] = ("num_experts_per_tok",)) -> ExpertRouting:
         """Return the routing of experts. `norm_topk_prob` decides whether weights are normalised.
 
         Args:
@@ -110,10 +110,12 @@ class LayerBuilder:
         names = [name for name in NUM_EXPERTS_KEYS if fields.values.get(name) is not None]
         num_experts = fields.size(names[0] if names else "num_experts", most=MAX_EXPERTS)
         name = next((name for name in chosen if fields.values.get(name) is not None), chosen[0])
-        num_chosen = fields.size(name)
-        if num_chosen > num_experts:
-            raise CheckpointError(f"{fields.path}: {name} = {num_chosen}, but there are only {num_experts} experts")
-        return Routing(num_experts=num_experts, num_chosen=num_chosen, is_normalized=self.flag("norm_topk_prob"))
+        num_experts_per_token = fields.size(name)
+        if num_experts_per_token > num_experts:
+            raise CheckpointError(f"{fields.path}: {name} = {num_experts_per_token}, but there are only {num_experts} experts")
+        return ExpertRouting(
+            num_experts=num_experts, num_experts_per_token=num_experts_per_token, is_normalized=self.flag("norm_topk_prob")
+        )
 
     def layers(
         self,
@@ -121,7 +123,7 @@ class LayerBuilder:
         mlp: DenseMLP | ExpertMLP | Sequence[DenseMLP | ExpertMLP],
         *,
         norm_order: NormOrder = NormOrder.PRE,
-        slides: Sequence[bool] = (),
+        is_sliding: Sequence[bool] = (),
     ) -> tuple[LayerConfig, ...]:
         """Return layers that differ only in their MLP and in whether they have a sliding window.
 
@@ -129,11 +131,11 @@ class LayerBuilder:
             mlp: of all layers, or of each.
             slides: for each layer whether it has a sliding window; empty = none has. A window as long as the context is left out.
         """
-        window = self.fields.size("sliding_window") if any(slides) and self.fields.values.get("sliding_window") is not None else None
+        window = self.fields.size("sliding_window") if any(is_sliding) and self.fields.values.get("sliding_window") is not None else None
         if window is not None and window >= self.max_positions:
             window = None
         local = replace(attention, window=window, rope=self.local_rope)
-        mixers = [local if slides and slides[layer] else attention for layer in range(self.num_layers)]
+        mixers = [local if is_sliding and is_sliding[layer] else attention for layer in range(self.num_layers)]
         mlps = mlp if isinstance(mlp, Sequence) else [mlp] * self.num_layers
         known: dict[LayerConfig, LayerConfig] = {}
         found = (LayerConfig(mixer=mixer, mlp=own, norm_order=norm_order) for mixer, own in zip(mixers, mlps, strict=True))
@@ -157,7 +159,7 @@ class LayerBuilder:
             )
         return [kind == "sliding_attention" for kind in types]
 
-    def rotating_layers(self) -> list[bool]:
+    def layers_with_rope(self) -> list[bool]:
         """Return whether each layer has rotary embeddings: 1 in `no_rope_layers`, or all but every `no_rope_layer_interval`-th."""
         fields, marks = self.fields, self.fields.values.get("no_rope_layers")
         if marks is None:
@@ -168,7 +170,7 @@ class LayerBuilder:
         return [mark == 1 for mark in marks[: self.num_layers]]
 
 
-def _heads(fields: JsonFields) -> tuple[int, int, int]:
+def _read_head_counts(fields: JsonFields) -> tuple[int, int, int]:
     """Return the number of query heads and of key heads, and the head size."""
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
     num_kv_heads = fields.size("num_key_value_heads", num_heads, null=num_heads)
@@ -186,7 +188,7 @@ def _heads(fields: JsonFields) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_size
 
 
-def _max_positions(fields: JsonFields, rope: RopeConfig) -> int:
+def _read_max_positions(fields: JsonFields, rope: RopeConfig) -> int:
     max_positions = fields.size("max_position_embeddings")
     if rope.type is not RopeType.DYNAMIC:
         return max_positions

@@ -40,13 +40,13 @@ class NormOrder(Enum):
     SANDWICH = "sandwich"  # x + norm(part(norm(x)))
 
     @property
-    def norms_input(self) -> bool:
-        """Return whether the input of a part is normalised."""
+    def has_input_norm(self) -> bool:
+        """Return whether the input of a mixer or an MLP is normalised."""
         return self is not NormOrder.POST
 
     @property
-    def norms_output(self) -> bool:
-        """Return whether the output of a part is normalised before it is added."""
+    def has_output_norm(self) -> bool:
+        """Return whether the output of a mixer or an MLP is normalised before it is added to the residual stream."""
         return self is not NormOrder.PRE
 
 
@@ -63,8 +63,8 @@ class AttentionConfig:
         bias: of q, k and v.
         output_bias: of o.
         has_sinks: each query head has a learned sink logit in the softmax.
-        norms_values: each head of the values is normalised, without a weight.
-        keys_are_values: values are the projected keys, before norm and rotation; there is no v projection.
+        has_value_norm: each head of the values is normalised, without a weight.
+        has_keys_as_values: values are the projected keys, before norm and rotation; there is no v projection.
         is_gated: the output before o is multiplied by the sigmoid of another projection of the input.
         kv_layer: the layer whose keys and values are read; None = its own.
         value_scale: factor of values.
@@ -76,15 +76,15 @@ class AttentionConfig:
     head_size: int
     rope: RopeConfig
     scale: float
-    rotates: bool = True
+    has_rope_embedding: bool = True
     window: int | None = None
     soft_cap: float | None = None
     bias: bool = False
     output_bias: bool = False
     qk_norm: QKNorm = QKNorm.NONE
     has_sinks: bool = False
-    norms_values: bool = False
-    keys_are_values: bool = False
+    has_value_norm: bool = False
+    has_keys_as_values: bool = False
     is_gated: bool = False
     kv_layer: int | None = None
     value_scale: float = 1.0
@@ -92,7 +92,7 @@ class AttentionConfig:
 
     @property
     def key_rope(self) -> RopeConfig:
-        """Return the rotary settings of keys: those of queries without temperature."""
+        """Return the rotary settings of keys: those of queries without the attention temperature."""
         return self.rope if self.rope.temperature == 0.0 else replace(self.rope, temperature=0.0, temperature_length=0)
 
     @property
@@ -107,7 +107,7 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateSizes:
+class RecurrentStateShape:
     """A recurrent state of `heads` matrices [rows, columns], and `key_heads` heads of keys and queries, which heads share in groups."""
 
     heads: int
@@ -147,12 +147,12 @@ class GatedDeltaConfig:
     kernel_size: int
 
     @property
-    def state(self) -> StateSizes:
-        return StateSizes(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
+    def state(self) -> RecurrentStateShape:
+        return RecurrentStateShape(heads=self.num_value_heads, rows=self.key_size, columns=self.value_size, key_heads=self.num_key_heads)
 
     @property
     def channels(self) -> int:
-        """Return the channels of the convolution."""
+        """Return the number of channels of the convolution: queries, keys and values."""
         return 2 * self.state.key_width + self.state.value_width
 
 
@@ -183,12 +183,12 @@ class Mamba2Config:
     dt_limits: tuple[float, float] = (0.0, float("inf"))
 
     @property
-    def state(self) -> StateSizes:
-        return StateSizes(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
+    def state(self) -> RecurrentStateShape:
+        return RecurrentStateShape(heads=self.num_heads, rows=self.state_size, columns=self.head_size, key_heads=self.num_groups)
 
     @property
     def channels(self) -> int:
-        """Return the channels of the convolution."""
+        """Return the number of channels of the convolution: x, B and C."""
         return self.state.value_width + 2 * self.state.key_width
 
 
@@ -209,8 +209,8 @@ class ShortConvConfig:
     bias: bool = False
 
     @property
-    def state(self) -> StateSizes | None:
-        """Return None: the only state is the window of the convolution."""
+    def state(self) -> RecurrentStateShape | None:
+        """Return None: the mixer has no state but the last inputs of the convolution."""
         return None
 
 
@@ -232,7 +232,7 @@ class DenseMLP:
     has_gate: bool = True
 
 
-class Scoring(Enum):
+class RouterScoring(Enum):
     """How router logits become scores."""
 
     SOFTMAX = "softmax"
@@ -240,7 +240,7 @@ class Scoring(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
+class ExpertRouting:
     """How a token selects experts: those with the highest scores, the first of equal ones. Their weighted outputs are added.
 
     Attributes:
@@ -255,8 +255,8 @@ class Routing:
     """
 
     num_experts: int
-    num_chosen: int
-    scoring: Scoring = Scoring.SOFTMAX
+    num_experts_per_token: int
+    scoring: RouterScoring = RouterScoring.SOFTMAX
     bias: bool = False
     is_normalized: bool = True
     epsilon: float = 0.0
@@ -274,24 +274,24 @@ class ExpertMLP:
     Attributes:
         expert: the MLP of each expert.
         shared: an MLP for every token in addition; None = there is none.
-        gates_shared: its output is multiplied by the sigmoid of a product with the input.
+        has_shared_gate: its output is multiplied by the sigmoid of a product with the input.
         has_own_norms: router, experts and shared MLP read the residual stream through norms of their own, and outputs are normalised
             (Gemma 4).
         router_scale: factor of the router's input if `has_own_norms`.
         latent_size: experts compute in this width, with a projection before and one after them; 0 = the hidden size.
     """
 
-    routing: Routing
+    routing: ExpertRouting
     expert: DenseMLP
     shared: DenseMLP | None = None
-    gates_shared: bool = False
+    has_shared_gate: bool = False
     has_own_norms: bool = False
     router_scale: float = 1.0
     latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInput:
+class PerLayerInput:
     """x + norm(project(activation(gate(x)) * input)), after the MLP. Every layer has an input of `size` values for each token."""
 
     size: int
@@ -306,15 +306,15 @@ class LayerConfig:
         mixer, mlp: one of them may be None, and has no norm then.
         residual_scale: factor of what mixer and MLP add to the residual stream.
         input: the per-layer input; None = there is none.
-        scales_output: the residual stream after the layer is multiplied by a learned scalar.
+        has_output_scale: the residual stream after the layer is multiplied by a learned scalar.
     """
 
     mixer: AttentionConfig | Recurrent | None
     mlp: DenseMLP | ExpertMLP | None
     norm_order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
-    input: LayerInput | None = None
-    scales_output: bool = False
+    input: PerLayerInput | None = None
+    has_output_scale: bool = False
 
     @property
     def attention(self) -> AttentionConfig:

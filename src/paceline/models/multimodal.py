@@ -88,7 +88,7 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {} if text is None else text
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config", "architectures")}
     kind = model.text or text.get("model_type") or model.default_text
-    ours = ("eos_token_id", "quantization_config", "quantization")  # a null in text_config does not hide them
+    ours = ("eos_token_id", "quantization_config", "quantization")  # keys of the outer config.json that a null in text_config does not hide
     kept = {name: outer[name] for name in ours if outer.get(name) is not None and (name == "eos_token_id" or not text.get(name))}
     sizes = _SIZES.get(kind, {}) if isinstance(kind, str) else {}
     found = {**sizes, **model.defaults, **outer, **text, **kept, "model_type": kind}
@@ -98,8 +98,8 @@ def text_model_fields(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def ties_differ(values: Mapping[str, Any]) -> bool:
-    """Return whether outer and text config disagree on tied embeddings: the files decide then."""
+def has_conflicting_ties(values: Mapping[str, Any]) -> bool:
+    """Return whether outer and text config disagree on tied embeddings. Then an lm_head in the files decides."""
     text = values.get("text_config")
     if text_model_fields(values) is values or not isinstance(text, Mapping):
         return False

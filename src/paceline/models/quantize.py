@@ -23,18 +23,18 @@ FloatArray = NDArray[np.float32]
 Bounds = tuple[FloatArray | np.float32, FloatArray | np.float32]
 
 GROUPS = (128, 64, 32)
-_CHUNK_VALUES = 1 << 17  # temporaries of a chunk fit in the processor's cache
-_SCALE_BITS_DROPPED = 12  # of float32's 24 significant bits
-_HUGE = np.float32(1e37)  # keeps codes times scales finite; no network has such weights
-_ROUTERS = ("router", "shared_gate")  # small, and rounding could select other experts
-_TINY = np.float32(1e-30)  # groups below it become zero: their scale would be subnormal
+_CHUNK_VALUES = 1 << 17  # chunk size whose temporaries fit in the CPU cache
+_SCALE_BITS_DROPPED = 12  # of the 24 significant bits of a float32 scale, 12 are dropped
+_MAX_WEIGHT = np.float32(1e37)  # limit of weights, so that codes times scales stay finite; real weights are far smaller
+_UNQUANTIZED_NAMES = ("router", "shared_gate")  # tensors that stay unquantised: small, and rounding could select other experts
+_MIN_GROUP_MAGNITUDE = np.float32(1e-30)  # smaller groups become zero: their scale would be subnormal
 # Steps per largest magnitude to try: clipping the largest value a little often gains more than it costs. With -7 among them no group
 # is worse than by plain rounding; a finer search lowers the error of int4 by 0.3 % and takes a third longer.
 _SIGNED_STEPS = (-8.0, -7.0, -8.6, -9.3)
 _AFFINE_STEPS = (1.0, 1.06, 1.12, 1.2)
 
 
-def matrix_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
+def mean_weight_bits(weights: Weights, quantization: QuantOptions | None = None) -> float:
     """Return the average bits of a weight, scales included.
 
     Args:
@@ -51,12 +51,12 @@ class Scheme:
     """How one matrix is quantised.
 
     Attributes:
-        group: columns that share a scale.
+        group_size: columns that share a scale.
         symmetric: no minimums; 4-bit codes are -8 to 7 around zero point 8, 8-bit codes -127 to 127.
     """
 
     bits: int
-    group: int
+    group_size: int
     symmetric: bool
 
     @property
@@ -70,16 +70,16 @@ class Scheme:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a quantised matrix."""
         values = math.prod(shape)
-        return values * self.bits // 8 + values // self.group * (4 if self.symmetric else 8)
+        return values * self.bits // 8 + values // self.group_size * (4 if self.symmetric else 8)
 
 
-def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
+def quantize_matrix(values: FloatArray, *, bits: int, group_size: int, symmetric: bool = True, name: str = "the matrix") -> GroupedMatrix:
     """Quantise `values` [N, K] to groups. Each gets the scale with the least squared error among a few candidates.
 
     A group of zeros gets scale 1.
 
     Args:
-        group: 32, 64 or 128, and a divisor of K.
+        group_size: 32, 64 or 128, and a divisor of K.
         symmetric: codes around zero; otherwise above a minimum that is a multiple of the scale.
         name: for the error.
 
@@ -88,20 +88,21 @@ def quantize_matrix(values: FloatArray, *, bits: int, group: int, symmetric: boo
         ConfigError: The bits or the group size is not supported.
     """
     rows, columns = values.shape
-    if bits not in (4, 8) or group not in GROUPS or columns % group:
+    if bits not in (4, 8) or group_size not in GROUPS or columns % group_size:
         raise ConfigError(
-            f"{name} of width {columns} fits no {bits}-bit groups of {group}: use 4 or 8 bits and groups of 32, 64 or 128 that divide it"
+            f"{name} of width {columns} fits no {bits}-bit groups of {group_size}: use 4 or 8 bits and groups of 32, 64 or 128 "
+            "that divide it"
         )
-    scheme = Scheme(bits, group, symmetric)
-    grouped = values.reshape(rows, columns // group, group)
-    offsets, scales, zero_points = (_affine if not symmetric else _symmetric)(grouped, bits, name)
+    scheme = Scheme(bits, group_size, symmetric)
+    grouped = values.reshape(rows, columns // group_size, group_size)
+    offsets, scales, zero_points = (_quantize_affine if not symmetric else _quantize_symmetric)(grouped, bits, name)
     minimums = None if zero_points is None else -scales * zero_points
     shift = np.float32(scheme.zero_point) if zero_points is None else zero_points[..., None]
     codes = (offsets + shift).astype(scheme.code_type).reshape(rows, columns)
     return GroupedMatrix(pack_nibbles(codes) if bits == 4 else codes, scales, minimums, bits, scheme.zero_point)
 
 
-def scheme_for(name: str, info: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
+def quantization_scheme(name: str, info: TensorInfo, options: QuantOptions, *, is_head_too: bool) -> Scheme | None:
     """Return how a tensor is quantised. None = not at all: no matrix, excluded by name, already as small, or no group divides its width.
 
     Args:
@@ -109,23 +110,23 @@ def scheme_for(name: str, info: TensorInfo, options: QuantOptions, *, is_head_to
     """
     if len(info.shape) != 2:
         return None
-    bits = _wanted_bits(name, options, is_head_too=is_head_too)
-    group = largest_group(info.shape[1], options.group)
-    if bits is None or group is None or (info.bits is not None and info.bits <= bits):
+    bits = _target_bits(name, options, is_head_too=is_head_too)
+    group_size = largest_group_size(info.shape[1], options.group)
+    if bits is None or group_size is None or (info.bits is not None and info.bits <= bits):
         return None
-    return Scheme(bits, group, options.symmetric)
+    return Scheme(bits, group_size, options.symmetric)
 
 
-def schemes_for(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
+def quantization_schemes(weights: Weights, options: QuantOptions) -> dict[str, Scheme]:
     """Return the tensors to quantise and how, in the order of `weights`."""
     is_tied = not weights.has("lm_head.weight")
-    found = {name: scheme_for(name, weights.info(name), options, is_head_too=is_tied) for name in weights}
+    found = {name: quantization_scheme(name, weights.info(name), options, is_head_too=is_tied) for name in weights}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def largest_group(columns: int, most: int) -> int | None:
+def largest_group_size(columns: int, most: int) -> int | None:
     """Return the largest group size up to `most` that divides `columns`, or None."""
-    return next((group for group in GROUPS if group <= most and columns % group == 0), None)
+    return next((group_size for group_size in GROUPS if group_size <= most and columns % group_size == 0), None)
 
 
 def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads: int = 1) -> GroupedTensor:
@@ -135,12 +136,14 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
         CheckpointError: A value is NaN, infinite or beyond 1e37.
     """
     rows, columns = tensor.shape
-    matrix = _empty(rows, columns, scheme)
+    matrix = _empty_tensor(rows, columns, scheme)
     step = max(1, _CHUNK_VALUES // columns)
 
     def fill(start: int) -> None:
         part = slice(start, min(rows, start + step))
-        chunk = quantize_matrix(_rows_of(tensor, part), bits=scheme.bits, group=scheme.group, symmetric=scheme.symmetric, name=name)
+        chunk = quantize_matrix(
+            _float_rows(tensor, part), bits=scheme.bits, group_size=scheme.group_size, symmetric=scheme.symmetric, name=name
+        )
         matrix.codes[part] = chunk.codes
         matrix.scales[part] = chunk.scales
         if matrix.minimums is not None and chunk.minimums is not None:
@@ -152,11 +155,11 @@ def quantize_tensor(name: str, tensor: AnyTensor, scheme: Scheme, *, num_threads
     return GroupedTensor(matrix, tensor.weight_type)
 
 
-def _wanted_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int | None:
+def _target_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int | None:
     for pattern, bits in options.overrides:
         if fnmatchcase(name, pattern):
             return bits
-    if name.rsplit(".", 2)[-2] in _ROUTERS:
+    if name.rsplit(".", 2)[-2] in _UNQUANTIZED_NAMES:
         return None
     if name == "embedding.weight" and is_head_too:
         both = (options.embedding_bits, options.lm_head_bits)
@@ -165,56 +168,56 @@ def _wanted_bits(name: str, options: QuantOptions, *, is_head_too: bool) -> int 
     return {**tables, "lm_head.weight": options.lm_head_bits}.get(name, options.bits)
 
 
-def _empty(rows: int, columns: int, scheme: Scheme) -> GroupedMatrix:
-    groups = (rows, columns // scheme.group)
+def _empty_tensor(rows: int, columns: int, scheme: Scheme) -> GroupedMatrix:
+    groups = (rows, columns // scheme.group_size)
     codes = np.empty((rows, columns * scheme.bits // 8), scheme.code_type)
     minimums = None if scheme.symmetric else np.empty(groups, np.float32)
     return GroupedMatrix(codes, np.empty(groups, np.float32), minimums, scheme.bits, scheme.zero_point)
 
 
-def _rows_of(tensor: AnyTensor, part: slice) -> FloatArray:
+def _float_rows(tensor: AnyTensor, part: slice) -> FloatArray:
     if isinstance(tensor, GroupedTensor):
         return tensor.matrix.values(part)
     array = tensor.array[part]
     return as_float32(Tensor(array, tensor.weight_type, array.shape))
 
 
-def _symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
+def _quantize_symmetric(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, None]:
     """Return signed codes [N, G, group] and scales [N, G]. The sign of a 4-bit scale maps the largest value to -8."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     extreme = np.where(-low > high, low, high) if bits == 4 else np.maximum(-low, high)
     steps, bounds = (_SIGNED_STEPS, (-8.0, 7.0)) if bits == 4 else ((127.0,), (-127.0, 127.0))
-    codes, scales = _fit(groups, extreme, steps, (np.float32(bounds[0]), np.float32(bounds[1])))
+    codes, scales = _choose_scales(groups, extreme, steps, (np.float32(bounds[0]), np.float32(bounds[1])))
     return codes, scales, None
 
 
-def _affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _quantize_affine(groups: FloatArray, bits: int, name: str) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return codes minus zero points [N, G, group], scales [N, G] and integer zero points [N, G]."""
     low, high = groups.min(axis=2), groups.max(axis=2)
     _check_range(low, high, name)
     low, high = np.minimum(low, 0), np.maximum(high, 0)  # the range includes 0, so that the zero point is an integer code
     levels = np.float32(2**bits - 1)
     half = (high - low) / 2
-    is_zero = half < _TINY
+    is_zero = half < _MIN_GROUP_MAGNITUDE
     share = np.where(is_zero, np.float32(0), (-low / 2) / np.where(is_zero, np.float32(1), half))
     zero_points = np.rint(share * levels)
     bounds = (-zero_points[..., None], (levels - zero_points)[..., None])
     steps = tuple(factor * float(levels) / 2 for factor in (_AFFINE_STEPS if bits == 4 else (1.0,)))
-    codes, scales = _fit(groups, half, steps, bounds)
+    codes, scales = _choose_scales(groups, half, steps, bounds)
     return codes, scales, zero_points
 
 
-def _fit(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
-    """Return for each group the codes of the best step, and the scale with the least squared error for these codes."""
-    is_zero = np.abs(extreme) < _TINY
+def _choose_scales(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds: Bounds) -> tuple[FloatArray, FloatArray]:
+    """Return the codes of the step with the least squared error for each group, and the best scale for these codes."""
+    is_zero = np.abs(extreme) < _MIN_GROUP_MAGNITUDE
     inverse = np.where(is_zero, np.float32(0), np.float32(1) / np.where(is_zero, np.float32(1), extreme))
     unit = groups * inverse[..., None]
     tried = np.empty_like(unit)
     best = np.full(extreme.shape, -1, np.float32)
     best_step, scales = np.empty_like(best), np.empty_like(best)
     for step in steps:
-        _round(unit, np.float32(step), bounds, tried)
+        _round_to_codes(unit, np.float32(step), bounds, tried)
         along = np.einsum("ngk,ngk->ng", unit, tried)
         squared = np.maximum(np.einsum("ngk,ngk->ng", tried, tried), np.float32(1))
         gain = along * along / squared  # reduction of the squared error by these codes with their best scale
@@ -223,26 +226,26 @@ def _fit(groups: FloatArray, extreme: FloatArray, steps: Sequence[float], bounds
         best_step = np.where(better, np.float32(step), best_step)
         scales = np.where(better, along / squared, scales)
     if len(steps) > 1:
-        _round(unit, best_step[..., None], bounds, tried)
-    scales = _short(scales * extreme)
-    is_zero = np.abs(scales) < _TINY
+        _round_to_codes(unit, best_step[..., None], bounds, tried)
+    scales = _round_scales(scales * extreme)
+    is_zero = np.abs(scales) < _MIN_GROUP_MAGNITUDE
     tried[is_zero] = 0
     return tried, np.where(is_zero, np.float32(1), scales)
 
 
-def _round(unit: FloatArray, step: FloatArray | np.float32, bounds: Bounds, out: FloatArray) -> None:
+def _round_to_codes(unit: FloatArray, step: FloatArray | np.float32, bounds: Bounds, out: FloatArray) -> None:
     np.multiply(unit, step, out=out)
     np.rint(out, out=out)
     np.clip(out, *bounds, out=out)
 
 
-def _short(scales: FloatArray) -> FloatArray:
-    """Round to 12 significant bits, half away from zero."""
+def _round_scales(scales: FloatArray) -> FloatArray:
+    """Round scales to 12 significant bits, half away from zero."""
     half = np.uint32(1 << (_SCALE_BITS_DROPPED - 1))
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) + half
     return (bits & np.uint32(0xFFFFFFFF ^ ((1 << _SCALE_BITS_DROPPED) - 1))).view(np.float32)
 
 
 def _check_range(low: FloatArray, high: FloatArray, name: str) -> None:
-    if not ((low >= -_HUGE).all() and (high <= _HUGE).all()):  # NaN fails both
-        raise CheckpointError(f"{name} holds weights that are NaN, infinite or beyond {_HUGE:.0e}: verify the checkpoint's files")
+    if not ((low >= -_MAX_WEIGHT).all() and (high <= _MAX_WEIGHT).all()):  # NaN fails both
+        raise CheckpointError(f"{name} holds weights that are NaN, infinite or beyond {_MAX_WEIGHT:.0e}: verify the checkpoint's files")

@@ -23,7 +23,7 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
     exponents = np.arange(0, rotary_size, 2, dtype=np.float32) / np.float32(rotary_size)
     # numpy's float32 power is often one bit off, which becomes a visible angle at positions in the thousands.
     powers = np.power(_dynamic_theta(rope, rotary_size), exponents.astype(np.float64)).astype(np.float32)
-    with np.errstate(over="ignore", divide="ignore"):  # for pairs that do not rotate; the others were checked when the config was read
+    with np.errstate(over="ignore", divide="ignore"):  # pairs that do not rotate may overflow; others were checked as the config was read
         plain = (np.float32(1.0) / powers).astype(np.float32)
     if rope.type in (RopeType.DEFAULT, RopeType.DYNAMIC):
         return plain, 1.0
@@ -39,7 +39,7 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> tuple[NDArray[np.fl
 
 
 def _proportional(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return frequencies of which only the first pairs are not 0."""
+    """Return rotary frequencies, of which only those of the first pairs are not 0."""
     turned = int(rope.rotated_fraction * 2 * len(plain) // 2)
     return np.where(np.arange(len(plain)) < turned, plain / np.float32(rope.factor), np.float32(0)).astype(np.float32)
 
@@ -57,7 +57,7 @@ def query_scales(rope: RopeConfig, positions: NDArray[np.integer]) -> NDArray[np
 
 
 def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
-    """Return the base for a context length: it grows so that the longest wavelength keeps up."""
+    """Return the rope base for a context length: it grows so that the longest wavelength covers the context."""
     if rope.type is not RopeType.DYNAMIC or rope.context_len <= rope.original_max_positions or rotary_size <= 2:
         return rope.theta
     growth = rope.factor * rope.context_len / rope.original_max_positions - (rope.factor - 1)
@@ -65,7 +65,7 @@ def _dynamic_theta(rope: RopeConfig, rotary_size: int) -> float:
 
 
 def _longrope(rope: RopeConfig, powers: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return frequencies with a divisor for each pair: one list up to the original length, one for longer contexts."""
+    """Return rotary frequencies with a divisor for each pair: one list up to the original length, another for longer contexts."""
     is_long = rope.context_len > rope.original_max_positions
     divisors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
     return np.asarray(np.float32(1.0) / (divisors * powers), np.float32)
@@ -78,7 +78,7 @@ def _longrope_attention_factor(rope: RopeConfig) -> float:
 
 
 def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return frequencies with long wavelengths stretched by the factor, short ones kept, and those between interpolated."""
+    """Return rotary frequencies: long wavelengths stretched by the factor, short ones kept, those between interpolated."""
     wavelengths = np.float32(2 * math.pi) / plain
     longest = np.float32(rope.original_max_positions / rope.low_freq_factor)
     shortest = np.float32(rope.original_max_positions / rope.high_freq_factor)
@@ -92,10 +92,10 @@ def _llama3(rope: RopeConfig, plain: NDArray[np.float32]) -> NDArray[np.float32]
 
 
 def _yarn(rope: RopeConfig, powers: NDArray[np.float32], head_size: int) -> NDArray[np.float32]:
-    """Return frequencies with fast pairs kept and slow pairs interpolated, with a linear ramp between."""
+    """Return rotary frequencies: high ones kept, low ones interpolated, with a linear ramp between."""
 
-    def pair_turning(rotations: float) -> float:
-        return head_size * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_turning(rope_variants: float) -> float:
+        return head_size * math.log(rope.original_max_positions / (rope_variants * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
     if rope.truncate:

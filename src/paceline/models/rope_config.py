@@ -50,7 +50,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    rotated_fraction: float = 1.0  # of each head's values, the first ones; for PROPORTIONAL of its pairs
+    rotated_fraction: float = 1.0  # share of each head's values that rotate, the first ones; for PROPORTIONAL share of its pairs
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     context_len: int = 0
@@ -59,7 +59,7 @@ class RopeConfig:
 
     @property
     def is_for_short_contexts(self) -> bool:
-        """Return whether longer contexts would use other frequencies."""
+        """Return whether a run with a longer context would use other frequencies."""
         return self.type.depends_on_length and self.context_len <= self.original_max_positions
 
     def rotary_size(self, head_size: int) -> int:
@@ -67,7 +67,7 @@ class RopeConfig:
         return head_size if self.type is RopeType.PROPORTIONAL else int(head_size * self.rotated_fraction)
 
     def for_context(self, max_model_len: int | None) -> "RopeConfig":
-        """Return the settings for a run of up to `max_model_len` positions; None = the original length."""
+        """Return the rotary settings for a run of up to `max_model_len` positions; None = the original length."""
         if not self.type.depends_on_length:
             return self
         return replace(self, context_len=max(max_model_len or 0, self.original_max_positions))
@@ -83,7 +83,7 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
         CheckpointError: A value is missing or out of range, or the type is not supported.
     """
     rope = _read_frequencies(fields, family, head_size, layer_type)
-    own = JsonFields(_parameters(fields, family, layer_type), fields.path)
+    own = JsonFields(_rope_parameters_of_layer_type(fields, family, layer_type), fields.path)
     temperature = own.number("llama_4_scaling_beta", 0.0) if family.has_temperature_tuning else 0.0
     if temperature == 0.0:
         return rope
@@ -91,7 +91,7 @@ def read_rope(fields: JsonFields, family: "Family", *, head_size: int, layer_typ
 
 
 def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, layer_type: str) -> RopeConfig:
-    scaling = _parameters(fields, family, layer_type)
+    scaling = _rope_parameters_of_layer_type(fields, family, layer_type)
     rope = JsonFields(scaling, fields.path)
     rope_type = _rope_type(fields, family, scaling)
     theta = rope.positive("rope_theta", _default_theta(fields, family, layer_type))
@@ -106,7 +106,7 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
             theta=theta, type=rope_type, factor=rope.positive("factor"), original_max_positions=max_positions, rotated_fraction=fraction
         )
     original = fields.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_positions))
-    # A checkpoint of these types may leave the factor out: it is the ratio of the two context lengths.
+    # A checkpoint with a length-dependent rope type may omit the factor: it is the ratio of the two context lengths.
     means_ratio = rope_type in (RopeType.YARN, RopeType.LONGROPE) and scaling.get("factor") is None
     config = RopeConfig(
         theta=theta,
@@ -130,12 +130,12 @@ def _read_frequencies(fields: JsonFields, family: "Family", head_size: int, laye
         return replace(
             config, short_factors=rope.positives("short_factor", num_pairs), long_factors=rope.positives("long_factor", num_pairs)
         )
-    _check(config, fields)
+    _check_rope(config, fields)
     return config
 
 
-def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
-    scaling = _given(fields)
+def _rope_parameters_of_layer_type(fields: JsonFields, family: "Family", layer_type: str) -> Mapping[str, Any]:
+    scaling = _rope_fields(fields)
     if isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values()) and family.has_local_rope:
         scaling = scaling.get(layer_type) or {}
     elif family.needs_local_rope and fields.values.get("rope_parameters"):
@@ -144,13 +144,13 @@ def _parameters(fields: JsonFields, family: "Family", layer_type: str) -> Mappin
             "give one for full_attention and one for sliding_attention"
         )
     elif family.has_local_rope and layer_type != "full_attention":
-        return {}  # older files scale only layers with full attention
+        return {}  # older files scale the rope of full-attention layers only
     if not isinstance(scaling, Mapping) or any(isinstance(value, Mapping) for value in scaling.values()):
         raise CheckpointError(f"{fields.path}: rope parameters {shortened(scaling)} are not supported, expected one set for all layers")
     return scaling
 
 
-def _given(fields: JsonFields) -> Any:
+def _rope_fields(fields: JsonFields) -> Any:
     """Return `rope_parameters`, or `rope_scaling` of older files. transformers prefers the latter if both are given."""
     newer, older = fields.values.get("rope_parameters") or {}, fields.values.get("rope_scaling") or {}
     if newer and older and _with_defaults(newer, fields) != _with_defaults(older, fields):
@@ -202,7 +202,7 @@ def _fraction_of_pairs(rope: JsonFields) -> float:
     return fraction
 
 
-def _check(config: RopeConfig, fields: JsonFields) -> None:
+def _check_rope(config: RopeConfig, fields: JsonFields) -> None:
     if config.high_freq_factor <= config.low_freq_factor:
         raise CheckpointError(
             f"{fields.path}: high_freq_factor = {config.high_freq_factor} must be above low_freq_factor = {config.low_freq_factor}"

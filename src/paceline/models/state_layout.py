@@ -28,7 +28,7 @@ class LayerStateLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks of columns of a head."""
+        """Return the number of column blocks of a head's state matrix."""
         state = self.mixer.state
         return 0 if state is None else -(-state.columns // self.block)
 
@@ -49,25 +49,25 @@ class LayerStateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Offsets of all recurrent layers, by layer index."""
+    """Offsets of all recurrent layers in a state and in a record, by layer index."""
 
-    places: Mapping[int, LayerStateLayout]
+    layers: Mapping[int, LayerStateLayout]
     state_size: int
     record_size: int
 
     @classmethod
-    def of(cls, recurrents: Mapping[int, Recurrent]) -> "StateLayout":
-        places, state_size, record_size = {}, 0, 0
-        for layer, mixer in recurrents.items():
+    def of(cls, recurrent_layers: Mapping[int, Recurrent]) -> "StateLayout":
+        layers, state_size, record_size = {}, 0, 0
+        for layer, mixer in recurrent_layers.items():
             state = mixer.state
             block = 0 if state is None else 32 if state.columns % 32 == 0 else 16
             conv_at = state_size
             place = LayerStateLayout(mixer, conv_at, 0, record_size, block)
             matrices_at = conv_at + _whole_lanes(place.conv_size)
-            places[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
+            layers[layer] = LayerStateLayout(mixer, conv_at, matrices_at, record_size, block)
             state_size = matrices_at + place.matrices_size
             record_size += _whole_lanes(place.record_size)
-        return cls(places, state_size, record_size)
+        return cls(layers, state_size, record_size)
 
 
 def _whole_lanes(count: int) -> int:

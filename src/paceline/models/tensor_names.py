@@ -1,4 +1,4 @@
-"""The tensors of a network: our names, their shapes, and their names in Hugging Face checkpoints."""
+"""The tensors of a network: internal names such as `layers.3.q_proj.weight`, shapes, and names in Hugging Face checkpoints."""
 
 from collections.abc import Mapping
 
@@ -18,11 +18,11 @@ from paceline.models.layers import (
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the network, by our name. Matrices are [out, in]."""
+    """Return the shape of every tensor of the network, by internal name. Matrices are [out, in]."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
-    if size := config.layer_input_size:
-        shapes["layer_embedding.weight"] = (config.layer_vocab_size, config.num_layers * size)
+    if size := config.per_layer_input_size:
+        shapes["layer_embedding.weight"] = (config.per_layer_vocab_size, config.num_layers * size)
         shapes |= {"layer_inputs_proj.weight": (config.num_layers * size, hidden), "layer_inputs_norm.weight": (size,)}
     for index, layer in enumerate(config.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden).items()}
@@ -36,9 +36,9 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     mlp = layer.mlp
     shapes: dict[str, tuple[int, ...]] = {}
     parts = [*(["attention"] if layer.mixer is not None else []), *(["mlp"] if mlp is not None else [])]
-    if layer.norm_order.norms_input:
+    if layer.norm_order.has_input_norm:
         shapes |= {f"{part}_norm.weight": (hidden,) for part in parts}
-    if layer.norm_order.norms_output:
+    if layer.norm_order.has_output_norm:
         shapes |= {f"{part}_output_norm.weight": (hidden,) for part in parts}
     if layer.mixer is not None:
         shapes |= _mixer_shapes(layer.mixer, hidden)
@@ -47,7 +47,7 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
     if layer.input is not None:
         shapes |= {"input_gate.weight": (layer.input.size, hidden), "input_proj.weight": (hidden, layer.input.size)}
         shapes["input_norm.weight"] = (hidden,)
-    if layer.scales_output:
+    if layer.has_output_scale:
         shapes["output_scale.weight"] = (1,)
     return shapes
 
@@ -71,9 +71,9 @@ def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[in
         "attention_gate": (mixer.query_size, hidden, mixer.bias),
         "o_proj": (hidden, mixer.query_size, mixer.output_bias),
     }
-    absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.keys_are_values else ())]
+    absent = [*(("k_proj", "v_proj") if mixer.kv_layer is not None else ()), *(("v_proj",) if mixer.has_keys_as_values else ())]
     absent += [] if mixer.is_gated else ["attention_gate"]
-    shapes |= _matrices({name: size for name, size in projections.items() if name not in absent})
+    shapes |= _projection_shapes({name: size for name, size in projections.items() if name not in absent})
     if mixer.kv_layer is not None:
         shapes.pop("k_norm.weight", None)
     return shapes
@@ -85,7 +85,7 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, mixer.kernel_size)}
     if isinstance(mixer, ShortConvConfig):
         shapes |= {"conv.bias": (channels,)} if mixer.bias else {}
-        return shapes | _matrices(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
+        return shapes | _projection_shapes(dict.fromkeys(("conv_proj", "b_proj", "c_proj", "o_proj"), (hidden, hidden, mixer.bias)))
     state = mixer.state
     shapes |= {"decay.weight": (state.heads,), "decay.bias": (state.heads,)}
     if isinstance(mixer, GatedDeltaConfig):
@@ -96,10 +96,10 @@ def _recurrent_shapes(mixer: Recurrent, hidden: int) -> dict[str, tuple[int, ...
         shapes |= {"skip.weight": (state.heads,), "gated_norm.weight": (state.value_width,)}
         gates, bias = {"dt_proj": (state.heads, hidden, mixer.bias)}, mixer.bias
     matrices = {"conv_proj": (channels, hidden, bias), "z_proj": (state.value_width, hidden, bias), **gates}
-    return shapes | _matrices({**matrices, "o_proj": (hidden, state.value_width, bias)})
+    return shapes | _projection_shapes({**matrices, "o_proj": (hidden, state.value_width, bias)})
 
 
-def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+def _projection_shapes(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of weights and biases from rows, columns and whether there is a bias."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in projections.items():
@@ -112,12 +112,12 @@ def _matrices(projections: Mapping[str, tuple[int, int, bool]]) -> dict[str, tup
 def _mlp_shapes(mlp: DenseMLP, hidden: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
     taken = dict.fromkeys(("gate_proj", "up_proj") if mlp.has_gate else ("up_proj",), (mlp.intermediate_size, hidden, mlp.bias))
     matrices = {**taken, "down_proj": (hidden, mlp.intermediate_size, mlp.bias)}
-    return _matrices({prefix + name: size for name, size in matrices.items()})
+    return _projection_shapes({prefix + name: size for name, size in matrices.items()})
 
 
 def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     routing = mlp.routing
-    shapes = _matrices({"router": (routing.num_experts, hidden, routing.bias)})
+    shapes = _projection_shapes({"router": (routing.num_experts, hidden, routing.bias)})
     if routing.has_correction_bias:
         shapes["router.correction"] = (routing.num_experts,)
     if routing.has_scales:
@@ -125,15 +125,15 @@ def _expert_shapes(mlp: ExpertMLP, hidden: int) -> dict[str, tuple[int, ...]]:
     for expert in range(routing.num_experts):
         shapes |= _mlp_shapes(mlp.expert, mlp.latent_size or hidden, f"experts.{expert}.")
     if mlp.latent_size:
-        shapes |= _matrices({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
+        shapes |= _projection_shapes({"latent_proj": (mlp.latent_size, hidden, False), "latent_output": (hidden, mlp.latent_size, False)})
     if mlp.shared is not None:
         shapes |= _mlp_shapes(mlp.shared, hidden, "shared_expert.")
     if mlp.has_own_norms:
         shapes |= {f"{name}.weight": (hidden,) for name in ("router_norm", "experts_norm", "experts_output_norm", "shared_output_norm")}
-    return shapes | (_matrices({"shared_gate": (1, hidden, False)}) if mlp.gates_shared else {})
+    return shapes | (_projection_shapes({"shared_gate": (1, hidden, False)}) if mlp.has_shared_gate else {})
 
 
-_CHECKPOINT_PARTS = {
+_CHECKPOINT_MODULES = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
@@ -155,23 +155,23 @@ _CHECKPOINT_PARTS = {
     "attention_gate": "self_attn.q_proj",
     "correction": "e_score_correction_bias",
 }
-_SCALE = "layer_scalar"  # without the suffix .weight
-_BEHIND = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_OUTPUT_SCALE = "layer_scalar"  # checkpoint name of the scalar, which has no suffix `.weight`
+_OUTPUT_NORMS = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
 _NORMS = {
     NormOrder.PRE: {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-    NormOrder.POST: _BEHIND,
-    NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_BEHIND},
+    NormOrder.POST: _OUTPUT_NORMS,
+    NormOrder.SANDWICH: {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUTPUT_NORMS},
 }
 
 
 def checkpoint_names(config: ModelConfig) -> dict[str, str]:
-    """Return the checkpoint names of our tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    """Return the checkpoint names of the network's tensors: `layers.3.q_proj.weight` is `model.layers.3.self_attn.q_proj.weight`."""
     names, own_parts = {}, FAMILIES[config.family].module_names
-    parts_of = {layer: _parts_of(layer, config) for layer in dict.fromkeys(config.layers)}
+    parts_of = {layer: _layer_checkpoint_names(layer, config) for layer in dict.fromkeys(config.layers)}
     for name in tensor_shapes(config):
         if not name.startswith("layers."):
             part, kind = name.split(".")
-            names[name] = f"{own_parts.get(part, _CHECKPOINT_PARTS[part])}.{kind}"
+            names[name] = f"{own_parts.get(part, _CHECKPOINT_MODULES[part])}.{kind}"
             continue
         _, index, *path = name.split(".")
         parts = parts_of[config.layers[int(index)]]
@@ -179,21 +179,21 @@ def checkpoint_names(config: ModelConfig) -> dict[str, str]:
             names[name] = f"model.layers.{index}.{parts[whole]}"
             continue
         first, *others = path
-        inside = first in ("experts", "shared_expert")  # modules in them have the same names as ours
+        inside = first in ("experts", "shared_expert")  # inside these modules, checkpoint names equal internal names
         others = others if inside else [parts.get(part, part) for part in others]
-        last = [_SCALE] if first == "output_scale" else [parts[first], *others]
+        last = [_OUTPUT_SCALE] if first == "output_scale" else [parts[first], *others]
         names[name] = ".".join(["model", "layers", index, *last])
     return names
 
 
-def _parts_of(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
+def _layer_checkpoint_names(layer: LayerConfig, config: ModelConfig) -> dict[str, str]:
     """Return the checkpoint names of the modules of a layer, and of single tensors."""
     family = FAMILIES[config.family]
-    recurrent = _recurrent_parts(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
-    return {**_CHECKPOINT_PARTS, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
+    recurrent = _recurrent_checkpoint_names(layer.mixer, family.recurrent_module) if isinstance(layer.mixer, Recurrent) else {}
+    return {**_CHECKPOINT_MODULES, **_NORMS[layer.norm_order], **family.module_names, **recurrent}
 
 
-def _recurrent_parts(mixer: Recurrent, prefix: str) -> dict[str, str]:
+def _recurrent_checkpoint_names(mixer: Recurrent, prefix: str) -> dict[str, str]:
     """Return the checkpoint names of a recurrent mixer. Rows of a fused matrix have the name of the whole matrix."""
     if isinstance(mixer, GatedDeltaConfig):
         projections = {"conv_proj": "in_proj_qkv", "z_proj": "in_proj_z", "b_proj": "in_proj_b", "a_proj": "in_proj_a"}

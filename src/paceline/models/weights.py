@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by our names, memory-mapped: nothing is read before it is used."""
+"""The weights of a checkpoint by internal names, memory-mapped: nothing is read before it is used."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, listed
+from paceline.errors import CheckpointError, name_list
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.containers.module import StoredWeight
 from paceline.models.families.table import FAMILIES
@@ -31,7 +31,7 @@ _STORED_TYPES: Mapping[str, tuple[WeightType, "np.dtype[Any]"]] = {
     "BF16": (WeightType.BF16, np.dtype("<u2")),
 }
 _BF16_SHIFT = np.uint32(16)
-_KV_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
+_KV_TENSORS = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """One matrix in groups; `weight_type` is the type of computation."""
+    """One matrix as groups of quantised codes; `weight_type` is the type that results are computed in."""
 
     matrix: GroupedMatrix
     weight_type: WeightType = WeightType.F32
@@ -82,17 +82,17 @@ class TensorInfo:
 
 
 class Weights(Mapping[str, AnyTensor]):
-    """The tensors of a network by our names.
+    """The tensors of a network by internal names.
 
     Attributes:
-        own_head: "medusa" or "mtp" if the files include such a drafting head.
+        bundled_head: "medusa" or "mtp" if the files include such a drafting head.
         has_encoders: the files include image or audio encoders, which are not read.
         container: the format of quantised matrices in the files; None = there are none.
         notices: messages for users.
-        packed: quantised matrices by our names, which `packed_weights.py` converts.
+        packed: quantised matrices by internal names, which `packed_weights.py` converts.
     """
 
-    own_head: str | None = None
+    bundled_head: str | None = None
     has_encoders: bool = False
     container: str | None = None
     notices: tuple[str, ...] = ()
@@ -109,50 +109,50 @@ class Weights(Mapping[str, AnyTensor]):
             CheckpointError: A file is missing or damaged, or a tensor is missing, unknown, or of another shape or type.
         """
         stored = open_stored(directory, config)
-        weights = cls.from_stored(directory, stored.tensors, stored.files, config)
+        weights = cls.from_stored_tensors(directory, stored.tensors, stored.files, config)
         weights.describe(stored)
         return weights
 
     def describe(self, stored: StoredModel) -> None:
-        """Take the notices and the container of the checkpoint directory."""
-        self.own_head, self.has_encoders = stored.own_head, stored.has_encoders
+        """Copy notices and container name from an opened checkpoint directory."""
+        self.bundled_head, self.has_encoders = stored.bundled_head, stored.has_encoders
         if stored.container is not None:
             self.container, self.notices = stored.container.name, stored.container.notices
 
     @classmethod
-    def from_stored(
+    def from_stored_tensors(
         cls,
         directory: Path,
         stored: Mapping[str, StoredWeight],
         files: Mapping[Path, NDArray[np.uint8]],
         config: ModelConfig,
-        elsewhere: Container[str] = (),
+        provided_elsewhere: Container[str] = (),
     ) -> "Weights":
         """Check the tensors of a checkpoint against its config.
 
         Args:
             stored: by plain names, as `open_stored` returns them.
-            elsewhere: our names of tensors that the caller provides.
+            elsewhere: internal names of tensors that the caller provides.
 
         Raises:
             CheckpointError: As in `open`.
         """
-        shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in elsewhere}
+        shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in provided_elsewhere}
         wanted = {name: in_file for name, in_file in checkpoint_names(config).items() if name in shapes}
-        if FAMILIES[config.family].fuses_projections:
-            stored = _unfused(stored, config)
+        if FAMILIES[config.family].has_fused_projections:
+            stored = _split_fused_projections(stored, config)
         stored = split_experts(stored, config)
         if config.tied_embeddings and wanted["embedding.weight"] not in stored and "lm_head.weight" in stored:
             wanted["embedding.weight"] = "lm_head.weight"  # a tied matrix may be stored under either name
         missing = [name for name in wanted.values() if name not in stored]
         if missing:
-            raise CheckpointError(f"{directory} lacks {listed(missing)} that its config.json requires: it may be another model's config")
+            raise CheckpointError(f"{directory} lacks {name_list(missing)} that its config.json requires: it may be another model's config")
         known = set(wanted.values())
         others = {name: one for name, one in stored.items() if name not in known and not _is_ignorable(name, config)}
         unknown = [name for name, one in others.items() if not _is_zero_bias(name, one, files)]
         if unknown:
             raise CheckpointError(
-                f"{directory} holds {listed(unknown)} that a {config.family} model with this config.json does not have; "
+                f"{directory} holds {name_list(unknown)} that a {config.family} model with this config.json does not have; "
                 "running without them would give other tokens"
             )
         found = {name: (in_file, stored[in_file]) for name, in_file in wanted.items()}
@@ -162,8 +162,8 @@ class Weights(Mapping[str, AnyTensor]):
         }
         if config.tied_embeddings and "lm_head.weight" in stored:
             _check_tied(tensors.get("embedding.weight", packed.get("embedding.weight")), stored["lm_head.weight"], files)
-        if config.norm_offset:
-            tensors |= {name: _plus_one(tensor) for name, tensor in tensors.items() if _is_offset(name)}
+        if config.has_norm_offset:
+            tensors |= {name: _add_norm_offset_of_one(tensor) for name, tensor in tensors.items() if _is_stored_minus_one(name)}
         if FAMILIES[config.family].has_interleaved_rope:
             _reorder_rope_rows(tensors, packed, config)
         weights = cls(tensors)
@@ -180,7 +180,7 @@ class Weights(Mapping[str, AnyTensor]):
         return len(self._tensors)
 
     def names(self) -> list[str]:
-        """Return our names, in the order of use in the network."""
+        """Return internal names, in the order of use in the network."""
         return list(self._tensors)
 
     def has(self, name: str) -> bool:
@@ -191,13 +191,13 @@ class Weights(Mapping[str, AnyTensor]):
         """Return the exact values of some rows of a matrix, [len(numbers), columns]. Other rows are not read."""
         return as_float32(self[name], numbers)
 
-    def forget(self, name: str) -> None:
+    def free_tensor(self, name: str) -> None:
         """Free the memory of a tensor. The next use reads or computes it again."""
         if (found := self._tensors.get(name)) is not None:
             drop_pages(found.matrix.arrays if isinstance(found, GroupedTensor) else (found.array,))
 
     def info(self, name: str) -> TensorInfo:
-        """Return what is known of a tensor without computing it."""
+        """Return shape, type and size of a tensor without computing it."""
         tensor = self[name]
         bits = tensor.matrix.bits if isinstance(tensor, GroupedTensor) else None
         return TensorInfo(tensor.shape, tensor.weight_type, bits, tensor.nbytes)
@@ -206,7 +206,7 @@ class Weights(Mapping[str, AnyTensor]):
         """Return a matrix in the quantised blocks of its GGUF file; None if it has none."""
         return None
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         """Return arrays that determine the values of a tensor, for a digest."""
         tensor = self[name]
         return tensor.matrix.arrays if isinstance(tensor, GroupedTensor) else (tensor.array,)
@@ -219,7 +219,7 @@ class Weights(Mapping[str, AnyTensor]):
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is computed on first use: what is known of it, the stored arrays that determine it, and the function."""
+    """A tensor computed on first use: its shape and type, the stored arrays that determine it, and the function that computes it."""
 
     info: TensorInfo
     arrays: tuple[NDArray[Any], ...]
@@ -227,10 +227,10 @@ class LazyTensor:
 
 
 class LazyWeights(Weights):
-    """`Weights` whose tensors are computed on first use, and kept until `forget`.
+    """`Weights` whose tensors are computed on first use, and kept until `free_tensor`.
 
     Args:
-        names: of all tensors, in the order of use.
+        names: names of all tensors, in the order of use.
         make: returns a tensor by its name.
     """
 
@@ -257,8 +257,8 @@ class LazyWeights(Weights):
     def has(self, name: str) -> bool:
         return name in self._names
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
         self._tensors.pop(name, None)
 
 
@@ -287,8 +287,8 @@ def take_rows(tensor: AnyTensor, rows: NDArray[np.int64] | slice) -> AnyTensor:
     return Tensor(array, tensor.weight_type, array.shape)
 
 
-def _unfused(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
-    """Return fused projections as row ranges: the same bytes of the file."""
+def _split_fused_projections(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
+    """Return q, k, v, gate and up as row ranges of fused matrices: views of the same bytes."""
     tensors = dict(stored)
     for index, layer in enumerate(config.layers):
         query_size, kv_size = layer.attention.query_size, layer.attention.kv_size
@@ -322,18 +322,18 @@ def _row_ranges(name: str, tensor: StoredWeight, sizes: Sequence[int]) -> list[S
     ]
 
 
-def _is_offset(name: str) -> bool:
-    """Return whether a norm weight is stored minus 1. Those after recurrent mixers are not."""
+def _is_stored_minus_one(name: str) -> bool:
+    """Return whether a norm weight is stored minus 1. Norms after recurrent mixers are stored unchanged."""
     return name.endswith("norm.weight") and not name.endswith("gated_norm.weight")
 
 
-def _plus_one(tensor: AnyTensor) -> Tensor:
+def _add_norm_offset_of_one(tensor: AnyTensor) -> Tensor:
     """Return a norm weight plus 1, in float32, because the sum may need more bits than the file's type has."""
     return Tensor(np.float32(1.0) + as_float32(tensor), WeightType.F32, tensor.shape)
 
 
 def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray[np.int64]:
-    """Return the stored row of each row of q or k, for files with interleaved (GPT-J style) rotary rows."""
+    """Return the stored row of each row of q or k, for files whose rotary pairs are interleaved (GPT-J style)."""
     heads = np.arange(num_rows).reshape(-1, head_size)
     turned, passed = heads[:, :rotary_size], heads[:, rotary_size:]
     halves = turned.reshape(len(heads), -1, 2).swapaxes(1, 2).reshape(len(heads), rotary_size)
@@ -342,7 +342,7 @@ def half_split_order(num_rows: int, head_size: int, rotary_size: int) -> NDArray
 
 def _reorder_rope_rows(tensors: dict[str, Tensor], packed: dict[str, PackedMatrix], config: ModelConfig) -> None:
     """Copy q and k into the network's row order, with rotary pairs (j, j + R/2)."""
-    for index, attention in config.attentions.items():
+    for index, attention in config.attention_layers.items():
         head_size = attention.head_size
         for name in (f"layers.{index}.{part}.{kind}" for part in ("q_proj", "k_proj") for kind in ("weight", "bias")):
             found = tensors.get(name, packed.get(name))
@@ -393,13 +393,13 @@ def _is_ignorable(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is not needed: rotary frequencies, a second copy of the tied matrix, and unused k and v projections."""
     if name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight"):
         return True
-    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_PARTS)})\.(weight|bias)", name)
+    unused = re.fullmatch(rf"model\.layers\.(\d{{1,9}})\.self_attn\.({'|'.join(_KV_TENSORS)})\.(weight|bias)", name)
     return unused is not None and shares_kv(config, int(unused[1]))
 
 
 def shares_kv(config: ModelConfig, layer: int) -> bool:
     """Return whether a layer reads the keys and values of another layer, so that its own projections are unused."""
-    return layer in config.attentions and config.attentions[layer].kv_layer is not None
+    return layer in config.attention_layers and config.attention_layers[layer].kv_layer is not None
 
 
 def _is_zero_bias(name: str, stored: StoredWeight, files: Mapping[Path, NDArray[np.uint8]]) -> bool:

@@ -15,7 +15,7 @@ from paceline.models.adapters.adapter import Adapter
 from paceline.models.adapters.read import read_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.quantize import matrix_bits
+from paceline.models.quantize import mean_weight_bits
 from paceline.models.storage.quantized_cache import FOLDER, cached_bytes
 from paceline.proof.checkpoint_facts import CheckpointFacts, read_checkpoint_facts
 from paceline.proof.memory_estimate import MemoryEstimate, ModelMemory, estimate_memory
@@ -178,7 +178,7 @@ def diagnose(question: DoctorOptions) -> Diagnosis:
             f"max_model_len is {question.max_model_len}, the model's limit is {found.target.config.max_positions}: lower max_model_len"
         )
     try:
-        options = HeadOptions.of(question.drafter_options)
+        options = HeadOptions.parse(question.drafter_options)
     except PacelineError as error:
         found.problems.append(str(error))
         return found
@@ -209,7 +209,7 @@ def _examine_drafters(found: Diagnosis, target: CheckpointFacts, question: Docto
         found.problems.append(f"drafter {name!r} was given more than once: name each drafter once")
     if found.works:
         try:
-            options.check_read(drafter.name for drafter in found.drafters)
+            options.check_all_used_by(drafter.name for drafter in found.drafters)
             check_draft_adapter(question.draft_adapter, [drafter.name for drafter in found.drafters])
         except PacelineError as error:
             found.problems.append(str(error))
@@ -223,9 +223,9 @@ def _layout_notes(drafters: Sequence[DrafterDiagnosis], names: Sequence[str], ar
     """
     notes = []
     for drafter, name in zip(drafters, names, strict=True):
-        if drafter.head is not None and drafter.head.open_switches:
+        if drafter.head is not None and drafter.head.ambiguous_options:
             alone = {**arguments, "drafter": drafter.name if name == "auto" else name}
-            found = search_layout(drafter.head.open_switches, **alone)
+            found = search_layout(drafter.head.ambiguous_options, **alone)
             given = " ".join(f"--drafter-options {option}={_option_text(value)}" for option, value in found.items())
             notes += [f"the {drafter.name} head drafts better with {given}"] * bool(found)
     return notes
@@ -372,7 +372,7 @@ def _device(question: DoctorOptions) -> str:
 
 
 def _draft_quant(target: CheckpointFacts, question: DoctorOptions) -> QuantOptions | None:
-    bits = matrix_bits(target.weights, question.quantization)
+    bits = mean_weight_bits(target.weights, question.quantization)
     return draft_quant_options(question.draft_quantization, bits, device=_device(question))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.config import EngineConfig, QuantOptions
 from paceline.models.adapters.merge import MergedWeights
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.quantize import schemes_for
+from paceline.models.quantize import quantization_schemes
 from paceline.models.state_layout import StateLayout
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.runtimes.backend import choose_backend
@@ -137,7 +137,7 @@ def estimate_memory(
         max_model_len: tokens of the longest text; None = what the model was made for.
     """
     config = checkpoint.config
-    schemes = {} if quantization is None else schemes_for(checkpoint.weights, quantization)
+    schemes = {} if quantization is None else quantization_schemes(checkpoint.weights, quantization)
     backend = choose_backend("auto", device, notices=notices)
     looked_up = _looked_up(checkpoint, schemes) if backend == "native" else frozenset[str]()
     weights = sum(
@@ -155,7 +155,7 @@ def estimate_memory(
         config.kv_bytes_per_token(kept) * 1000,
         backend,
         tuple((group.window + _ROWS_BESIDE_WINDOW, group.bytes_per_token(kept)) for group in windows if group.window is not None),
-        4 * StateLayout.of(config.recurrents).state_size,
+        4 * StateLayout.of(config.recurrent_layers).state_size,
         _pass_bytes(checkpoint, schemes, max_model_len) if backend == "native" else 0,
     )
 
@@ -174,7 +174,7 @@ def _stored_bytes(checkpoint: CheckpointFacts, name: str, *, pack_weights: bool)
 def _looked_up(checkpoint: CheckpointFacts, schemes: Collection[str]) -> frozenset[str]:
     """Return embedding tables that stay in the mapped file: their rows are looked up, never multiplied."""
     tables, weights = ["layer_embedding.weight"], checkpoint.weights
-    is_made = isinstance(weights, MergedWeights) and weights.changes("embedding.weight")
+    is_made = isinstance(weights, MergedWeights) and weights.is_changed("embedding.weight")
     if not checkpoint.config.tied_embeddings and weights.info("embedding.weight").bits is None and not is_made:
         tables.append("embedding.weight")
     return frozenset(name for name in tables if name in checkpoint.weights and name not in schemes)

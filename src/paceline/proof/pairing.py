@@ -14,7 +14,7 @@ from paceline.drafters.block.checkpoint import BLOCK_KINDS, open_block, read_blo
 from paceline.drafters.draft_model import read_mask_token
 from paceline.drafters.draft_vocab import read_corpus
 from paceline.drafters.eagle.checkpoint import check_embedded, open_eagle
-from paceline.drafters.eagle.config import open_switches, read_eagle_config
+from paceline.drafters.eagle.config import ambiguous_options, read_eagle_config
 from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
@@ -23,7 +23,7 @@ from paceline.drafters.mtp import load_mtp, restrict_vocab
 from paceline.drafters.recurrent_heads.head import RecurrentHeadConfig
 from paceline.models.config import WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.quantize import schemes_for
+from paceline.models.quantize import quantization_schemes
 from paceline.models.weights import AnyTensor, Tensor, Weights
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.memory_estimate import ModelMemory
@@ -116,7 +116,7 @@ class HeadFacts:
         weights: its own tensors, without those it shares with the target.
         cache_bytes_per_1k: keys and values of 1000 tokens, in addition to the target's.
         copied_bytes: bytes of the rows that it copies from the target's vocabulary matrix.
-        open_switches: drafter options that its files leave open, with the values to try besides the defaults.
+        ambiguous_options: drafter options that its files leave open, with the values to try besides the defaults.
     """
 
     path: Path
@@ -124,11 +124,11 @@ class HeadFacts:
     weights: Mapping[str, AnyTensor]
     cache_bytes_per_1k: int
     copied_bytes: int = 0
-    open_switches: Sequence[tuple[str, Sequence[object]]] = ()
+    ambiguous_options: Sequence[tuple[str, Sequence[object]]] = ()
 
     def memory(self, quantization: QuantOptions | None) -> ModelMemory:
         """Return the memory it takes once loaded."""
-        schemes = {} if quantization is None else schemes_for(Weights(self.weights), quantization)
+        schemes = {} if quantization is None else quantization_schemes(Weights(self.weights), quantization)
         num_bytes = sum(schemes[name].nbytes(tensor.shape) if name in schemes else tensor.nbytes for name, tensor in self.weights.items())
         return ModelMemory(num_bytes + self.copied_bytes, self.cache_bytes_per_1k, "native")
 
@@ -186,7 +186,7 @@ def _check_medusa(files: HeadFiles, target: CheckpointFacts, options: HeadOption
     stand_in = Tensor(np.empty(0, np.float32), WeightType.F32, (sizes.vocab_size, sizes.hidden_size))  # only its shape is used
     heads = load_medusa(files, sizes, stand_in)
     own = {name: tensor for name, tensor in heads.weights.items() if tensor is not stand_in}
-    matrix = "a vocabulary matrix each" if not heads.shares_lm_head else "one vocabulary matrix for all"
+    matrix = "a vocabulary matrix each" if not heads.has_shared_lm_head else "one vocabulary matrix for all"
     if len(own) < len(heads.weights):
         matrix = "the target's vocabulary matrix"
     tree = "" if options.tree is None else f", tree {options.tree}"
@@ -201,8 +201,8 @@ def _check_eagle(files: HeadFiles, target: CheckpointFacts, options: HeadOptions
     if target.tokenizer is not None:
         check_embedded(files, opened.embedded_ids, min(len(target.tokenizer.pieces), sizes.vocab_size))
     summary = f"{files.kind.value} head {_reading(config)}; {_sizes_fit(sizes.hidden_size)}"
-    unset = [switch for switch in open_switches(files, config, sizes) if getattr(options, switch[0]) is None]
-    facts = replace(_pair_facts(files, config, opened.weights), open_switches=unset)
+    unset = [switch for switch in ambiguous_options(files, config, sizes) if getattr(options, switch[0]) is None]
+    facts = replace(_pair_facts(files, config, opened.weights), ambiguous_options=unset)
     return facts, PairCheck(True, summary, None, _layout_note([name for name, _ in unset]))
 
 
@@ -211,7 +211,7 @@ def _check_mtp(
 ) -> tuple[HeadFacts, PairCheck]:
     num_ids = options.num_draft_ids(target.config.vocab_size)
     module = load_mtp(files, target.config, target.weights)
-    shared = () if module.config.own_lm_head else ("lm_head.weight",)
+    shared = () if module.config.has_own_lm_head else ("lm_head.weight",)
     weights = Weights({name: tensor for name, tensor in module.weights.items() if name not in shared})
     place = "a file of its own" if files.is_speculators else "the target's own checkpoint"
     corpus = options.draft_vocab_corpus
@@ -228,7 +228,7 @@ def _check_mtp(
             copied = own.weights.info("lm_head.weight").nbytes
             facts = replace(_pair_facts(files, module.config, weights), copied_bytes=copied)
     if options.normed_recurrence is None:  # reference code differs in the next feature
-        facts = replace(facts, open_switches=[("normed_recurrence", [False])])
+        facts = replace(facts, ambiguous_options=[("normed_recurrence", [False])])
     return facts, PairCheck(True, summary, None, module.notices)
 
 

@@ -207,7 +207,7 @@ def search_layout(switches: Sequence[tuple[str, Sequence[object]]], **arguments:
     """Try other values of the drafter options that a head's files leave open, one option after another.
 
     Args:
-        switches: options with the values to try, as of `open_switches`.
+        switches: options with the values to try, as of `ambiguous_options`.
         arguments: of `paceline.LLM`, with the head as the only drafter. The model is loaded once for each value.
 
     Returns:

@@ -19,7 +19,7 @@ from paceline.models.checkpoint import is_gguf
 from paceline.models.config import ModelConfig
 from paceline.models.gguf.file import open_gguf
 from paceline.models.layers import ExpertMLP
-from paceline.models.quantize import schemes_for
+from paceline.models.quantize import quantization_schemes
 from paceline.proof.checkpoint_facts import CheckpointFacts
 from paceline.proof.probe import Prediction, best_draft_length
 from paceline.small_files import read_json
@@ -258,7 +258,7 @@ def pass_costs(target: CheckpointFacts, quantization: QuantOptions | None, pass_
 
     Embeddings are not counted, because a pass looks up one row. Of experts only the chosen share is counted.
     """
-    schemes = {} if quantization is None else schemes_for(target.weights, quantization)
+    schemes = {} if quantization is None else quantization_schemes(target.weights, quantization)
     facts = {name: target.weights.info(name) for name in target.weights}
     sizes = {name: schemes[name].nbytes(fact.shape) if name in schemes else fact.nbytes for name, fact in facts.items()}
     tables = {"layer_embedding.weight", *(() if target.config.tied_embeddings else ("embedding.weight",))}
@@ -269,7 +269,7 @@ def pass_costs(target: CheckpointFacts, quantization: QuantOptions | None, pass_
 def _read_share(name: str, config: ModelConfig) -> float:
     match = _EXPERT.match(name)
     mlp = config.layers[int(match[1])].mlp if match is not None else None
-    return mlp.routing.num_chosen / mlp.routing.num_experts if isinstance(mlp, ExpertMLP) else 1.0
+    return mlp.routing.num_experts_per_token / mlp.routing.num_experts if isinstance(mlp, ExpertMLP) else 1.0
 
 
 def model_names(model: str, path: Path | None) -> tuple[str, ...]:

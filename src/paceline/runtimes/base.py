@@ -81,7 +81,7 @@ class ForwardBatch:
             raise ValueError(f"a pass has at most {MAX_PASS_ROWS} rows, got {len(self.positions)}: split it")
 
     def rows_by_adapter(self) -> dict[int, IntArray]:
-        """Return the rows of each adapter, ascending, by its number; rows without one are left out."""
+        """Return the rows of each adapter by its number, ascending; rows without an adapter are left out."""
         ranges: dict[int, list[IntArray]] = {}
         for item in self.ranges:
             if item.adapter:
@@ -125,18 +125,18 @@ class ForwardOutput:
         return self.results.get(BLOCK_MAX)
 
     @property
-    def logits_at(self) -> int:
+    def logits_address(self) -> int:
         """The address of the first row of logits; 0 = unknown."""
         return self._address_of(LOGITS)
 
     @property
-    def block_max_at(self) -> int:
+    def block_max_address(self) -> int:
         """The address of the first row of `block_max`; 0 = unknown."""
         return self._address_of(BLOCK_MAX)
 
     @property
     def ranked(self) -> list[RankedRow]:
-        """The summaries of the rows of logits."""
+        """The rankings (top tokens and log-sum) of the rows of logits."""
         return ranked_rows(self.results[RANKED])
 
     @property
@@ -151,7 +151,7 @@ class ForwardOutput:
         return np.stack([self.results[name] for name in names]) if names else None
 
     def split_by_plan(self, plans: Sequence[RowPlan], logits_nodes: Sequence[Sequence[int]]) -> "list[PlanOutput]":
-        """Return the part of each plan; arguments are those of `assemble`."""
+        """Return the results of each plan; the arguments are those given to `assemble`."""
         parts: list[PlanOutput] = []
         first_row = first_logits_row = 0
         for plan, nodes in zip(plans, logits_nodes, strict=True):
@@ -165,7 +165,7 @@ class PlanOutput(NamedTuple):
     """The results of a pass for the rows of one plan.
 
     Attributes:
-        output: of the whole pass.
+        output: results of the whole pass.
         first_row: the plan's first row in the pass.
         first_logits_row, end_logits_row: the plan's part of the rows of logits.
     """
@@ -198,7 +198,7 @@ class PlanOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """How a network computes on this machine."""
+    """What a network supports on this machine: numerics, tree layout, device and types."""
 
     numerics: Numerics
     tree_layout: TreeLayout
@@ -213,7 +213,7 @@ class Network(ABC):
     Attributes:
         compose: what it computes.
         version: identifies what its bits depend on besides the weights; empty if they are not tested.
-        weights: of a language model, as they were read; None = not kept.
+        weights: weights of a language model, as they were read; None = not kept.
     """
 
     config: ModelConfig
@@ -221,20 +221,20 @@ class Network(ABC):
     compose: Compose
     version: str = ""
     weights: Weights | None = None
-    num_passes: int  # calls of `forward`, those of siblings included
+    num_passes: int  # calls of `forward`, including those of sibling networks
 
     @property
-    def num_mixture_passes(self) -> int:
-        """Extra passes that ran before real ones, for rows whose adapter is a mixture."""
+    def num_xlora_passes(self) -> int:
+        """Number of extra passes that ran before real ones, for rows with X-LoRA adapters."""
         return 0
 
     @property
-    def supports_mixtures(self) -> bool:
-        """Whether adapters with a `Mixture` can be loaded: `enable_mixtures` was called."""
+    def supports_xlora(self) -> bool:
+        """Whether X-LoRA adapters can be loaded, that is, `enable_xlora` was called."""
         return False
 
-    def enable_mixtures(self, cache: KVCache) -> None:
-        """Add to `cache` what the extra passes of mixtures need, so that adapters with a `Mixture` can be loaded.
+    def enable_xlora(self, cache: KVCache) -> None:
+        """Add to `cache` what the extra passes of mixtures need, so that adapters with a `XLoraMixture` can be loaded.
 
         Args:
             cache: the one `new_cache` returned last, still empty.
@@ -247,8 +247,8 @@ class Network(ABC):
         raise BackendUnavailableError("mixtures of adapters cannot run on this kind of network: use a LoRA adapter")
 
     @property
-    def frees_outside_window(self) -> bool:
-        """Whether sliding-window layers free the rows outside their window."""
+    def has_window_eviction(self) -> bool:
+        """Whether sliding-window layers free the rows that have left their window."""
         return False
 
     @abstractmethod

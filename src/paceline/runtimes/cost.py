@@ -17,15 +17,15 @@ PROFILED_CONTEXT_LEN = 64  # cached rows of the sequence whose passes are timed
 
 ROW_COUNTS = (1, 5, 9, 3, 17, 2, 8, 16, 4, 6, 12, 33, 32, 24, 64)
 """Row counts of a profile, the most important first. Kernels compute eight rows at a time, so both sides of a multiple of 8 are timed."""
-NUM_REQUIRED_COUNTS = 3  # the first row counts, which are timed once however long that takes
-MEASURING_S = 0.7  # time limit of a profile, the required counts aside
-MAX_ROUNDS = 6  # most passes of each row count
-FAR_LEN = 1024  # cached rows that are added to time how long reading the cache takes
-CHECKED_COUNTS = (1, 8, 16)  # row counts of the passes that check a stored profile
-TOLERANCE = 0.15  # relative error of a stored profile up to which it is used
+NUM_REQUIRED_COUNTS = 3  # number of first row counts that are timed however long that takes
+PROFILING_TIME_S = 0.7  # time limit for profiling the other row counts
+MAX_ROUNDS = 6  # maximum number of passes per row count
+NUM_ADDED_CACHED_ROWS = 1024  # cached rows added to measure how long reading the cache takes
+VALIDATION_ROW_COUNTS = (1, 8, 16)  # row counts of the passes that check a stored profile
+TOLERANCE = 0.15  # relative error up to which a stored profile is used
 
 _FORMAT = 1  # of stored profiles
-_TOKEN_STRIDE = 7919  # a different token in each row, as in texts: the rows of a pass then choose different experts
+_TOKEN_STRIDE = 7919  # step between token ids of a pass: distinct tokens select different experts, as in real text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,24 @@ class ForwardProfile:
 
     Attributes:
         seconds: by rows, of one sequence with `PROFILED_CONTEXT_LEN` cached rows; ascending in rows and in seconds.
-        sequence_s: added for each further cached row of a sequence, whatever the number of rows that attend to it.
-        row_s: added for each further cached row and each row that attends to it.
+        cached_row_read_s: added for each further cached row of a sequence, whatever the number of rows that attend to it.
+        cached_row_attention_s: added for each further cached row and each row that attends to it.
     """
 
     seconds: Mapping[int, float]
-    sequence_s: float = 0.0
-    row_s: float = 0.0
+    cached_row_read_s: float = 0.0
+    cached_row_attention_s: float = 0.0
 
     @classmethod
-    def from_samples(cls, measured: Mapping[int, float], sequence_s: float = 0.0, row_s: float = 0.0) -> "ForwardProfile":
-        """Return a profile of measured seconds. A sample above one of more rows was disturbed, and is reduced to it."""
+    def from_samples(
+        cls, measured: Mapping[int, float], cached_row_read_s: float = 0.0, cached_row_attention_s: float = 0.0
+    ) -> "ForwardProfile":
+        """Return a profile of measured seconds. A sample slower than one with more rows was disturbed, and is reduced to it."""
         seconds: dict[int, float] = {}
         least = float("inf")
         for rows in sorted(measured, reverse=True):
             least = seconds[rows] = min(least, measured[rows])
-        return cls(dict(sorted(seconds.items())), max(0.0, sequence_s), max(0.0, row_s))
+        return cls(dict(sorted(seconds.items())), max(0.0, cached_row_read_s), max(0.0, cached_row_attention_s))
 
     def seconds_at(self, num_rows: int) -> float:
         """Return the seconds of so many rows, interpolated linearly between the counts that were timed, and extrapolated beyond them."""
@@ -71,11 +73,15 @@ class ForwardProfile:
             cached_len: sum over the sequences of their cached rows beyond `PROFILED_CONTEXT_LEN`.
             rows_per_sequence: rows of a sequence that attend to them, on average.
         """
-        return (self.sequence_s + self.row_s * rows_per_sequence) * cached_len
+        return (self.cached_row_read_s + self.cached_row_attention_s * rows_per_sequence) * cached_len
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON form, which is stored between runs."""
-        return {"seconds": {str(rows): value for rows, value in self.seconds.items()}, "sequence_s": self.sequence_s, "row_s": self.row_s}
+        return {
+            "seconds": {str(rows): value for rows, value in self.seconds.items()},
+            "sequence_s": self.cached_row_read_s,
+            "row_s": self.cached_row_attention_s,
+        }
 
     @classmethod
     def from_json(cls, stored: Any) -> "ForwardProfile | None":
@@ -100,7 +106,7 @@ def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *,
     key = profile_key("passes", _FORMAT, runtime.config, runtime.capabilities, runtime.version)
     stored = ForwardProfile.from_json(profiles.get(key)) if runtime.version else None
     if stored is not None:
-        measured = time_passes(runtime, cache, CHECKED_COUNTS, max_model_len=max_model_len, repeats=1)
+        measured = time_passes(runtime, cache, VALIDATION_ROW_COUNTS, max_model_len=max_model_len, repeats=1)
         if all(abs(seconds / stored.seconds_at(rows) - 1.0) <= TOLERANCE for rows, seconds in measured.items()):
             return stored
     profile = measure_profile(runtime, cache, max_model_len=max_model_len)
@@ -109,7 +115,7 @@ def profile_forward(runtime: Network, cache: KVCache, profiles: ProfileCache, *,
     return profile
 
 
-def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = MEASURING_S) -> ForwardProfile:
+def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, seconds: float = PROFILING_TIME_S) -> ForwardProfile:
     """Measure a profile in about `seconds`: the fastest pass of each row count, and what reading the cache adds.
 
     The row counts take turns, so that a drift of the machine's speed affects all of them alike.
@@ -130,14 +136,14 @@ def measure_profile(runtime: Network, cache: KVCache, *, max_model_len: int, sec
                 is_required = round_number == 0 and number < NUM_REQUIRED_COUNTS
                 if is_required or time.perf_counter() - start < seconds:
                     fastest[count] = min(sequence.time(count), fastest.get(count, math.inf))
-        sequence_s = row_s = 0.0
-        if sequence.extend_cache(FAR_LEN, room - max(CHECKED_COUNTS)):
+        cached_row_read_s = cached_row_attention_s = 0.0
+        if sequence.extend_cache(NUM_ADDED_CACHED_ROWS, room - max(VALIDATION_ROW_COUNTS)):
             near = ForwardProfile.from_samples(fastest)
             far = {count: min(sequence.time(count) for _ in range(2)) for count in (1, 8)}
-            added = {count: max(0.0, far_s - near.seconds_at(count)) / FAR_LEN for count, far_s in far.items()}
-            row_s = max(0.0, added[8] - added[1]) / 7
-            sequence_s = max(0.0, added[1] - row_s)
-    return ForwardProfile.from_samples(fastest, sequence_s, row_s)
+            added = {count: max(0.0, far_s - near.seconds_at(count)) / NUM_ADDED_CACHED_ROWS for count, far_s in far.items()}
+            cached_row_attention_s = max(0.0, added[8] - added[1]) / 7
+            cached_row_read_s = max(0.0, added[1] - cached_row_attention_s)
+    return ForwardProfile.from_samples(fastest, cached_row_read_s, cached_row_attention_s)
 
 
 def time_passes(
@@ -198,7 +204,7 @@ class _TimedSequence:
         self._runtime.num_passes = self._num_passes
 
     def time(self, count: int) -> float:
-        """Return the seconds of a pass with so many rows, which are dropped again."""
+        """Return the seconds of a pass with `count` rows, which are dropped again."""
         start = time.perf_counter()
         self._run(count)
         seconds = time.perf_counter() - start
@@ -206,14 +212,14 @@ class _TimedSequence:
         return seconds
 
     def extend_cache(self, num_rows: int, room: int) -> bool:
-        """Add so many cached rows without a pass; return False if they do not fit or a layer keeps more than keys and values."""
+        """Add `num_rows` cached rows without a pass; return False if they do not fit or if a layer caches more than keys and values."""
         layer_caches = [one for one in self._cache.layer_caches if isinstance(one, FullAttentionCache)]
         if len(layer_caches) != len(self._cache.layer_caches) or room < self._cached_len + num_rows:
             return False
         plan = self._cache.reserve(self._sequence, range(-1, num_rows - 1), num_rows)
         for layer_cache in layer_caches:
             for block in plan.paths[0].block_table[self._cached_len // plan.block_size :]:
-                layer_cache.fill_block(block)  # the system has no pages for memory that was never written, so reading it is too fast
+                layer_cache.fill_block(block)  # memory that was never written has no pages, so reading it would be too fast
         self._cache.keep_path(self._sequence, num_rows - 1)
         return True
 

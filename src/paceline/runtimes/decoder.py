@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 TOKEN_IDS = "token_ids"
 """The input of a language model."""
-LAYER_ROWS = "layer_rows"
+PER_LAYER_EMBEDDINGS = "layer_rows"
 """Rows of the table of layer inputs (Gemma 4), which runtimes look up by token id."""
 
 LOGITS, RANKED, HIDDEN_STATES, COLLECTED = "logits", "ranked", "hidden_states", "collected"
@@ -48,8 +48,8 @@ class Blocks(Protocol[Value]):
         """Return rows [T, E] of the input `token_ids` [T], times `config.embedding_scale` rounded to the compute type."""
         ...
 
-    def layer_embedding(self, name: str) -> Value:
-        """Return rows [T, L * size] of the table of layer inputs, times sqrt(size), rounded as in `embedding`."""
+    def per_layer_embedding(self, name: str) -> Value:
+        """Return rows [T, L * size] of the table of per-layer embeddings, times sqrt(size), rounded as in `embedding`."""
         ...
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
@@ -61,7 +61,7 @@ class Blocks(Protocol[Value]):
         ...
 
     def rms_norm(self, x: Value, name: str) -> Value:
-        """Return x / rms(x) * weight; with `config.norm_offset` the product is computed in float32 before rounding."""
+        """Return x / rms(x) * weight; with `config.has_norm_offset` the product is computed in float32 before rounding."""
         ...
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
@@ -176,11 +176,11 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
             x = blocks.head_norm(x, prefix + name, num_heads)
         elif attention.qk_norm is QKNorm.WIDTH:
             x = blocks.rms_norm(x, prefix + name)
-        return blocks.rope(x, num_heads, rope) if attention.rotates else x
+        return blocks.rope(x, num_heads, rope) if attention.has_rope_embedding else x
 
     names = ["q_proj"]
     if attention.kv_layer is None:
-        names += ["k_proj"] if attention.keys_are_values else ["k_proj", "v_proj"]
+        names += ["k_proj"] if attention.has_keys_as_values else ["k_proj", "v_proj"]
     q, *kv = blocks.linear(x, *(prefix + name for name in names), *([prefix + "attention_gate"] if attention.is_gated else []))
     gate = kv.pop() if attention.is_gated else None
     q = normed_and_rotated(q, "q_norm", attention.num_heads, attention.rope)
@@ -188,7 +188,7 @@ def attention_part(blocks: Blocks[Value], attention: AttentionConfig, x: Value, 
         attended = blocks.attention(q, None, attention, layer)
     else:
         k, v = normed_and_rotated(kv[0], "k_norm", attention.num_kv_heads, attention.key_rope), kv[-1]
-        if attention.norms_values:
+        if attention.has_value_norm:
             v = blocks.head_norm(v, None, attention.num_kv_heads)
         if attention.value_scale != 1.0:
             v = blocks.scale(v, attention.value_scale)
@@ -244,13 +244,13 @@ def mlp_part(blocks: Blocks[Value], mlp: DenseMLP | ExpertMLP, x: Value, layer: 
     if mlp.shared is None:
         return mixed
     shared = _dense(blocks, mlp.shared, x, prefix + "shared_expert.")
-    if mlp.gates_shared:
+    if mlp.has_shared_gate:
         shared = blocks.sigmoid_gate(shared, blocks.linear(x, prefix + "shared_gate")[0])
     return blocks.add(mixed, shared)
 
 
 def _experts_of_stream(blocks: Blocks[Value], mlp: ExpertMLP, stream: Value, prefix: str) -> Value:
-    """Source: Gemma 4's model in transformers 5.23."""
+    """Return a mixture of experts that reads the residual stream. Source: Gemma 4's model in transformers 5.23."""
     scaled = blocks.scale(blocks.rms_norm(stream, prefix + "router_norm"), mlp.router_scale)
     return blocks.experts(blocks.rms_norm(stream, prefix + "experts_norm"), blocks.linear(scaled, prefix + "router")[0], mlp, prefix)
 
@@ -274,10 +274,10 @@ def decoder_layer(
     prefix, order = f"layers.{layer}.", config.norm_order
 
     def before(x: Value, name: str) -> Value:
-        return blocks.rms_norm(x, prefix + name) if order.norms_input else x
+        return blocks.rms_norm(x, prefix + name) if order.has_input_norm else x
 
     def after(x: Value, name: str) -> Value:
-        x = blocks.rms_norm(x, prefix + name) if order.norms_output else x
+        x = blocks.rms_norm(x, prefix + name) if order.has_output_norm else x
         return x if config.residual_scale == 1.0 else blocks.scale(x, config.residual_scale)
 
     if config.mixer is not None:
@@ -289,17 +289,17 @@ def decoder_layer(
         (gate,) = blocks.linear(x, prefix + "input_gate")
         (added,) = blocks.linear(blocks.gated(gate, layer_input, config.input.activation), prefix + "input_proj")
         x = blocks.add(x, blocks.rms_norm(added, prefix + "input_norm"))
-    return blocks.scale_by(x, prefix + "output_scale") if config.scales_output else x
+    return blocks.scale_by(x, prefix + "output_scale") if config.has_output_scale else x
 
 
-def layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
+def per_layer_inputs(blocks: Blocks[Value], config: ModelConfig, x: Value) -> Value:
     """Return the inputs of all layers [T, L * size], computed from a table by token id and from the embedding x.
 
     Source: Gemma 4's model in transformers 5.23.
     """
     (projected,) = blocks.linear(x, "layer_inputs_proj")
     context = blocks.head_norm(blocks.scale(projected, float(config.hidden_size**-0.5)), "layer_inputs_norm", config.num_layers)
-    return blocks.scale(blocks.add(context, blocks.layer_embedding("layer_embedding")), 0.5**0.5)
+    return blocks.scale(blocks.add(context, blocks.per_layer_embedding("layer_embedding")), 0.5**0.5)
 
 
 def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
@@ -315,8 +315,8 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
         raise ConfigError(f"collect_layers = {list(collect_layers)}: boundaries go from 0 to {config.num_layers}")
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        boundaries, size = [blocks.embedding("embedding")], config.layer_input_size
-        inputs = layer_inputs(blocks, config, boundaries[0]) if size else None
+        boundaries, size = [blocks.embedding("embedding")], config.per_layer_input_size
+        inputs = per_layer_inputs(blocks, config, boundaries[0]) if size else None
         for index, layer in enumerate(config.layers):
             layer_input = None if inputs is None else blocks.columns(inputs, index * size, size)
             boundaries.append(decoder_layer(blocks, layer, boundaries[-1], index, layer_input=layer_input))
@@ -333,7 +333,7 @@ def decoder(config: ModelConfig, collect_layers: Sequence[int] = ()) -> Compose:
 
 
 def ranked(compose: Compose, ranking: Ranking | None) -> Compose:
-    """Return the same network with summaries of its logits added: `ranked` of `logits`, `ranked.x` of `logits.x`."""
+    """Return the same network with rankings of its logits added: `ranked` of `logits`, `ranked.x` of `logits.x`."""
     if ranking is None:
         return compose
 

@@ -16,20 +16,22 @@ def rounded(values: NDArray[np.float32], to: WeightType) -> NDArray[np.float32]:
 
 def embedding_rows(embedding: AnyTensor, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
     """Return rows [T, E] float32 of an embedding table, rounded to `round_to` and scaled by `config.embedding_scale`."""
-    return scaled_rows(table_rows(embedding, token_ids, round_to), config, round_to)
+    return scaled_rows(unscaled_embedding_rows(embedding, token_ids, round_to), config, round_to)
 
 
-def table_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
-    """Return rows of a table as `embedding_rows`, not scaled."""
+def unscaled_embedding_rows(table: AnyTensor, token_ids: NDArray[np.int32], round_to: WeightType) -> NDArray[np.float32]:
+    """Return rows of an embedding table as `embedding_rows` does, but not scaled."""
     rows = as_float32(table, token_ids)
     is_exact = isinstance(table, GroupedTensor) or table.weight_type is round_to
     return rows if is_exact else rounded(rows, round_to)
 
 
-def layer_rows(weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:
-    """Return rows [T, L * size] float32 of the table of layer inputs, rounded, times sqrt(size)."""
+def per_layer_embedding_rows(
+    weights: Weights, token_ids: NDArray[np.int32], config: ModelConfig, round_to: WeightType
+) -> NDArray[np.float32]:
+    """Return rows [T, L * size] float32 of the table of per-layer embeddings, rounded, times sqrt(size)."""
     rows = rounded(weights.rows("layer_embedding.weight", token_ids), round_to)
-    return _scaled(rows, float(config.layer_input_size**0.5), round_to)
+    return _scaled(rows, float(config.per_layer_input_size**0.5), round_to)
 
 
 def scaled_rows(rows: NDArray[np.float32], config: ModelConfig, round_to: WeightType) -> NDArray[np.float32]:

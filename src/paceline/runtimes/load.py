@@ -13,15 +13,15 @@ from paceline.models.adapters.read import read_adapter
 from paceline.models.checkpoint import open_weights, read_model_config, weight_files
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
-from paceline.models.quantize import matrix_bits
-from paceline.models.storage.packed_weights import floats_bytes
+from paceline.models.quantize import mean_weight_bits
+from paceline.models.storage.packed_weights import dequantized_bytes
 from paceline.models.storage.quantized_cache import quantized_weights
 from paceline.models.weights import Weights
 from paceline.runtimes.backend import choose_backend, choose_device
 from paceline.runtimes.base import Network, Numerics, assemble
 from paceline.runtimes.decoder import Compose, decoder
 from paceline.runtimes.native.library import fastest_page_sums, kernels_path
-from paceline.runtimes.numerics import find_numerics
+from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import ProfileCache
 
 
@@ -31,11 +31,11 @@ class RuntimeOptions:
 
     Attributes:
         numerics: requested; `Network.capabilities` has the result of the test.
-        kv_cache_dtype: of keys and values; None = `default_kv_cache_dtype`.
+        kv_cache_dtype: type of cached keys and values; None = `default_kv_cache_dtype`.
         dtype: compute type; None = the type the weights are stored in. F32 also disables the rounding of rows to 8 bits before quantised
             matrices.
         num_threads: CPU threads.
-        max_model_len: of the longest text; None = the model's own limit.
+        max_model_len: length of the longest text; None = the model's own limit.
         device: "auto", "cpu" or "cuda".
         backend: "auto", "native" or "torch".
         collect_layers: layer boundaries whose hidden states are returned.
@@ -64,7 +64,7 @@ class RuntimeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedNetwork:
     """A loaded network.
 
     Attributes:
@@ -75,12 +75,12 @@ class Loaded:
 
     runtime: Network
     notices: tuple[str, ...]
-    own_head: str | None
+    bundled_head: str | None
     weight_bits: float
 
 
 @memory_errors("the model")
-def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
+def load_runtime(path: Path, options: RuntimeOptions) -> LoadedNetwork:
     """Load a checkpoint.
 
     Raises:
@@ -96,7 +96,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
         name, free = merged_adapter_name(options.merge_adapter), options.memory_bytes
         adapter = read_adapter(options.merge_adapter, name=name, config=config, weights=weights, memory_bytes=free)
         config, weights = merge_adapter(adapter, config, weights, options)
-    own_head, notices = weights.own_head, list(weights.notices)
+    bundled_head, notices = weights.bundled_head, list(weights.notices)
     if options.quantization is None:
         _check_floats(weights, config, options.memory_bytes)
     if isinstance(weights, MergedWeights):
@@ -119,7 +119,7 @@ def load_runtime(path: Path, options: RuntimeOptions) -> Loaded:
             page_sums=fastest_page_sums(),
         )
     runtime = _build(config, weights, options, notices)
-    return Loaded(runtime, tuple(notices), own_head, matrix_bits(weights))
+    return LoadedNetwork(runtime, tuple(notices), bundled_head, mean_weight_bits(weights))
 
 
 def merged_adapter_name(directory: Path) -> str:
@@ -140,8 +140,8 @@ def merge_adapter(adapter: Adapter, config: ModelConfig, weights: Weights, optio
         config,
         adapter,
         weight_type=weight_type,
-        quantised_type=WeightType.F16 if is_f16 else None,
-        quantised_next=is_quantised,
+        type_if_quantised=WeightType.F16 if is_f16 else None,
+        is_quantised_next=is_quantised,
     )
     return merged_config(config, adapter), merged
 
@@ -158,7 +158,7 @@ def _check_merged(weights: MergedWeights, memory_bytes: int | None) -> None:
 
 def _check_floats(weights: Weights, config: ModelConfig, memory_bytes: int | None) -> None:
     """Refuse matrices of a quantised checkpoint that become floats and do not fit in memory."""
-    size = floats_bytes(weights.packed.values(), config.weight_type)
+    size = dequantized_bytes(weights.packed.values(), config.weight_type)
     if memory_bytes is not None and size > memory_bytes:
         raise CapacityError(
             f"matrices packed as {weights.container} take {size / 1e9:.3g} GB as {config.weight_type.value}, {memory_bytes / 1e9:.3g} GB "
@@ -187,12 +187,12 @@ def _build_native(config: ModelConfig, weights: Weights, options: RuntimeOptions
         round_to=round_to,
         kv_cache_dtype=options.kv_cache_dtype or default_kv_cache_dtype(config, weights, options.dtype),
         packed=None if options.dtype is WeightType.F32 else {},
-        takes_adapters=True,
+        supports_adapters=True,
     )
     _warm_up(network)
     numerics = options.numerics
     if numerics is Numerics.EXACT:
-        numerics = find_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
+        numerics = measure_numerics(network, ProfileCache(options.profile_directory), options.collect_layers)
         if numerics is Numerics.FAST:
             notices.append("on this machine a row's bits depend on the other rows of its pass: numerics is fast")
     network.capabilities = replace(network.capabilities, numerics=numerics)
@@ -256,11 +256,11 @@ def open_head(
 
     Args:
         compose: what it computes.
-        config: sizes of its layers; blocks also read `norm_eps` and `norm_offset`.
+        config: sizes of its layers; blocks also read `norm_eps` and `has_norm_offset`.
         weights: by the names `compose` uses, with `.weight` or `.bias`.
         max_model_len: positions to prepare for.
         backend: "native", "torch" or "auto": native if there are kernels and the device is not a GPU.
-        device: of torch, "cpu" or "cuda".
+        device: device of torch, "cpu" or "cuda".
         lm_head_of: the network whose vocabulary matrix, or its first rows, is `lm_head.weight`; None = the head's own.
         rounds_rows: round rows to 8 bits before quantised matrices even if the head has its own `lm_head`.
 

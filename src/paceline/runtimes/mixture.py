@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
-from paceline.models.adapters.adapter import Adapter, Mixture
+from paceline.models.adapters.adapter import Adapter, XLoraMixture
 from paceline.models.config import ModelConfig
 from paceline.runtimes.base import FloatArray, ForwardBatch, Network, RowRange
 
@@ -30,7 +30,7 @@ class Classifier(ABC):
         pass_scaling: the constant scaling during the scaling pass; 0 = that pass runs without adapters.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: XLoraMixture) -> None:
         self._mixture, self.pass_scaling = mixture, mixture.pass_scaling
 
     @abstractmethod
@@ -38,10 +38,10 @@ class Classifier(ABC):
         """Return the classifier's output [rows, L * K] for hidden states [rows, E] after the final norm."""
 
     def constant(self, num_rows: int) -> FloatArray:
-        """Return the scalings [rows, L * K] of a scaling pass."""
+        """Return the constant scalings [rows, L * K] of the scaling pass, which runs before the real pass."""
         return np.full((num_rows, self._mixture.num_layers * self._mixture.num_adapters), self.pass_scaling, np.float32)
 
-    @np.errstate(over="ignore", invalid="ignore")  # rows that are not finite are reported after the pass
+    @np.errstate(over="ignore", invalid="ignore")  # rows with NaN or infinity are reported after the pass
     def scalings(self, hidden_states: Any) -> FloatArray:
         """Return the scalings [rows, L * K] of the real pass."""
         mixture, found = self._mixture, self.logits(hidden_states)
@@ -65,7 +65,7 @@ def row_scalings(
     """Run the scaling pass of a batch and return the scalings of its rows; no pass if no row has a mixture.
 
     Args:
-        classifiers: of all loaded mixtures, by adapter number.
+        classifiers: classifiers of all loaded X-LoRA adapters, by adapter number.
         inputs, batch: of the real pass.
         run_pass: runs the scaling pass from inputs, rows and constant scalings; returns hidden states [rows, E].
     """
@@ -86,17 +86,17 @@ def row_scalings(
     return {adapter: classifiers[adapter].scalings(hidden[own.astype(np.int64)]) for adapter, own in own_rows.items()}
 
 
-def check_supports_mixtures(config: ModelConfig) -> None:
+def check_supports_xlora(config: ModelConfig) -> None:
     """Raise ConfigError if the model's layers cannot run a scaling pass."""
-    if config.recurrents:
+    if config.recurrent_layers:
         raise ConfigError(
             "X-LoRA's scaling pass would need states of its own, and the model has recurrent layers: use its adapters one by one"
         )
 
 
-def check_mixture_enabled(network: Network, adapter: Adapter) -> None:
+def check_xlora_enabled(network: Network, adapter: Adapter) -> None:
     """Raise ConfigError if `adapter` is a mixture and the network has no cache for scaling passes."""
-    if adapter.mixture is not None and not network.supports_mixtures:
+    if adapter.mixture is not None and not network.supports_xlora:
         raise ConfigError(
             f"the X-LoRA adapter {adapter.name!r} needs a second set of keys and values, which is planned when a model is opened: give it, "
             "or another X-LoRA adapter, in adapters= (--adapter) then"

@@ -13,12 +13,12 @@ from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.runtimes.base import FloatArray, Network, Numerics, assemble
 from paceline.runtimes.profile_cache import ProfileCache, profile_key
 
-# Rows of the two sequences per pass: decode rows, drafts and prompt chunks, alone and together, across a block boundary.
+# Rows of each of the two sequences per pass: decoding, drafts and prompt chunks, alone and together, across a block boundary.
 _LENGTHS = (38, 9)
 _PASSES = ((0, 5), (17, 0), (1, 1), (14, 1), (1, 2), (5, 0))
 
 
-def find_numerics(network: Network, profile: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
+def measure_numerics(network: Network, profile: ProfileCache, collect_layers: Sequence[int] = ()) -> Numerics:
     """Return EXACT if every row of mixed passes has the bits of decoding alone, else FAST.
 
     Args:
@@ -42,27 +42,27 @@ def find_numerics(network: Network, profile: ProfileCache, collect_layers: Seque
 def _is_exact(network: Network) -> bool:
     random = np.random.default_rng(0)
     tokens = [random.integers(0, network.config.vocab_size, length).tolist() for length in _LENGTHS]
-    solo = [_solo(network, ids) for ids in tokens]
-    if any(np.isnan(row).all() for rows in solo for row in rows):  # neither exact nor fast, so nothing is stored
+    solo = [_decode_alone(network, ids) for ids in tokens]
+    if any(np.isnan(row).all() for rows in solo for row in rows):  # an all-NaN row is an error of the checkpoint, so no result is stored
         raise CheckpointError(
             "the target produced NaN logits when it was tested at load: its weights are damaged or overflow in this precision; "
             "verify the checkpoint's files or load it with a wider dtype"
         )
-    return _equal(solo, _mixed(network, tokens))
+    return _are_all_equal(solo, _decode_mixed(network, tokens))
 
 
-def _equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
+def _are_all_equal(left: list[FloatArray], right: list[FloatArray]) -> bool:
     return all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in zip(left, right, strict=True))
 
 
-def _solo(network: Network, token_ids: list[int]) -> FloatArray:
+def _decode_alone(network: Network, token_ids: list[int]) -> FloatArray:
     cache = network.new_cache(4)
     sequence = cache.new_sequence()
     rows = [_forward(network, cache, [(sequence, [token])])[0] for token in token_ids]
     return np.stack(rows)
 
 
-def _mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArray]:
+def _decode_mixed(network: Network, token_ids: list[list[int]]) -> list[FloatArray]:
     cache = network.new_cache(8)
     sequences = [cache.new_sequence() for _ in token_ids]
     rows: list[list[FloatArray]] = [[] for _ in token_ids]

@@ -16,7 +16,7 @@ class ProfileCache:
     """A mapping from keys (`profile_key`) to measured JSON values.
 
     Args:
-        directory: of the file; None = store nothing.
+        directory: directory of the file; None = store nothing.
     """
 
     def __init__(self, directory: Path | None) -> None:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from paceline.errors import RequestError, is_interrupt
 from paceline.sampling.params import CustomProcessor
 
-_ANCHOR = "\n"  # text before a word, to find its tokens without a leading space
+_ANCHOR = "\n"  # text before a word, to get its tokens without a leading space
 
 
 class Constraint(Protocol):
-    """A rule about the token that follows the output."""
+    """A rule that forbids some next tokens."""
 
     def mask(self, scores: NDArray[np.float32], path: Sequence[int]) -> None:
         """Set the scores [V] of tokens that may not follow the committed output and `path` to -inf, in place; keep the state."""
@@ -29,7 +29,7 @@ class Constraint(Protocol):
 
 
 class GrammarConstraint(Constraint, Protocol):
-    """The position of an output in its grammar."""
+    """The position of an output in its grammar, which forbids tokens that cannot continue it."""
 
     def is_finished(self, path: Sequence[int] = ()) -> bool:
         """Return whether the committed output and `path` are complete without a further token."""
@@ -71,7 +71,7 @@ class RepeatedNgrams:
         followers = self._followers.get(start)
         if followers is not None:
             scores[np.frombuffer(followers, np.int64)] = -np.inf
-        for end in range(count, len(tail)):  # n-grams that end in the path
+        for end in range(count, len(tail)):  # n-grams whose end is in the path
             if tuple(tail[end - count : end]) == start:
                 scores[tail[end]] = -np.inf
 
@@ -89,7 +89,7 @@ class BadWords:
         endings: dict[int, dict[tuple[int, ...], set[int]]] = {}
         for *before, last in (word for word in sequences if len(word) > 1):
             endings.setdefault(len(before), {}).setdefault(tuple(before), set()).add(last)
-        self._endings = {  # number of tokens before the last one -> these tokens -> ids of last tokens
+        self._endings = {  # length of the prefix -> prefix tokens -> ids that would complete a bad word
             count: {before: np.array(sorted(lasts), np.int64) for before, lasts in group.items()} for count, group in endings.items()
         }
         self._num_before = max(self._endings, default=0)
@@ -133,7 +133,7 @@ def bad_word_ids(words: Sequence[str | Sequence[int]], encode: Callable[[str], S
 
 def _tokenizations(word: str, encode: Callable[[str], Sequence[int]]) -> list[tuple[int, ...]]:
     bare = word.lstrip(" ") or word
-    # Some tokenizers add a space before every text; only after a line break do they show the word's tokens without one.
+    # Some tokenizers add a space before every text. After a line break they tokenize the word without one.
     anchor, anchored = tuple(encode(_ANCHOR)), tuple(encode(_ANCHOR + bare))
     found = [tuple(encode(bare)), tuple(encode(" " + bare))]
     if anchor and anchored[: len(anchor)] == anchor:

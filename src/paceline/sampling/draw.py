@@ -45,7 +45,7 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
     """Draw the token of one position; the argmax if the distribution is greedy.
 
     Args:
-        seed: of the request, in [0, 2**64).
+        seed: seed of the request, in [0, 2**64).
         sample_index: which of the request's n samples.
         position: index of the token in prompt + output.
 
@@ -61,5 +61,5 @@ def draw(distribution: Distribution, seed: int, sample_index: int, position: int
 
 
 def gumbel_scores(scores: NDArray[np.floating], bits: BitsArray) -> NDArray[np.float64]:
-    """Return score - log E in float64, E from 32 random bits an id; the largest is the drawn token."""
+    """Return score - log E in float64, with exponential E from 32 random bits per id; the largest one is the drawn token."""
     return np.asarray(scores - np.log(exponential(bits)), np.float64)

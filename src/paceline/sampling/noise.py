@@ -26,7 +26,7 @@ class Purpose(IntEnum):
     """What the noise of a position is used for; the random numbers of two purposes are independent."""
 
     TOKEN = 0  # the draw of the token: in plain steps, in verification and in drafting that uses the target's noise
-    ACCEPT = 1  # this and the following are used with acceptance="rejection" only
+    ACCEPT = 1  # ACCEPT and all after it are used with acceptance="rejection" only
     RESIDUAL = 2
     DRAFT = 3
 
@@ -89,7 +89,7 @@ def noise_bits(seed: int, sample_index: int, position: int, purpose: Purpose, to
     """Return 32 random bits for each vocabulary id at one position.
 
     Args:
-        seed: of the request, in [0, 2**64).
+        seed: seed of the request, in [0, 2**64).
         sample_index: which of the request's n samples, in [0, 2**32).
         position: index of the token in prompt + output, in [0, 2**64).
         token_ids: ids [M] of the target's vocabulary, or its size V for all of them in order.

@@ -12,8 +12,8 @@ from paceline.sampling.grammars.grammar import Grammar
 from paceline.spelling import suggest_arguments
 
 MAX_TEMPERATURE = 100.0
-MIN_TEMPERATURE = 1e-4  # below it float32 scores overflow for large logits; 0 is greedy
-MAX_ADDEND = 1e6  # of penalties and biases: far above any logit, far below float32's maximum
+MIN_TEMPERATURE = 1e-4  # with lower temperatures float32 scores overflow for large logits; 0 is greedy
+MAX_ADDEND = 1e6  # limit of penalties and biases: far above any logit, far below float32's maximum
 MAX_INT = 2**31 - 1
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
@@ -186,7 +186,7 @@ def _checked_number(name: str, value: object, low: float, high: float, limits: s
         raise RequestError(f"{name}: {value!r} is not a number", parameter=name)
     try:
         number = float(value)
-    except OverflowError:  # an integer larger than every float
+    except OverflowError:  # the integer is larger than every float
         number = math.inf
     if not low <= number <= high:  # also refuses NaN
         _refuse(name, value, f"is out of range; it must be {limits or f'in [{low:.16g}, {high:.16g}]'}")

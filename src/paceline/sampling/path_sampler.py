@@ -36,8 +36,8 @@ class LogitsView(NamedTuple):
 
     logits: Rows
     block_max: Rows | None = None
-    logits_at: int = 0
-    block_max_at: int = 0
+    logits_address: int = 0
+    block_max_address: int = 0
 
 
 class PathSampler(Protocol):
@@ -45,14 +45,14 @@ class PathSampler(Protocol):
 
     @property
     def batch(self) -> "BatchPathSampler":
-        """The sampler of the model, which all its requests share."""
+        """The batch sampler that all requests of the model share."""
 
 
 class PathRequest(NamedTuple):
     """One tree to sample.
 
     Attributes:
-        sampler: of the request.
+        sampler: compiled sampling parameters of the request.
         token_ids, parents: [N] of the tree.
         seed, sample_index, position: arguments of `draw` for the token after the root.
         first_row: the root's row; node i has row `first_row + i`.
@@ -71,11 +71,11 @@ class BatchPathSampler(Protocol):
     """Samples several requests of one model at once."""
 
     def sample(self, requests: Sequence[PathRequest], rows: LogitsView) -> list[SampledPath | None]:
-        """Return each request's path, in order; None for a tree that must be sampled by the definition."""
+        """Return each request's sampled path, in order; None for a tree that the compiled sampler cannot decide."""
 
 
 def sample_paths(requests: Sequence[PathRequest | None], rows: LogitsView) -> list[SampledPath | None]:
-    """Sample the trees of a step's requests in one call; the result of None is None."""
+    """Sample the trees of a step's requests in one call; a request None gives the result None."""
     given = [request for request in requests if request is not None]
     if not given:
         return [None] * len(requests)
@@ -84,6 +84,6 @@ def sample_paths(requests: Sequence[PathRequest | None], rows: LogitsView) -> li
 
 
 def sample_row(sampler: PathSampler, row: Rows, seed: int, sample_index: int, position: int) -> int | None:
-    """Sample the token of one row [V]; None if it must be sampled by the definition."""
+    """Sample the token of one row [V]; None if the compiled sampler cannot decide it."""
     [path] = sampler.batch.sample([PathRequest(sampler, (0,), (-1,), seed, sample_index, position)], LogitsView(row[None]))
     return None if path is None else path.token_ids[0]

@@ -27,7 +27,7 @@ class EditedRow(NamedTuple):
     Attributes:
         logits: [V]; the row itself if nothing edits it, which the next forward pass overwrites.
         max_logit: the largest of them, finite.
-        params: of the request.
+        params: sampling parameters of the request.
         sampler: compiled `params`; None = there is no compiled sampler.
     """
 
@@ -37,7 +37,7 @@ class EditedRow(NamedTuple):
     sampler: PathSampler | None
 
     def distribution(self) -> Distribution:
-        """Apply temperature, top-k, top-p and min-p."""
+        """Return the distribution of the row after temperature, top-k, top-p and min-p."""
         params = self.params
         if params.is_greedy:
             return Distribution(self.logits, None, True)
@@ -51,7 +51,7 @@ class EditedRow(NamedTuple):
         return self.logits if unscaled else self.logits / np.float32(self.params.temperature)
 
     def draw(self, seed: int, sample_index: int, position: int) -> int:
-        """Draw the token as `draw` does from `distribution()`, with the compiled sampler where it can decide the row."""
+        """Draw the token from `distribution()`, with the compiled sampler if it can decide the row."""
         token = None if self.sampler is None else sample_row(self.sampler, self.logits, seed, sample_index, position)
         return draw(self.distribution(), seed, sample_index, position) if token is None else token
 
@@ -63,7 +63,7 @@ class LogitsProcessor:
     after these tokens are committed.
 
     Args:
-        params: of the request.
+        params: sampling parameters of the request.
         vocab_size: V of the rows.
         prompt_token_ids: part of the text for the repetition penalty, repeated n-grams, bad words and custom processors.
         eos_token_ids: banned, like `params.stop_token_ids`, while the output is shorter than `params.min_tokens`.
@@ -99,14 +99,14 @@ class LogitsProcessor:
         ends = {*params.stop_token_ids, *(token_id for token_id in eos_token_ids if token_id < vocab_size)}
         self._end_ids = np.array(sorted(ends), np.int64)
         self._min_tokens = params.min_tokens if ends else 0
-        # What follows is created only if a parameter needs it, so that other requests have no cost per token.
+        # The following is created only if a parameter needs it, so that other requests have no cost per token.
         penalises_seen, has_ngrams = params.repetition_penalty != 1.0, params.no_repeat_ngram_size > 0
         prompt_ids = _distinct_ids(prompt_token_ids, vocab_size) if penalises_seen or has_ngrams else None
         self._seen = TokenCounts(prompt_ids) if penalises_seen else None
         self._generated = TokenCounts() if params.frequency_penalty or params.presence_penalty else None
         self._counts = [counts for counts in (self._seen, self._generated) if counts is not None]
         self._commits: list[Callable[[int], None]] = [counts.add for counts in self._counts]
-        self._masks: list[tuple[str, _Mask]] = []  # by name of the parameter, in the order in which they apply
+        self._masks: list[tuple[str, _Mask]] = []  # masks by parameter name, in the order in which they apply
         if has_ngrams:
             self._add("no_repeat_ngram_size", RepeatedNgrams(params.no_repeat_ngram_size, prompt_token_ids))
         if words := _bad_word_sequences(params, bad_word_ids, vocab_size):
@@ -173,7 +173,7 @@ class LogitsProcessor:
         return EditedRow(logits, max_logit, self._params, self._path_sampler)
 
     def _edit(self, scores: ScoreArray, path: Sequence[int]) -> np.float32:
-        """Edit a row in place; return its largest score."""
+        """Apply penalties, biases and masks to a row in place; return its largest score."""
         if self._bias_ids.size:
             scores[self._bias_ids] += self._bias
         if self._counts:
@@ -231,7 +231,7 @@ class TokenCounts:
         self._ids[: self._size] = start
         self._counts = np.zeros(capacity, np.float32)
         self._counts[: self._size] = 1.0
-        self._slots = {int(token_id): slot for slot, token_id in enumerate(start)}  # index of each id in the arrays
+        self._slots = {int(token_id): slot for slot, token_id in enumerate(start)}  # index of each token id in the two arrays
 
     @property
     def token_ids(self) -> NDArray[np.int64]:

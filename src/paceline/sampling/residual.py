@@ -23,11 +23,11 @@ class TokenProbs:
     """Probabilities of the next token.
 
     Attributes:
-        values: [M] float64, none negative, summing to 1.
+        probs: [M] float64, none negative, summing to 1.
         token_ids: [M] ids, ascending; None = all V in order. Ids not listed have probability 0.
     """
 
-    values: ProbArray
+    probs: ProbArray
     token_ids: Ids | None = None
 
     @classmethod
@@ -37,40 +37,40 @@ class TokenProbs:
 
     @property
     def end(self) -> int:
-        """One more than the largest listed id."""
-        return len(self.values) if self.token_ids is None else int(self.token_ids[-1]) + 1
+        """One more than the largest id with a listed probability."""
+        return len(self.probs) if self.token_ids is None else int(self.token_ids[-1]) + 1
 
     def is_normalised(self) -> bool:
         """Return whether the values are probabilities and sum to 1."""
-        return bool(self.values.min() >= 0) and abs(self.values.sum() - 1) < 1e-6  # False if a value is NaN
+        return bool(self.probs.min() >= 0) and abs(self.probs.sum() - 1) < 1e-6  # False if a value is NaN
 
     def is_within(self, vocab_size: int) -> bool:
         """Return whether all ids with a probability are below `vocab_size`."""
         if self.end <= vocab_size:
             return True
         first = vocab_size if self.token_ids is None else int(np.searchsorted(self.token_ids, vocab_size))
-        return not self.values[first:].any()
+        return not self.probs[first:].any()
 
     def prob(self, token_id: int) -> float:
         """Return the probability of one token."""
         index = self._index(token_id)
-        return 0 if index is None else self.values[index]
+        return 0 if index is None else self.probs[index]
 
     def at_ids_of(self, other: "TokenProbs") -> ProbArray:
         """[M of other] the probabilities of the ids that `other` lists."""
-        if self.token_ids is None and other.token_ids is None and len(self.values) == len(other.values):
-            return self.values
-        dense = self.values
+        if self.token_ids is None and other.token_ids is None and len(self.probs) == len(other.probs):
+            return self.probs
+        dense = self.probs
         if self.token_ids is not None:
-            dense = np.zeros(max(self.end, other.end), self.values.dtype)
-            dense[self.token_ids] = self.values
+            dense = np.zeros(max(self.end, other.end), self.probs.dtype)
+            dense[self.token_ids] = self.probs
         elif other.end > len(dense):
             dense = np.concatenate([dense, np.zeros(other.end - len(dense), dense.dtype)])
-        return dense[: len(other.values)] if other.token_ids is None else dense[other.token_ids]
+        return dense[: len(other.probs)] if other.token_ids is None else dense[other.token_ids]
 
     def without(self, token_id: int) -> "TokenProbs | None":
         """Return the distribution without `token_id`, normalised; None if no other token has a probability."""
-        values = self.values.copy()
+        values = self.probs.copy()
         index = self._index(token_id)
         if index is not None:
             values[index] = 0
@@ -79,26 +79,26 @@ class TokenProbs:
 
     def token_at(self, quantile: float) -> int:
         """Return the token at a quantile in (0, 1) of the cumulative distribution in the order of ids; never one of probability 0."""
-        cumulative = np.cumsum(self.values)
+        cumulative = np.cumsum(self.probs)
         index = int(np.searchsorted(cumulative, quantile * cumulative[-1], side="right"))
         return index if self.token_ids is None else int(self.token_ids[index])
 
     def _index(self, token_id: int) -> int | None:
         if self.token_ids is None:
-            return token_id if 0 <= token_id < len(self.values) else None
+            return token_id if 0 <= token_id < len(self.probs) else None
         index = int(np.searchsorted(self.token_ids, token_id))
-        return index if index < len(self.values) and self.token_ids[index] == token_id else None
+        return index if index < len(self.probs) and self.token_ids[index] == token_id else None
 
 
 def acceptance(target: TokenProbs, draft: TokenProbs, token_id: int) -> float:
     """Return target_prob / draft_prob of a draft token: its probability of acceptance, if below 1."""
     draft_prob = draft.prob(token_id)
-    return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that cannot be drawn is not accepted
+    return target.prob(token_id) / draft_prob if draft_prob > 0 else 0  # a token that the drafter cannot draw is never accepted
 
 
 def excess(target: TokenProbs, draft: TokenProbs, share: float = 1) -> ProbArray:
-    """[M of target] max(share * target_probs - draft_probs, 0), not normalised."""
-    values: Any = np.maximum(share * target.values - draft.at_ids_of(target), 0)
+    """Return [M of target] max(share * target_probs - draft_probs, 0), not normalised."""
+    values: Any = np.maximum(share * target.probs - draft.at_ids_of(target), 0)
     return np.asarray(values)
 
 

@@ -56,8 +56,8 @@ def truncate(scores: ScoreArray, max_score: np.float32, *, top_k: int, top_p: fl
 def _top_p(scores: ScoreArray, weights: ScoreArray, max_score: np.float32, top_p: float) -> NDArray[np.int64]:
     """Return the indices that top-p keeps, ascending."""
     total = float(weights.sum())
-    floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))  # all scores below it weigh less than top-p removes
-    for candidates in (scores[scores >= floor], scores):  # the second only if rounding requires it
+    floor = float(max_score) + math.log((1.0 - top_p) * total / len(scores))  # tokens below it weigh less than top-p removes
+    for candidates in (scores[scores >= floor], scores):  # all scores are searched only if rounding requires it
         falling = np.sort(candidates)[::-1]
         mass = np.cumsum(np.exp(falling - max_score), dtype=np.float64)
         if len(mass) and mass[-1] >= top_p * total:

@@ -173,7 +173,7 @@ class _Turn:
 
     def _prompt_ids(self, input_processor: InputProcessor) -> list[list[int]]:
         prompt = self.request.prompt(input_processor)
-        self.parser = ChatOutputParser.of_prompt(self.tokenizer, self.formats, prompt, self.request.offered_tools)
+        self.parser = ChatOutputParser.for_prompt(self.tokenizer, self.formats, prompt, self.request.offered_tools)
         return [input_processor.prompt_ids(prompt.token_ids)]
 
     def _grammar(self) -> Grammar | None:

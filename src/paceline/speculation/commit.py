@@ -17,7 +17,7 @@ def finish_reason(request: Request, path: Sequence[int], text_stop: StopMatcher 
     is_end_token = path[-1] in request.end_token_ids
     is_full = len(request.token_ids) + len(path) >= request.max_len
     if text_stop is not None:
-        if not is_end_token or request.params.include_stop:  # otherwise the end token is not part of the text
+        if not is_end_token or request.params.include_stop:  # the text excludes an end token unless `include_stop` is set
             text_stop.push(path[-1])
         if is_end_token or is_full:
             text_stop.finish()
@@ -47,7 +47,7 @@ class FinishLookahead:
         self._text_stop: StopMatcher | None = None
 
     def finishes_with(self, token_id: int) -> bool:
-        """Return whether the request finishes with this token, which follows the tokens of earlier calls."""
+        """Return whether the request would finish with this token, after the tokens of earlier calls."""
         text_stop = self._request.text_stop
         if self._text_stop is None and text_stop is not None and text_stop.can_stop:
             self._text_stop = text_stop.copy()
@@ -64,7 +64,7 @@ def commit(
         token_ids: accepted tokens, then the bonus token.
         num_accepted: number of accepted tokens.
         has_draft: whether the step had a draft.
-        logprobs: of each token; empty = not needed.
+        logprobs: log-probabilities of each token; empty = not needed.
 
     Returns:
         the number of tokens appended; `request.finish_reason` is set if one of them finished it.

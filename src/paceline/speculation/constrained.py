@@ -15,12 +15,12 @@ from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
 FORCED = "grammar"  # source of forced tokens
-MAX_FORCED_TOKENS = 16  # in one draft, however short the drafts of drafters are
-ANY_ID = 2**31  # as vocabulary size in `trim`: no limit, because the grammar allows valid ids only
+MAX_FORCED_TOKENS = 16  # maximum forced tokens in one draft, whatever the draft length
+ANY_ID = 2**31  # vocabulary size that `trim` never exceeds: the grammar allows valid ids only
 
 
 def constrain_draft(rows: RequestRows) -> None:
-    """Constrain the draft of a request, or make one of forced tokens if it has none."""
+    """Constrain the draft of a request by its grammar, or make a draft of forced tokens if it has none."""
     request, limit = rows.request, rows.limit
     if limit is None or not isinstance(request.processor.grammar, GrammarMatcher):
         return
@@ -51,7 +51,7 @@ def constrain(
     given = tree if tree is not None else DraftTree.root_only(request.token_ids[-1])
     result = _ConstrainedTree(matcher, given, min(max_depth, row_budget - 1))
     try:
-        result.visit(0, 0, [], matcher.forced_tokens(()))
+        result.add_subtree(0, 0, [], matcher.forced_tokens(()))
     except RequestError:
         return None
     if not result.token_ids:
@@ -74,7 +74,7 @@ class _ConstrainedTree:
     sources: list[str] = field(default_factory=list)
     probs: list[float] = field(default_factory=list)
 
-    def visit(self, given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
+    def add_subtree(self, given_node: int, node: int, path: list[int], forced: Sequence[int]) -> None:
         """Add the nodes that may follow one that was added.
 
         Args:
@@ -87,20 +87,20 @@ class _ConstrainedTree:
         children = self.given.children(given_node)
         if forced and not any(self.given.token_ids[child] == forced[0] for child in children):
             for token in forced[: self.max_depth - len(path)]:
-                node = self._add(node, token, FORCED, 1.0)
+                node = self._add_node(node, token, FORCED, 1.0)
             return
         for child in children:
             token = self.given.token_ids[child]
             longer = [*path, token]
             if token != forced[0] if forced else not self.matcher.is_allowed(longer):
                 continue
-            added = self._add(node, token, self.given.sources[child], 1.0 if self.given.probs is None else self.given.probs[child])
+            added = self._add_node(node, token, self.given.sources[child], 1.0 if self.given.probs is None else self.given.probs[child])
             if forced:
-                self.visit(child, added, longer, forced[1:])
+                self.add_subtree(child, added, longer, forced[1:])
                 return
-            self.visit(child, added, longer, self.matcher.forced_tokens(longer) if len(longer) < self.max_depth else ())
+            self.add_subtree(child, added, longer, self.matcher.forced_tokens(longer) if len(longer) < self.max_depth else ())
 
-    def _add(self, parent: int, token_id: int, source: str, prob: float) -> int:
+    def _add_node(self, parent: int, token_id: int, source: str, prob: float) -> int:
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.sources.append(source)

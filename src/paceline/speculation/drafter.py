@@ -17,7 +17,7 @@ FREE_PREFILL_TOKENS = 16
 """Tokens whose prefill costs nothing extra: a pass over so many rows takes about the time of one row."""
 MAX_CATCH_UP_TOKENS = 128
 """Most tokens that a lookup drafter reads in `has_candidates`; `propose` reads longer texts."""
-NEW_SAMPLE_WEIGHT = 0.25  # of the running average of prefill times
+NEW_SAMPLE_WEIGHT = 0.25  # weight of a new sample in the running average of prefill times
 RESERVED_NAMES = ("none", "auto", "grammar")
 
 
@@ -67,7 +67,7 @@ class DrafterNeeds:
 
     @classmethod
     def union(cls, drafters: "Sequence[Drafter]") -> "DrafterNeeds":
-        """Return what several drafters need together."""
+        """Return the union of what several drafters need."""
         layers = {layer for drafter in drafters for layer in drafter.needs.layers}
         return cls(any(drafter.needs.hidden_states for drafter in drafters), tuple(sorted(layers)))
 
@@ -109,7 +109,7 @@ class CommittedRows:
     collected_hidden_states: FloatArray | None = None
 
     def with_layers(self, collected: Sequence[int], wanted: Sequence[int]) -> "CommittedRows":
-        """Return the rows with a part of the collected layer boundaries, in the order of `wanted`."""
+        """Return the rows with the hidden states of the layer boundaries `wanted` only, in that order."""
         if self.collected_hidden_states is None or tuple(collected) == tuple(wanted):
             return self
         indices = [collected.index(layer) for layer in wanted]
@@ -127,7 +127,7 @@ class PrefillTime:
         self.token_s = token_s
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add a measurement; one of few tokens is ignored."""
+        """Add a measured prefill time to the running average; a short prefill is ignored."""
         if num_tokens > FREE_PREFILL_TOKENS:
             token_s = seconds / num_tokens
             self.token_s += (token_s - self.token_s) * (NEW_SAMPLE_WEIGHT if self.token_s else 1.0)
@@ -206,7 +206,7 @@ class Drafter(ABC):
         """Return a tree under each request's last token, or None for no draft. Trees that exceed the budget are trimmed."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Take the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
+        """Receive the rows that a target pass left in the cache, prompt chunks included. Work may be deferred to `propose`."""
 
     def has_candidates(self, request: Request) -> bool:
         """Return whether there may be a draft. Called in every step, so it must take microseconds."""

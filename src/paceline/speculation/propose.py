@@ -67,11 +67,11 @@ class Proposer:
     """
 
     def __init__(self, drafters: Sequence[Drafter], guard: ErrorGuard, *, vocab_size: int, layout: TreeLayout) -> None:
-        # names are read once, because a property of a drafter may raise later
+        # read once, because a drafter's property may raise later
         self._drafters = [(drafter.name, drafter) for drafter in sorted(drafters, key=lambda drafter: not drafter.traits.is_lookup)]
         self.draft_s = self.plan_s = 0.0
         self._guard, self._vocab_size, self._layout = guard, vocab_size, layout
-        self._pauses: dict[str, FailurePause] = {}  # by name of a drafter that failed the last time it was called
+        self._pauses: dict[str, FailurePause] = {}  # per drafter whose last call failed
 
     def propose(self, batch: Sequence[RequestRows], policy: FixedDraftLength, max_rows: int | None, *, is_rejection: bool) -> None:
         """Set the draft of every request, or the reason why it has none.
@@ -181,7 +181,7 @@ class Proposer:
                 rows.set_draft(usable, tree.num_draft_tokens, SkipReason.UNUSABLE)
         seconds = perf_counter() - start_s
         self.draft_s += seconds
-        if not has_prefill:  # its time is no measure of later drafts
+        if not has_prefill:  # a call that prefills does not measure the time of later drafts
             policy.observe_draft_time(drafter, len(called), depth, seconds)
         return True
 

@@ -91,7 +91,7 @@ class RejectionSampler:
         self._token_ids: list[int] = []
 
     def verify(self) -> VerifyResult:
-        """Return the accepted nodes and the tokens."""
+        """Verify the tree; return the accepted nodes and the tokens."""
         length = self._block_length() if self._tree.proposal is Proposal.SAMPLED else 0
         node = self._verify_block(length) if length else 0
         while node is not None:
@@ -99,7 +99,7 @@ class RejectionSampler:
         return VerifyResult(tuple(self._accepted), tuple(self._token_ids))
 
     def _verify_children(self, node: int) -> int | None:
-        """Add the token after `node`; return the accepted child, or None at the end."""
+        """Accept a child of `node` or draw another token; return the accepted child, or None at the end."""
         tree, depth = self._tree, len(self._token_ids)
         try:
             target = self._target_probs(node, self._token_ids)
@@ -111,16 +111,16 @@ class RejectionSampler:
         draft = tree.draft_probs.get(node)
         if draft is None:
             token = self._decisions.draw(target, depth)
-            return self._add(token, tree.child(node, token))
+            return self._append_token(token, tree.child(node, token))
         for index, child in enumerate(tree.children(node)):
             token = tree.token_ids[child]
-            if draft is None:  # the drafter had no further token with a probability above 0
+            if draft is None:  # no further token had a probability above 0
                 break
             if self._decisions.accepts(acceptance(target, draft, token), depth, index):
-                return self._add(token, child)
+                return self._append_token(token, child)
             target = residual(target, excess(target, draft))
             draft = draft.without(token)
-        return self._add(self._decisions.draw(target, depth), None)
+        return self._append_token(self._decisions.draw(target, depth), None)
 
     def _verify_block(self, length: int) -> int | None:
         """Accept the longest prefix of `length` drawn tokens; return the last node if that is all of them.
@@ -133,7 +133,7 @@ class RejectionSampler:
         for depth in range(length):
             try:
                 target = self._target_probs(depth, tree.token_ids[1 : depth + 1])
-            except BaseException as error:  # the row may never be needed: verify only the tokens before it
+            except BaseException as error:  # an invalid row may never be needed: verify only the tokens before it
                 if depth == 0 or is_interrupt(error):
                     raise
                 length = depth
@@ -148,8 +148,8 @@ class RejectionSampler:
         is_whole = self._decisions.accepts(share, length - 1, 0)
         node: int | None = 0
         for child in range(1, (length if is_whole else num_kept) + 1):
-            node = self._add(tree.token_ids[child], child)
-        return node if is_whole else self._add(self._decisions.draw(residual(after, left), num_kept), None)
+            node = self._append_token(tree.token_ids[child], child)
+        return node if is_whole else self._append_token(self._decisions.draw(residual(after, left), num_kept), None)
 
     def _block_length(self) -> int:
         """Return the number of drawn tokens from the root on, up to the one that finishes the request."""
@@ -160,8 +160,8 @@ class RejectionSampler:
                 break
         return length
 
-    def _add(self, token_id: int, child: int | None) -> int | None:
-        """Add a token; return `child` if verification goes on there."""
+    def _append_token(self, token_id: int, child: int | None) -> int | None:
+        """Append a token to the result; return `child` if verification goes on there, else None."""
         self._token_ids.append(token_id)
         if child is None or self._lookahead.finishes_with(token_id):
             return None

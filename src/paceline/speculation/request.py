@@ -70,7 +70,7 @@ class Request:
         has_mixture_pass: whether the adapter is an X-LoRA one, with which each row runs twice.
         error: why it failed. No other request is affected.
         draft_histories: by drafter, what the policy learned about drafts for this request.
-        origins: of each output token.
+        origins: origin of each output token.
         drafting: per-request state of drafters (`speculation.drafter.RequestState`).
     """
 

@@ -122,7 +122,7 @@ class RequestRows:
                 self.kept_nodes = [*range(self.num_new_tokens), *(self.root + node for node in accepted_nodes)]
 
     def set_draft(self, tree: DraftTree | None, num_before: int, reason_if_empty: SkipReason) -> None:
-        """Set what is left of a draft of `num_before` tokens, and count the dropped ones."""
+        """Set the remaining draft, of originally `num_before` tokens, and count the dropped ones."""
         num_left = 0 if tree is None else tree.num_draft_tokens
         self.request.stats.num_dropped_tokens += max(0, num_before - num_left)
         if tree is not None and num_left > 0:
@@ -131,11 +131,11 @@ class RequestRows:
             self.drop_draft(reason_if_empty)
 
     def drop_draft(self, reason: SkipReason) -> None:
-        """Make the request's step a plain one."""
+        """Drop the draft, so that the request's step is a plain one, and record the reason."""
         self.tree, self.skip_reason = DraftTree.root_only(self.request.token_ids[-1]), reason
 
     def skip(self, reason: SkipReason) -> None:
-        """Set why the drafter being called does not draft. NO_MATCH is replaced by the reason of a later drafter, others are kept."""
+        """Record why a drafter does not draft. A later drafter's reason replaces NO_MATCH, but no other one."""
         self.budget = None
         if self.num_draft_tokens == 0 and self.skip_reason in (None, SkipReason.NO_MATCH):
             self.skip_reason = reason

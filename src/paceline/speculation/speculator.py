@@ -87,7 +87,7 @@ class Speculator:
         return output
 
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Give the policy the outcome of a draft."""
+        """Pass the outcome of a verified draft to the policy."""
         with self._guard:
             self.policy.observe_verified(request, tree, accepted_nodes)
 
@@ -107,7 +107,7 @@ class Speculator:
             self.observe_rows([self._committed(rows, rows.output) for rows in batch if rows.output is not None and rows.is_observed])
 
     def observe_rows(self, committed: Sequence[CommittedRows]) -> None:
-        """Give kept rows to the drafters, each with the layers that it needs."""
+        """Pass the kept rows to the drafters, each with the hidden states that it needs."""
         for drafter in self._observers:
             with self._guard:
                 drafter.observe([rows.with_layers(self._needs.layers, drafter.needs.layers) for rows in committed])

@@ -108,7 +108,7 @@ class SpeculationStats:
             self.num_accepted_tokens_by_position[index] += 1
 
     def add(self, other: "SpeculationStats") -> None:
-        """Add another request's counters to these."""
+        """Add the counters of another request."""
         self._extend_positions(len(other.num_draft_tokens_by_position))
         for name in (own.name for own in fields(self)):
             value, added = getattr(self, name), getattr(other, name)

@@ -79,7 +79,7 @@ def _forward(batch: Sequence[RequestRows], target: Network, cache: KVCache, spec
         if is_interrupt(error):
             raise PassInterrupted from error
         raise
-    view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_at, output.block_max_at)
+    view = LogitsView(output.logits[:, : speculator.vocab_size], output.block_max, output.logits_address, output.block_max_address)
     for rows, own in zip(batch, output.split_by_plan(plans, nodes), strict=True):
         rows.set_output(own, view.logits)
     paths = sample_paths([speculator.path_request(rows) for rows in batch], view)
@@ -95,7 +95,7 @@ def _verify_and_commit(rows: RequestRows, cache: KVCache, speculator: Speculator
     if rows.tree is not None:
         _accept(rows, rows.tree, speculator)
     rows.is_observed = request.is_speculative
-    cache.keep_path(request.sequence, rows.kept_nodes[-1])  # its path to the root; all other rows of the pass are freed
+    cache.keep_path(request.sequence, rows.kept_nodes[-1])  # keep the path to the last accepted node; all other rows of the pass are freed
     cache.register_prefix(request.sequence, request.token_ids)
 
 

@@ -41,12 +41,12 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, root_token_id: int) -> "DraftTree":
-        """Return the tree of a plain step."""
+        """Return a tree without draft tokens, for a plain step."""
         return cls((root_token_id,), (-1,), (0,), ("",))
 
     @classmethod
     def chain(cls, root_token_id: int, draft_token_ids: Sequence[int], source: str, probs: Sequence[float] | None = None) -> "DraftTree":
-        """Return a tree of one token a depth."""
+        """Return a tree with one token per depth."""
         count = len(draft_token_ids) + 1
         token_ids, sources = (root_token_id, *draft_token_ids), ("", *[source] * (count - 1))
         return cls(token_ids, range(-1, count - 1), range(count), sources, {}, None if probs is None else (1.0, *probs))
@@ -70,14 +70,14 @@ class DraftTree:
             draft_probs: by node in this order, where children were drawn; None = nowhere.
             probs: of nodes 1 … n; None = unknown.
         """
-        node_of = [0]  # by given node, the node it was merged into
-        children: list[dict[int, int]] = [{}]  # by kept node: token -> first given node
+        node_of = [0]  # for each given node, the kept node it was merged into
+        children: list[dict[int, int]] = [{}]  # for each kept node: token -> first given node
         for index, (token, parent) in enumerate(zip(draft_token_ids, parents, strict=True), start=1):
             if not 0 <= parent < index:
                 raise ValueError(f"node {index} names parent {parent}: parents come before their children")
             node_of.append(children[node_of[parent]].setdefault(token, index))
             children.append({})
-        order, depths, tree_parents = [0], [0], [-1]  # by node of the result; `order` has the given nodes
+        order, depths, tree_parents = [0], [0], [-1]  # per node of the result; `order` lists given nodes
         for position, node in enumerate(order):  # breadth-first, because children are appended while the list is read
             for child in children[node].values():
                 order.append(child)
@@ -103,7 +103,7 @@ class DraftTree:
             ValueError: parents, depths and tokens do not make a tree, or children of a node are impossible under its `draft_probs`.
         """
         count = len(self.token_ids)
-        if self.parents != range(-1, count - 1) or self.depths != range(count):  # else it is a chain by construction
+        if self.parents != range(-1, count - 1) or self.depths != range(count):  # otherwise it is a chain, valid by construction
             depths: list[int] = []
             for node, parent in enumerate(self.parents):
                 if parent != -1 if node == 0 else not 0 <= parent < node:

@@ -39,7 +39,7 @@ def grow_tree(
 
     Args:
         budget: rows, depth and layout of the tree.
-        context: of the root.
+        context: context of the root, passed to `expand`.
         expand: returns the candidates after a context, no token twice. Only called for nodes of the tree while rows are left.
         least_prob: nodes below this probability are left out.
     """
@@ -84,7 +84,7 @@ def growing_tree(root_token_id: int, budget: DraftBudget, context: ContextT, *, 
         is_expandable, num_added = False, added_rows(parent)
         if num_added > rows_left:  # its cost never falls
             continue
-        if -value > reach / num_added:  # a sibling was added since it was queued, so it costs more now
+        if -value > reach / num_added:  # a sibling was added since this candidate was queued, so its row costs more now
             heapq.heappush(queue, (-reach / num_added, order, reach, parent, candidate))
             continue
         token_id, own_prob, source, context = candidate

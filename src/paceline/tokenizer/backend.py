@@ -38,7 +38,7 @@ class TokenizerBackend:
         self.has_byte_pieces = "<0x41>" in self.vocabulary and self._decodes_byte_pieces()
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Decode ids as the library does."""
+        """Decode ids as the tokenizers library does."""
         try:
             if len(ids) > _MAX_DECODED_WITH_LOCK:
                 texts: list[str] = self._library.decode_batch([ids], skip_special_tokens=skip_special_tokens)
@@ -49,7 +49,7 @@ class TokenizerBackend:
         return text
 
     def join(self, pieces: Sequence[str]) -> str:
-        """Decode pieces."""
+        """Return the text of consecutive pieces."""
         try:
             text: str = self._library.decoder.decode(list(pieces))
         except BaseException as error:
@@ -68,7 +68,7 @@ class TokenizerBackend:
         """Return the text of a tokenizer.json, with all tokens added after loading."""
         backend = self._library
         try:
-            if backend.padding is not None or backend.truncation is not None:  # options of a call, which are not part of the tokenizer
+            if backend.padding is not None or backend.truncation is not None:  # options of a call are not part of the tokenizer
                 backend = copy(backend)
                 backend.no_padding()
                 backend.no_truncation()

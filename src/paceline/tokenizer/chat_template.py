@@ -22,7 +22,7 @@ WAIT_SECONDS = 10
 _RENDERER = "paceline.tokenizer.template_process:renderer"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _DEFAULT_MAX_TOKENS = 1 << 17
-_CHARACTERS_PER_TOKEN = 32  # text has four or five, but one token can be a long run of spaces
+_CHARACTERS_PER_TOKEN = 32  # usual tokens have four or five characters, but one can be a long run of spaces
 _MIN_CHARACTERS = 1 << 16
 
 
@@ -81,7 +81,7 @@ class ChatTemplate:
         """
         message_texts = [
             _dump_json("messages", partial(_plain_message, message)) for message in messages
-        ]  # one call for all would hold the GIL
+        ]  # one JSON call for all messages would hold the GIL
         text = f"[{', '.join(message_texts)}]"
         tools_text, options_text = _dump_json("tools", lambda: list(tools) or None), _dump_json("options", lambda: options or {})
         num_input_chars = len(text) + (len(tools_text) if tools else 0) + (len(options_text) if options else 0)

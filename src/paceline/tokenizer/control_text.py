@@ -18,8 +18,8 @@ from paceline.errors import RequestError, library_errors
 _PRIVATE_USE = range(0xE000, 0xF900)  # one UTF-16 unit each, so that JSON escapes it as one \uXXXX
 _PRIVATE_USE_PATTERN = re.compile("[\ue000-\uf8ff]")
 _MAX_PATTERN_CHARS = 64
-_WINDOW = 1 << 16  # characters for one call of a regular expression, which holds the GIL
-_MAX_CUT_ROUNDS = 8  # a text that is cut to separate a control token may contain another one afterwards
+_WINDOW = 1 << 16  # characters searched per regular expression call, which holds the GIL
+_MAX_CUT_ROUNDS = 8  # splitting a control token apart may create another one, so this is repeated
 
 
 class ControlTexts:
@@ -72,7 +72,7 @@ class ControlTexts:
             parts: list[str] = []
             marked_ids: list[int | None] = []
             end = 0
-            for index, token_id in enumerate(encoding.ids):  # one call for all offsets would hold the GIL
+            for index, token_id in enumerate(encoding.ids):  # one call for the offsets of all tokens would hold the GIL
                 token = self._tokens.get(token_id)
                 if token is None:
                     continue
@@ -237,7 +237,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _cut(text: str, marked_ids: Sequence[int | None], positions: Sequence[int], marks: str) -> tuple[list[str], list[int | None]]:
-    """Insert marks without a token at some positions; return the parts and the token ids of their marks."""
+    """Insert placeholders at positions that split control tokens; return the parts and the token ids of the placeholders."""
     parts: list[str] = []
     ids: list[int | None] = []
     given = iter(marked_ids)

@@ -62,9 +62,9 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: tokenizer_class is {shortened(kind)}, expected the name of a class; download it again")
     added = settings.get("added_tokens_decoder")
     _check_added(added if isinstance(added, dict) else (), directory)
-    if added is None:  # then transformers takes them from tokenizer.json
+    if added is None:  # transformers takes the added tokens from tokenizer.json
         content = read_small(directory / "tokenizer.json", TOKENIZER_BYTES) or b""
-        with suppress(ValueError, RecursionError):  # the tokenizers library reports these when it reads the file
+        with suppress(ValueError, RecursionError):  # the tokenizers library reports damaged JSON when it reads the file
             tokenizer = json.loads(content)
             _check_names(tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None, directory / "tokenizer.json")
     return settings

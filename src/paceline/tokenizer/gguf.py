@@ -20,13 +20,13 @@ from paceline.errors import CheckpointError, library_errors, shortened
 
 MAX_TOKENS = 1 << 20
 _MAX_MERGED_CHARACTERS = 1024
-_MAX_MERGE_WORK = 1 << 28  # sum of the squared lengths of all pieces, which the time to derive the merges grows with
+_MAX_MERGE_WORK = 1 << 28  # limit of the sum of squared piece lengths, which the time to derive merges grows with
 _WAY_OUT = "use the model's safetensors directory, which holds tokenizer.json, or a newer conversion of it"
 # Texts of tokens that end an answer; some converters do not mark these tokens.
 _END_TEXTS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"})
 _END_TEXTS |= {"<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>"}
 _TOOL_USE = "tool_use"
-_DUPLICATE = "\U0010fffd"  # appended to all but the last of several ids with the same text; removed when decoding
+_DUPLICATE = "\U0010fffd"  # appended to all but the last of several tokens with the same text; removed in decoding
 
 
 class _TokenType(IntEnum):
@@ -216,7 +216,7 @@ class _Vocabulary:
     @classmethod
     def read(cls, fields: _Fields, *, is_sentencepiece: bool, may_repeat: bool) -> "_Vocabulary":
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(fields.required_strings("tokens"))]
-        if may_repeat:  # only the last of several ids with the same text is used for encoding
+        if may_repeat:  # of several ids with the same text, only the last one is used for encoding
             last = {token: index for index, token in enumerate(tokens)}
             tokens = [token if last[token] == index else f"{token}{_DUPLICATE}" for index, token in enumerate(tokens)]
         if not tokens:
@@ -261,7 +261,7 @@ class _Vocabulary:
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
         by_text = {token: index for index, token in enumerate(self.tokens) if token in _END_TEXTS and self.types[index] in _ADDED}
         if {"<|return|>", "<|call|>"} <= set(by_text):
-            by_text.pop("<|end|>", None)  # in gpt-oss it ends one of several messages of an answer
+            by_text.pop("<|end|>", None)  # in gpt-oss <|end|> ends one of several messages of an answer
         return tuple(sorted(ends | set(by_text.values())))
 
 
@@ -417,7 +417,7 @@ def _merges_by_score(fields: _Fields, vocabulary: _Vocabulary) -> list[tuple[str
 def _added_tokens(fields: _Fields, vocabulary: _Vocabulary, *, is_sentencepiece: bool) -> list[AddedToken]:
     """Return the tokens that are split off a text before anything else is done with it."""
     name = fields.text("general.name", "").lower()
-    # Not in the file: these models were trained without the whitespace after most special tokens.
+    # GGUF files do not state it: these models were trained without the whitespace after most special tokens.
     is_phi3 = is_sentencepiece and (fields.text("general.architecture", "") == "phi3" or "phi-3" in name or "phi3" in name)
     ends = {vocabulary.roles[role] for role in ("bos", "eos", "eot", "eom") if role in vocabulary.roles}
     added = []

@@ -271,7 +271,7 @@ def _num_open_bytes(pieces: Sequence[str]) -> int:
         if not _BYTE_PIECE.fullmatch(piece):
             break
         run.insert(0, _byte(piece))
-    _, num_closed = utf_8_decode(run, "replace", False)  # False: more bytes may follow
+    _, num_closed = utf_8_decode(run, "replace", False)  # False: an incomplete character at the end is not consumed
     return len(run) - num_closed
 
 
@@ -309,8 +309,8 @@ class IncrementalDetokenizer:
         self._hidden = tokenizer.special_token_ids - frozenset(shown_token_ids)
         self._has_byte_pieces = tokenizer.has_byte_pieces
         self._window: list[int] = []
-        self._read_from = 0  # index in the window of the first token whose text is not returned yet
-        self._num_returned = 0  # number of characters of the window's text that are returned
+        self._read_from = 0  # index in the window of the first token whose text was not returned yet
+        self._num_returned = 0  # number of characters of the window's text that were returned
         self._parts: list[str] = []
 
     def copy(self) -> "IncrementalDetokenizer":
@@ -353,7 +353,7 @@ class IncrementalDetokenizer:
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # hidden tokens are not in the window
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)  # special tokens are excluded when the window is filled
 
     def _num_open(self, text: str) -> int:
         """Return the number of characters at the end that the next token may change: incomplete bytes, or a replacement character."""

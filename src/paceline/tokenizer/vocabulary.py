@@ -15,7 +15,7 @@ IdMap = NDArray[np.int64]
 # Smallest share of the sample text's tokens with which ids are mapped. Measured on the mini model, with a draft model whose vocabulary has
 # 58 to 83 % of them: mapped ids are accepted as often as text when greedy, and more often when sampled. The rest is a margin.
 MIN_SAMPLE_COVERAGE = 0.8
-MIN_SHARED_PIECES = 0.5  # used instead where the target cannot encode the sample text
+MIN_SHARED_PIECES = 0.5  # minimum share of common pieces, if the target cannot encode the sample text
 MIN_SPELLABLE = 0.5
 _MAX_PIECES_TO_SPELL = 4096
 
@@ -202,7 +202,7 @@ def _spellable(pieces: Sequence[str], draft: Sequence[str]) -> float:
         return 1.0
     speller = Speller(draft)
     known = [piece for piece in pieces if piece]
-    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # evenly spaced, because all would take a second
+    sample = piece_bytes(known[:: max(1, len(known) // _MAX_PIECES_TO_SPELL)])  # a sample of pieces, because all would take a second
     return sum(speller.spell(text) is not None for text in sample) / max(1, len(sample))
 
 
@@ -253,7 +253,7 @@ def _piece_decoder(pieces: Sequence[str]) -> Callable[[str], bytes]:
 def _decode_byte_level(piece: str) -> bytes:
     try:
         return piece.translate(_BYTE_OF_CODE).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, which is not in this alphabet
+    except UnicodeEncodeError:  # an added token may have characters outside the byte-level alphabet
         return piece.encode()
 
 

@@ -177,7 +177,17 @@ def test_a_drafter_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], ki
 
 @pytest.mark.parametrize(
     "where",
-    ["begin_step", "skip_reason", "plan", "prefers", "select", "observe_verified", "observe_draft_time", "observe_step_time", "release"],
+    [
+        "begin_step",
+        "skip_reason",
+        "plan",
+        "prefers",
+        "prune_drafts",
+        "observe_verified",
+        "observe_draft_time",
+        "observe_step_time",
+        "release",
+    ],
 )
 def test_what_decides_how_much_to_draft_may_fail_in_any_way(open_llm: Open, solo: list[list[int]], where: str) -> None:
     """Also a mistake of our own there costs guesses, no request."""

@@ -70,7 +70,7 @@ def test_a_text_holds_all_rows_of_global_and_a_window_of_local_layers_and_none_o
 def test_holding_windows_and_drafting_change_no_token(open_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(700), prompt_of(40, 1), [*prompt_of(700), 3, 4]]
     held, drafted = (open_llm(drafter=drafter).generate(prompts, GREEDY) for drafter in ("none", "ngram"))
-    monkeypatch.setattr(NativeNetwork, "frees_outside_window", False)
+    monkeypatch.setattr(NativeNetwork, "has_window_eviction", False)
     everything = open_llm(drafter="none").generate(prompts, GREEDY)
     for one, other, expected in zip(held, drafted, everything, strict=True):
         assert one.token_ids == other.token_ids == expected.token_ids

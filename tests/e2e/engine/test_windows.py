@@ -72,7 +72,7 @@ def test_a_long_text_holds_its_window_and_a_pass(open_llm: Open, large_counts: b
     assert 0 < most[0] * BLOCK_SIZE <= WINDOW + 1024
     assert memory_of(llm).num_bytes < llm.engine.cache.max_slots * 2 * 2 * 2 * 16 * 4 / 10
     check_clean(llm)
-    monkeypatch.setattr(NativeNetwork, "frees_outside_window", False)
+    monkeypatch.setattr(NativeNetwork, "has_window_eviction", False)
     (everything,) = open_llm(drafter="none").generate([prompt_of(length)], GREEDY)
     assert held.token_ids == everything.token_ids
 

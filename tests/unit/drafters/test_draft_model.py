@@ -271,7 +271,7 @@ def test_for_rejection_drafts_are_drawn_from_the_laws_the_tree_names(runtime: Ne
         )[1]
         ask(other, fresh, depth=1)
         law = TokenProbs.from_distribution(request.processor.process(rows[0], path))
-        np.testing.assert_allclose(probs.at_ids_of(law), law.values, atol=1e-5)
+        np.testing.assert_allclose(probs.at_ids_of(law), law.probs, atol=1e-5)
         left: TokenProbs | None = probs
         for index, child in enumerate(tree.children(node)):
             assert left is not None

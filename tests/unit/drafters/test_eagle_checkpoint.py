@@ -12,8 +12,8 @@ import torch
 from harness.eagle_checkpoints import DRAFT_IDS, EAGLE1, EAGLE3, VOCAB_SIZE, Tensors, eagle1_tensors, eagle3_tensors, write_head
 from harness.model_configs import make_config
 from paceline.drafters import find_head
-from paceline.drafters.eagle.checkpoint import EagleCheckpoint, open_eagle, our_name
-from paceline.drafters.eagle.config import read_eagle_config, unified_names
+from paceline.drafters.eagle.checkpoint import EagleCheckpoint, internal_tensor_name, open_eagle
+from paceline.drafters.eagle.config import read_eagle_config, with_canonical_names
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
@@ -129,7 +129,7 @@ def test_a_head_over_part_of_the_vocabulary_needs_its_own_matrix(tmp_path: Path)
 
 
 def test_a_tied_embedding_is_believed_of_no_head(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(own_embedding=True))
+    checkpoint = opened(tmp_path, {**EAGLE3, "tie_word_embeddings": True}, eagle3_tensors(has_own_embedding=True))
     assert checkpoint.weights["lm_head.weight"].shape == (30, 32)
 
 
@@ -184,13 +184,13 @@ def test_a_head_without_config_is_refused(tmp_path: Path) -> None:
 
 def test_names_of_the_layer_agree(tmp_path: Path) -> None:
     files = [
-        unified_names(HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))))
+        with_canonical_names(HeadFiles.open(write_head(tmp_path / name.strip("."), EAGLE3, eagle3_tensors(first_layer=name))))
         for name in ("midlayer.", "layers.0.", "model.midlayer.")
     ]
     assert all(one.kind is HeadKind.EAGLE3 for one in files)
     assert files[0].tensors.keys() == files[1].tensors.keys() == files[2].tensors.keys()
-    assert our_name("layers.0.self_attn.q_proj.bias") == "layers.0.q_proj.bias"
-    assert our_name("fc_norm.2.weight") == "fc_norm.2.weight"
+    assert internal_tensor_name("layers.0.self_attn.q_proj.bias") == "layers.0.q_proj.bias"
+    assert internal_tensor_name("fc_norm.2.weight") == "fc_norm.2.weight"
     assert np.array_equal(files[0].weight("norm.weight").array, eagle3_tensors()["norm.weight"].numpy())
 
 
@@ -209,8 +209,8 @@ def old_tensors(*norms: str) -> Tensors:
 
 def test_an_old_speculators_head_has_the_norms_its_config_says(tmp_path: Path) -> None:
     assert opened(tmp_path / "said", {**OLD, "layernorms": True}, old_tensors(*NORMS)).config.has_final_norm
-    assert opened(tmp_path / "unsaid", OLD, old_tensors(*NORMS)).config.norms_mixture
-    assert not opened(tmp_path / "none", {**OLD, "layernorms": False}, old_tensors()).config.norms_embedding
+    assert opened(tmp_path / "unsaid", OLD, old_tensors(*NORMS)).config.has_input_norm
+    assert not opened(tmp_path / "none", {**OLD, "layernorms": False}, old_tensors()).config.has_embedding_norm
     with pytest.raises(CheckpointError, match=r"it lacks 1 tensor: norm\.weight \[32\]"):
         opened(tmp_path / "few", {**OLD, "layernorms": True}, old_tensors(*NORMS[:2]))
     with pytest.raises(CheckpointError, match="holds 3 tensors: "):
@@ -223,7 +223,7 @@ def test_an_eagle1_head_may_bring_its_own_matrix(tmp_path: Path) -> None:
     for name, config, tensors in (("plain", EAGLE1, eagle1_tensors()), ("nested", NESTED, eagle1_tensors(bias=False))):
         checkpoint = opened(tmp_path / name, config, tensors | own)
         assert checkpoint.config.kind is HeadKind.EAGLE
-        assert checkpoint.config.own_lm_head
+        assert checkpoint.config.has_own_lm_head
         assert checkpoint.weights["lm_head.weight"].shape == (VOCAB_SIZE, 32)
         assert not opened(tmp_path / f"{name}-without", config, tensors).weights.has("lm_head.weight")
     with pytest.raises(IncompatibleDrafterError, match="has 9000 token ids"):

@@ -15,9 +15,9 @@ from harness.medusa_checkpoints import Arrays, edit, random_heads, write_heads
 from paceline import SamplingParams
 from paceline.config import SpeculationConfig
 from paceline.drafters.head_files import HeadFiles
-from paceline.drafters.medusa.drafter import MedusaDrafter, RankAccuracy, open_medusa
+from paceline.drafters.medusa.drafter import CandidateAccuracy, MedusaDrafter, open_medusa
 from paceline.drafters.medusa.network import HeadOutputs
-from paceline.drafters.medusa.trees import STATIC_TREES, static_shape
+from paceline.drafters.medusa.trees import STATIC_TREES, static_tree_nodes
 from paceline.errors import CheckpointError, ConfigError, IncompatibleDrafterError
 from paceline.kv_cache.cache import CachedSequence
 from paceline.kv_cache.row_plan import TreeLayout, num_rows
@@ -43,7 +43,7 @@ class Heads:
         self.num_passes = 0
         self.ranking: Ranking | None = None
 
-    def rank(self, ranking: Ranking) -> None:
+    def set_ranking(self, ranking: Ranking) -> None:
         self.ranking = ranking
 
     def forward(self, features: NDArray[np.float32], num_heads: int, draws: Draws | None = None) -> HeadOutputs:
@@ -179,14 +179,14 @@ def test_published_trees_are_trees(name: str) -> None:
     assert len(choices) == len(set(choices)) == 63
     assert max(map(len, choices)) <= 4
     assert all(choice[:-1] in {"", *choices[:index]} for index, choice in enumerate(choices))  # parents first
-    full = static_shape(name, 9, 64, TreeLayout.MASK)
+    full = static_tree_nodes(name, 9, 64, TreeLayout.MASK)
     assert len(full) == 63
-    assert static_shape(name, 9, 9, TreeLayout.MASK) == full[:8]
-    assert all(depth < 2 for _, depth, _ in static_shape(name, 2, 64, TreeLayout.MASK))
+    assert static_tree_nodes(name, 9, 9, TreeLayout.MASK) == full[:8]
+    assert all(depth < 2 for _, depth, _ in static_tree_nodes(name, 2, 64, TreeLayout.MASK))
     for budget in (2, 5, 9, 16):
-        shape = static_shape(name, 4, budget, TreeLayout.PATHS)
+        shape = static_tree_nodes(name, 4, budget, TreeLayout.PATHS)
         assert 1 < num_rows([-1, *(parent for parent, _, _ in shape)], TreeLayout.PATHS) <= budget
-        assert all(parent == node for node, (parent, _, _) in enumerate(static_shape(name, 4, budget, TreeLayout.CHAIN)))
+        assert all(parent == node for node, (parent, _, _) in enumerate(static_tree_nodes(name, 4, budget, TreeLayout.CHAIN)))
 
 
 def test_a_published_tree_tries_the_ranks_it_names(table: NDArray[np.float32]) -> None:
@@ -220,7 +220,7 @@ def test_measured_accuracy_decides_which_ranks_are_tried(table: NDArray[np.float
 
 
 def test_accuracy_counts_positions_whose_guesses_before_were_right() -> None:
-    accuracy = RankAccuracy()
+    accuracy = CandidateAccuracy()
     guesses = [[4, 5], [6, 7], [8]]
     accuracy.observe(guesses, [5, 6])  # the first one's second guess, then the second one's first; nothing is known of the third
     assert accuracy.trials == [1.0, 1.0, 0.0]
@@ -243,7 +243,7 @@ def test_drafts_kept_by_rejection_say_their_distribution(table: NDArray[np.float
         differ += tree.token_ids[1] != draw(request.processor.process(table[6]), seed, 0, 2)
     probs = np.exp(table[6] - table[6].max())
     probs /= probs.sum()
-    assert np.allclose(distribution.values, probs, atol=1e-6)
+    assert np.allclose(distribution.probs, probs, atol=1e-6)
     expected = num_seeds * probs
     large = expected > 10
     statistic = ((counts[large] - expected[large]) ** 2 / expected[large]).sum()

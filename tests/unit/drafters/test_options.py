@@ -38,7 +38,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
     ],
 )
 def test_options_are_values_or_their_text(given: Mapping[str, object], expected: HeadOptions) -> None:
-    options = HeadOptions.of(given)
+    options = HeadOptions.parse(given)
     assert options == expected
 
 
@@ -72,7 +72,7 @@ def test_every_field_is_an_option() -> None:
 )
 def test_what_an_option_does_not_take_is_named_with_what_it_does(given: Mapping[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        HeadOptions.of(given)
+        HeadOptions.parse(given)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(256, 256), (257, 272), (592, 592), (593, 600), (600, 600)])
@@ -130,7 +130,7 @@ def test_boundaries_named_by_hand_override_the_files(target: Path, tmp_path: Pat
     for boundaries in ((0, 2, 3), "1,2,4"):
         llm = open_llm(target, ("ngram", head), drafter_options={"boundaries": boundaries})
         (drafter,) = [one for one in llm.engine.speculator.drafters if isinstance(one, EagleStyleDrafter)]
-        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.of({"boundaries": boundaries}).boundaries
+        assert drafter.head.config.boundaries == drafter.needs.layers == HeadOptions.parse({"boundaries": boundaries}).boundaries
         assert "speculation: on" in llm.banner
     with pytest.raises(IncompatibleDrafterError, match=r"option 'boundaries' gives \[1, 2\] for its 4 layers"):
         open_llm(target, head, drafter_options={"boundaries": (1, 2)})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from paceline.drafters.recurrent_heads.cache import PairCache, PairRows
+from paceline.drafters.recurrent_heads.cache import PairCache, RequestTruePairs
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache
 from paceline.kv_cache.row_plan import TreeLayout
@@ -64,9 +64,9 @@ class Bench:
                 request, start, np.stack([feature(request.token_ids[: row + 1]) for row in range(start, start + count)])
             )
 
-    def run(self, request: Request, *, with_root: bool) -> PairRows | None:
+    def run(self, request: Request, *, with_root: bool) -> RequestTruePairs | None:
         """Run what waits, and check it: every pair joins its token with the feature of what stands before it."""
-        rows = self.pairs.pending_rows(request, with_root=with_root)
+        rows = self.pairs.pending_pairs(request, with_root=with_root)
         if rows is None:
             return None
         first = rows.rows.cached_len
@@ -128,8 +128,8 @@ def test_a_root_whose_feature_is_missing_is_not_drafted() -> None:
     bench = Bench.make()
     request = bench.request(text(50))
     bench.commit(request, 30)
-    assert bench.pairs.pending_rows(request, with_root=True) is None
-    assert bench.pairs.pending_rows(bench.request(text(3)), with_root=True) is None
+    assert bench.pairs.pending_pairs(request, with_root=True) is None
+    assert bench.pairs.pending_pairs(bench.request(text(3)), with_root=True) is None
 
 
 @pytest.mark.parametrize("shared", [32, 40, 64, 95])

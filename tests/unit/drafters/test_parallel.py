@@ -98,10 +98,10 @@ def test_sampled_guesses_are_drawn_with_the_noise_of_their_positions(target: Pat
     """Each is what the target would draw there if its law were the head's, whoever else is in the pass."""
     llm = open_llm(target, head)
     drafter = drafter_of(llm)
-    run_true, propose, seen, checked = drafter.head.run_true, drafter.propose, [], []
+    run_true_pairs, propose, seen, checked = drafter.head.run_true_pairs, drafter.propose, [], []
 
     def remembered(*args: Any, **options: Any) -> Any:
-        outputs = run_true(*args, **options)
+        outputs = run_true_pairs(*args, **options)
         seen.append(outputs.logits.copy())
         return outputs
 
@@ -117,7 +117,7 @@ def test_sampled_guesses_are_drawn_with_the_noise_of_their_positions(target: Pat
                 checked.append(token == draw(law, request.seed, 0, len(request.token_ids) + level))
         return trees
 
-    monkeypatch.setattr(drafter.head, "run_true", remembered)
+    monkeypatch.setattr(drafter.head, "run_true_pairs", remembered)
     monkeypatch.setattr(drafter, "propose", compared)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=6.0, seed=3)
     for texts in (prompts(40), prompts(33, 40)):

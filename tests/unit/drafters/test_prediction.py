@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.drafters.prediction import MATCH_LENGTHS, MAX_SUBSTITUTED, NEARBY_POSITIONS, PredictedText, PredictionDrafter
+from paceline.drafters.prediction import MATCH_LENGTHS, MAX_SUBSTITUTED_TOKENS, NUM_NEARBY_POSITIONS, PredictedText, PredictionDrafter
 from paceline.kv_cache.cache import CachedSequence
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.processors import LogitsProcessor
@@ -31,7 +31,7 @@ def make_request(prediction: Sequence[int], output: Sequence[int] = (), prompt: 
 
 def after(predicted: Sequence[int], output: Sequence[int], count: int = 3) -> list[int]:
     prediction = PredictedText(predicted)
-    prediction.read(output)
+    prediction.observe_tokens(output)
     return list(prediction.propose(count))
 
 
@@ -58,10 +58,10 @@ def search(predicted: Sequence[int], output: Sequence[int], count: int) -> list[
                 found["run"] = ahead[0] if ahead else places[-1]
                 break
         if near := [
-            at for at in range(anchor + 1, min(anchor + NEARBY_POSITIONS, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]
+            at for at in range(anchor + 1, min(anchor + NUM_NEARBY_POSITIONS, len(predicted)) + 1) if predicted[at - 1] == output[end - 1]
         ]:
             found["near"] = near[0]
-        if num_lost <= MAX_SUBSTITUTED:
+        if num_lost <= MAX_SUBSTITUTED_TOKENS:
             found["replaced"] = anchor + num_lost
         place = found[max(found, key=lambda kind: right[kind] / tried[kind])] if found else None
     return [] if place is None else list(predicted[place : place + count])
@@ -133,13 +133,13 @@ def test_the_place_is_found_again_after(output: list[int], expected: list[int]) 
 def test_the_kind_of_place_is_believed_that_was_right_before_in_this_text() -> None:
     words = [1, 2, 3, 4, 1, 5, 3, 6, 1, 7, 3, 8, 1, 9]  # the 1 and the 3 stand near everywhere
     swapped = PredictedText(words)
-    swapped.read([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
+    swapped.observe_tokens([1, 2, 1, 4, 1, 5, 1, 6])  # each 3 became a 1, which also stands near
     assert list(swapped.propose(2)) == [1, 7]
-    swapped.read([1, 7, 1])
+    swapped.observe_tokens([1, 7, 1])
     assert list(swapped.propose(3)) == [8, 1, 9]
     assert swapped.confidence(3)[0] > 0.6
     fresh = PredictedText(words)
-    fresh.read([1, 7, 1])
+    fresh.observe_tokens([1, 7, 1])
     assert list(fresh.propose(2)) != [8, 1]
 
 
@@ -151,7 +151,7 @@ def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
     while said < len(text):
         guessed = list(prediction.propose(16))
         kept = next((index for index, token in enumerate(guessed) if text[said + index : said + index + 1] != [token]), len(guessed))
-        prediction.read(text[said : said + kept + 1])
+        prediction.observe_tokens(text[said : said + kept + 1])
         said += kept + 1
         num_steps += 1
     assert num_steps <= 15 + 300 // 17 + 8
@@ -160,7 +160,7 @@ def test_every_wrong_token_of_a_prediction_costs_one_step(seed: int) -> None:
 def test_a_prediction_is_taken_to_be_right_until_it_is_wrong() -> None:
     prediction = PredictedText(list(range(20)))
     assert prediction.confidence(3) == [0.75, 0.8, 1.0 - 1.0 / 6.0]
-    prediction.read([0, 90])
+    prediction.observe_tokens([0, 90])
     assert prediction.confidence(2) == [0.5, 0.8]
     assert prediction.confidence(0) == []
 

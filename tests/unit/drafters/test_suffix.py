@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.drafters.suffix import (
-    MAX_FOLLOWERS,
+    MAX_NEXT_TOKENS,
     MAX_SIBLINGS,
     MIN_MATCH,
     MIN_PATH_PROB,
@@ -50,7 +50,7 @@ def law(text: Sequence[int], context: Sequence[int], min_match: int, max_match: 
         if ends:
             tokens = [text[end] for end in ends]
             last = {token: end for end, token in zip(ends, tokens, strict=True)}
-            ranked = sorted(list(dict.fromkeys(tokens))[:MAX_FOLLOWERS], key=lambda token: (-tokens.count(token), -last[token], token))
+            ranked = sorted(list(dict.fromkeys(tokens))[:MAX_NEXT_TOKENS], key=lambda token: (-tokens.count(token), -last[token], token))
             return [(token, tokens.count(token) / len(tokens)) for token in ranked[:MAX_SIBLINGS]]
     return []
 
@@ -132,9 +132,9 @@ def test_counts_are_those_of_a_search_for_every_run_up_to_the_bound(vocab_size: 
         context = text[int(random.integers(0, len(text))) :][: int(random.integers(1, 9))]
         match = (0, 0)
         for token in context:
-            match = automaton.follow(match, token)
+            match = automaton.extend_match(match, token)
         assert match[1] == min(5, len(context))
-        found = [(token, share) for token, share, _ in automaton.followers(match, 1)]
+        found = [(token, share) for token, share, _ in automaton.next_tokens(match, 1)]
         assert found == law(text, context, 1, 5)
 
 
@@ -231,13 +231,13 @@ def test_a_request_follows_the_store_while_others_fill_it(seed: int) -> None:
         if tree is not None:
             tree.check()
             assert min(tree.token_ids) >= 0
-        assert 0 < store.num_tokens("a") <= 400
+        assert 0 < store.num_stored_tokens("a") <= 400
         for reader in drafter._texts[request].stored:
             length = reader.match[1]
             assert length <= 6
             fresh = (0, 0)
             for token in request.token_ids[len(request.token_ids) - length :]:
-                fresh = reader.automaton.follow(fresh, token)
+                fresh = reader.automaton.extend_match(fresh, token)
             assert fresh == reader.match
 
 
@@ -245,18 +245,18 @@ def test_a_store_is_bounded_and_cleared_by_namespace() -> None:
     store = SuffixStore(max_tokens=100, max_namespaces=2)
     for index in range(50):
         store.add("a", [index] * 9)
-        assert store.num_tokens("a") <= 100
-    assert store.num_tokens("a") > 40
+        assert store.num_stored_tokens("a") <= 100
+    assert store.num_stored_tokens("a") > 40
     store.add("a", [3] * 1000)
-    assert store.num_tokens("a") <= 100
+    assert store.num_stored_tokens("a") <= 100
     store.add("b", [1])
     store.add("a", [2])
     store.add("c", [1])
-    assert [store.num_tokens(name) > 0 for name in "abc"] == [True, False, True]
+    assert [store.num_stored_tokens(name) > 0 for name in "abc"] == [True, False, True]
     store.clear("a")
-    assert [store.num_tokens(name) for name in "ac"] == [0, 2]
+    assert [store.num_stored_tokens(name) for name in "ac"] == [0, 2]
     store.clear()
-    assert store.num_tokens("c") == 0
+    assert store.num_stored_tokens("c") == 0
     assert SEPARATOR < 0
     for bound in ({"max_tokens": 0}, {"max_namespaces": 0}):
         with pytest.raises(ConfigError, match=next(iter(bound))):

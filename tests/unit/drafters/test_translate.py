@@ -250,11 +250,11 @@ def test_start_tokens_of_the_target_become_those_of_the_draft_model(mini: ByteTo
     if not stories.is_dir():
         pytest.skip("no model with a start token")
     other = ByteTokenizer(Tokenizer.open(stories))
-    assert (mini.start, other.start) == ((), (other.pieces.index("<|start_story|>"),))
+    assert (mini.bos_ids, other.bos_ids) == ((), (other.pieces.index("<|start_story|>"),))
     text = b"Once upon a time"
     ids = [token_id for token_id, _ in mini.tokenize(text)]
     guess(TextDrafter(writer, target=mini, draft=other), make_request(ids, len(mini.pieces)))
-    assert writer.contexts[0][0] == [*other.start, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
+    assert writer.contexts[0][0] == [*other.bos_ids, *(token_id for token_id, _ in other.tokenize(text, at_start=True))]
     guess(TextDrafter(writer, target=other, draft=mini), make_request(writer.contexts[0][0], len(other.pieces)))
     assert b"".join(mini.bytes_of[token_id] for token_id in writer.contexts[0][0]) == b" " + text
 

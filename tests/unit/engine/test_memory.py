@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.model_configs import make_config, with_attention
+from harness.model_configs import make_config, map_attention
 from paceline.config import EngineConfig
 from paceline.engine import memory
 from paceline.engine.memory import CachePlan, plan_cache
@@ -13,7 +13,7 @@ from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.kv_cache_dtype import KVCacheDtype
 
 FULL = make_config(num_layers=2, max_positions=100_000)
-SLIDING = with_attention(FULL, window=64)
+SLIDING = map_attention(FULL, window=64)
 
 
 LIMITS = PassLimits(max_sequences=2, max_rows=64)
@@ -27,7 +27,7 @@ def test_windows_take_memory_for_running_requests_only():
     mixed = replace(FULL, layers=(FULL.layers[0], SLIDING.layers[0]))
     full, half, windows = (plan_of(config, 0.01) for config in (FULL, mixed, SLIDING))
     assert full.num_blocks < half.num_blocks < 2.01 * full.num_blocks
-    assert windows.num_tokens >= 100_000 > half.num_tokens > full.num_tokens
+    assert windows.num_cache_tokens >= 100_000 > half.num_cache_tokens > full.num_cache_tokens
     assert plan_of(SLIDING, 0.01, limits=None) == full
 
 
@@ -60,13 +60,13 @@ def default_plan(monkeypatch: pytest.MonkeyPatch):
 def test_default_cache_holds_a_few_full_contexts(default_plan, max_num_seqs):
     plan = default_plan(max_num_seqs=max_num_seqs)
     wanted = max(min(4, max_num_seqs) * 8192, max_num_seqs * 2048)
-    assert wanted <= plan.num_tokens <= wanted + 64 * max_num_seqs
+    assert wanted <= plan.num_cache_tokens <= wanted + 64 * max_num_seqs
     assert plan.notice is None
-    assert plan.num_bytes == plan.num_tokens * ROW_BYTES
+    assert plan.num_bytes == plan.num_cache_tokens * ROW_BYTES
 
 
 def test_default_cache_holds_all_contexts_of_a_short_model(default_plan):
-    assert default_plan(make_config(num_layers=2, max_positions=512)).num_tokens == 16 * (512 + 64)
+    assert default_plan(make_config(num_layers=2, max_positions=512)).num_cache_tokens == 16 * (512 + 64)
 
 
 @pytest.mark.parametrize("free", [1000 * GB, 1e8, 1e7, 1e6])
@@ -75,7 +75,7 @@ def test_context_does_not_depend_on_memory_or_batch_settings(default_plan, free,
     plan = default_plan(free=free, total=4 * free, max_num_seqs=max_num_seqs)
     assert plan.max_model_len == 8192
     assert plan.num_bytes <= free / 2
-    assert (plan.notice is not None) == (plan.num_tokens < 8192)
+    assert (plan.notice is not None) == (plan.num_cache_tokens < 8192)
 
 
 def test_default_cache_takes_a_quarter_of_memory_and_half_of_free_memory(default_plan):
@@ -87,7 +87,7 @@ def test_default_cache_takes_a_quarter_of_memory_and_half_of_free_memory(default
 def test_given_max_model_len_takes_more_memory_if_needed(default_plan):
     context_bytes = (8192 + 64) * ROW_BYTES
     plan = default_plan(total=2 * context_bytes, free=1.5 * context_bytes, max_model_len=8192)
-    assert 8192 <= plan.num_tokens <= 8192 + 64
+    assert 8192 <= plan.num_cache_tokens <= 8192 + 64
     with pytest.raises(CapacityError, match=r"a context of 8192 tokens needs .* lower max_model_len or raise kv_cache_gb"):
         default_plan(free=context_bytes, max_model_len=8192)
 
@@ -100,7 +100,7 @@ def test_free_memory_for_less_than_a_block_is_rejected(default_plan):
 def test_cache_smaller_than_the_context_has_a_notice():
     plan = plan_of(FULL, 0.01)
     assert plan.notice is not None
-    assert f"the cache holds {plan.num_tokens} tokens, less than the context of 100000" in plan.notice
+    assert f"the cache holds {plan.num_cache_tokens} tokens, less than the context of 100000" in plan.notice
     assert plan.notice.endswith("raise kv_cache_gb or lower max_model_len")
 
 

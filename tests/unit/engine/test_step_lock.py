@@ -85,8 +85,8 @@ def test_error_releases_the_lock_and_loses_nothing() -> None:
         fail()
     assert counter.total == 3
     with counter.lock.held():
-        assert counter.lock.is_mine
-    assert not counter.lock.is_mine
+        assert counter.lock.is_held_by_this_thread
+    assert not counter.lock.is_held_by_this_thread
 
 
 def test_nested_call_raises_and_other_threads_wait() -> None:

@@ -15,7 +15,7 @@ from paceline.config import QuantOptions
 from paceline.errors import CapacityError, CheckpointError, ConfigError
 from paceline.models.adapters import patterns
 from paceline.models.adapters.merge import MergedWeights
-from paceline.models.adapters.patterns import ModuleSelector, first_patterns
+from paceline.models.adapters.patterns import ModuleSelector, first_matching_patterns
 from paceline.models.adapters.read import read_adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.quantize import quantize_matrix
@@ -240,10 +240,10 @@ def test_matrices_are_quantised_with_what_the_adapter_adds(tmp_path: Path) -> No
     ours = quantized_weights(MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32), QuantOptions(bits=8, group=64), None)
     low = adapter.products["layers.0.self_attn.q_proj"]
     whole = as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down
-    found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group=64)
+    found, expected = ours["layers.0.q_proj.weight"], quantize_matrix(whole, bits=8, group_size=64)
     assert isinstance(found, GroupedTensor)
     assert np.array_equal(found.matrix.codes, expected.codes)
-    assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group=64).codes)
+    assert not np.array_equal(expected.codes, quantize_matrix(as_float32(base["layers.0.q_proj.weight"]), bits=8, group_size=64).codes)
 
 
 def test_quantised_matrices_become_floats_with_a_notice_and_others_stay(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_kept_quantised_weights_are_another_adapters_no_more(tmp_path: Path) -> 
         merged = MergedWeights(base, CONFIG, adapter, weight_type=WeightType.F32)
         found = quantized_weights(merged, options, tmp_path / "cache", files=[tmp_path / "6" / "adapter_config.json"])
         low = adapter.products["layers.0.self_attn.q_proj"]
-        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group=64)
+        expected = quantize_matrix(as_float32(base["layers.0.q_proj.weight"]) + low.up @ low.down, bits=8, group_size=64)
         assert np.array_equal(found["layers.0.q_proj.weight"].matrix.codes, expected.codes)  # type: ignore[union-attr]
     assert len(os.listdir(tmp_path / "cache" / "quantised")) == 2
 
@@ -291,7 +291,7 @@ def test_modules_are_chosen_as_peft_chooses_them(settings: dict[str, Any], expec
 
 def test_the_first_ending_counts_whether_it_is_a_name_or_an_expression() -> None:
     endings = ["layers.1.self_attn.q_proj", r".*\.(?:1|2)\..*", "q_proj", "^lm_head"]
-    found = first_patterns(endings, MODULES, Path("x"))
+    found = first_matching_patterns(endings, MODULES, Path("x"))
     assert found["model.layers.1.self_attn.q_proj"] == endings[0]
     assert found["model.layers.2.self_attn.q_proj"] == endings[1]
     assert found["model.layers.3.self_attn.q_proj"] == endings[2]

@@ -197,7 +197,7 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
     config = read(tmp_path, MINISTRAL3)
     rope, key_rope = config.attention.rope, config.attention.key_rope
     assert (rope.temperature, rope.temperature_length) == (0.1, 32)
-    assert config.rotations == ((rope, 128), (key_rope, 128))
+    assert config.rope_variants == ((rope, 128), (key_rope, 128))
     positions = np.array([0, 31, 32, 63, 64])
     assert np.allclose(query_scales(rope, positions), 1 + 0.1 * np.log([1, 1, 2, 2, 3]), rtol=1e-7, atol=0)
     assert np.array_equal(query_scales(key_rope, positions), np.ones(5, np.float32))
@@ -207,7 +207,7 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("values", "rotates", "windows"),
+    ("values", "has_rope_embedding", "windows"),
     [
         ({}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 0]),
         ({"no_rope_layer_interval": 2}, [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]),
@@ -218,9 +218,11 @@ def test_ministral3_makes_queries_larger_with_their_position_but_not_keys(tmp_pa
         ({"sliding_window": 64, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, [1, 1, 1, 0, 1], [0, 0, 0, 0, 64]),
     ],
 )
-def test_smollm3_has_layers_that_do_not_rotate(tmp_path: Path, values: dict[str, Any], rotates: list[int], windows: list[int]) -> None:
+def test_smollm3_has_layers_that_do_not_rotate(
+    tmp_path: Path, values: dict[str, Any], has_rope_embedding: list[int], windows: list[int]
+) -> None:
     config = read(tmp_path, {**SMOLLM3, **values})
-    assert [layer.mixer.rotates for layer in config.layers] == [mark == 1 for mark in rotates]
+    assert [layer.mixer.has_rope_embedding for layer in config.layers] == [mark == 1 for mark in has_rope_embedding]
     assert [layer.mixer.window or 0 for layer in config.layers] == windows
     assert config.attention.rope.theta == 2e6
     assert len({id(layer) for layer in config.layers}) == len(set(config.layers))
@@ -311,11 +313,11 @@ def test_gemma2_is_what_its_configuration_class_assumes(tmp_path: Path) -> None:
     attention, first = config.attention, config.layers[0]
     assert (attention.head_size, attention.scale, attention.qk_norm) == (256, 0.0625, QKNorm.NONE)
     assert (attention.soft_cap, config.logit_soft_cap) == (50.0, 30.0)
-    assert (first.norm_order, config.norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
+    assert (first.norm_order, config.has_norm_offset, config.tied_embeddings) == (NormOrder.SANDWICH, True, True)
     assert (first.mlp.activation, config.embedding_scale) == (Activation.GELU_TANH, 8.0)
     assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
     assert (config.sliding_window, config.max_positions) == (4096, 8192)
-    assert (len(config.rotations), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
+    assert (len(config.rope_variants), config.bos_token_id, config.eos_token_ids) == (1, 2, (1,))
     without_caps = read(tmp_path, {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": None})
     assert (without_caps.attention.soft_cap, without_caps.logit_soft_cap, without_caps.max_positions) == (None, None, 8192)
 
@@ -341,7 +343,7 @@ def test_gemma3_rotates_its_sliding_layers_by_another_base(tmp_path: Path, spell
 
 def test_gemma3_has_bases_without_being_told(tmp_path: Path) -> None:
     config = read(tmp_path, GEMMA3)
-    assert [rope.theta for rope, _ in config.rotations] == [10000.0, 1e6]
+    assert [rope.theta for rope, _ in config.rope_variants] == [10000.0, 1e6]
     assert read(tmp_path, {**GEMMA3, "layer_types": ["full_attention"] * 7}).sliding_window is None
 
 
@@ -451,8 +453,8 @@ def test_layers_are_grouped_by_what_they_keep_and_those_that_share_keep_nothing(
     assert [group.layers for group in config.kv_groups(by_window=False)] == [(0, 2, 3), (1,)]
     assert [group.shape(8, 32) for group in config.kv_groups()] == [(4, 8, 2, 32, 16), (2, 8, 1, 32, 32), (2, 8, 2, 32, 16)]
     assert config.kv_bytes_per_token(KVCacheDtype.F32) == 4 * 2 * 32 * 4
-    assert [config.kv_owner(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
-    assert [config.tables_of(layer) for layer in range(4)] == [0, 0, 1, 0]
+    assert [config.kv_source(layer) for layer in range(5)] == [0, 1, 2, 3, 2]
+    assert [config.block_table_set(layer) for layer in range(4)] == [0, 0, 1, 0]
 
 
 FULL_OF_E2B, FULL_OF_31B = {4, 9, 14, 19, 24, 29, 34}, set(range(5, 60, 6))
@@ -479,11 +481,11 @@ def test_gemma4_in_published_sizes_keeps_what_its_layers_own(values: dict[str, A
     config = config_from_values(given, Path("config.json"))
     assert sum(len(group.layers) for group in config.kv_groups()) == owners
     assert config.kv_bytes_per_token(KVCacheDtype.BF16) == 2 * row_values
-    read = {config.kv_owner(layer) for layer in range(config.num_layers - 6, config.num_layers)}
+    read = {config.kv_source(layer) for layer in range(config.num_layers - 6, config.num_layers)}
     assert last <= read
     assert {layer.mixer.head_size for layer in config.layers} == {256, 512}
     if owners < 60:
-        assert {config.kv_owner(layer) for layer in range(15, 35)} == {13, 14}
+        assert {config.kv_source(layer) for layer in range(15, 35)} == {13, 14}
         assert {layer.mlp.intermediate_size for layer in config.layers[15:]} == {12288}
         assert tensor_shapes(config)["layer_embedding.weight"] == (262144, 35 * 256)
     else:

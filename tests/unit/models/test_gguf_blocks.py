@@ -1,12 +1,15 @@
 """Every block type becomes groups whose values are, bit for bit, those of the format's own library."""
 
+import sys
+
 import numpy as np
 import pytest
 
-from harness.gguf_checkpoints import HALVES, random_blocks
-from paceline.errors import CheckpointError
+from harness.gguf_checkpoints import HALVES, dequantize, random_blocks, write_half
+from paceline.errors import BackendUnavailableError, CheckpointError
 from paceline.models.gguf import blocks as gguf_blocks
-from paceline.models.gguf.blocks import GROUPED_TYPES, group_blocks, grouped_size
+from paceline.models.gguf import codebook_blocks
+from paceline.models.gguf.blocks import GROUPED_TYPES, convert_blocks_to_groups, grouped_matrix_size
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
 
@@ -29,8 +32,8 @@ def test_values_equal_those_of_the_formats_library_bit_for_bit(name: str, seed: 
     rng = np.random.default_rng(seed)
     for round_index in range(100 if large_counts else 3):
         raw = random_blocks(rng, name, NUM_ROWS, COLUMNS, scale=10.0 ** (round_index % 5 - 3))
-        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-        matrix = group_blocks(raw, block_type(name), "x")
+        expected = dequantize(raw, name)
+        matrix = convert_blocks_to_groups(raw, block_type(name), "x")
         assert matrix.shape == (NUM_ROWS, COLUMNS)
         assert np.array_equal(bits(matrix.values()), bits(expected))
 
@@ -40,13 +43,13 @@ def test_extreme_codes_and_factors_agree(name: str) -> None:
     """All bits set, none set, and the largest and smallest numbers of float16."""
     for byte in (0, 0xFE if name == "MXFP4" else 0xFF, 0x55, 0xAA):  # its scale 0xFF is no number
         for number in (0.0, -0.0, 6e-8, 65504.0, -65504.0):
-            raw = np.full((1, 2, block_type(name).num_bytes), byte, np.uint8)
+            blocks = np.full((1, 2, block_type(name).num_bytes), byte, np.uint8)
             for start in HALVES[name]:
-                raw[:, :, start : start + 2] = np.array([number], "<f2").view(np.uint8)
-            raw = raw.reshape(1, -1)
+                write_half(blocks, name, start, np.full((1, 2), number, "<f2"))
+            raw = blocks.reshape(1, -1)
             with np.errstate(over="ignore"):
-                expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-                found = group_blocks(raw, block_type(name), "x").values()
+                expected = dequantize(raw, name)
+                found = convert_blocks_to_groups(raw, block_type(name), "x").values()
             assert np.array_equal(bits(found), bits(expected)), (byte, number)
 
 
@@ -55,23 +58,24 @@ def test_rows_can_be_taken_in_another_order(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     raw, order = random_blocks(rng, name, NUM_ROWS, COLUMNS), rng.permutation(NUM_ROWS)
     assert np.array_equal(
-        group_blocks(raw, block_type(name), "x", order).values(), group_blocks(raw, block_type(name), "x").values()[order]
+        convert_blocks_to_groups(raw, block_type(name), "x", order).values(),
+        convert_blocks_to_groups(raw, block_type(name), "x").values()[order],
     )
 
 
 @BY_TYPE
 def test_chunks_make_no_difference(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    whole = group_blocks(raw, block_type(name), "x")
+    whole = convert_blocks_to_groups(raw, block_type(name), "x")
     monkeypatch.setattr(gguf_blocks, "_CHUNK_ITEMS", 3 * COLUMNS)
-    assert same(group_blocks(raw, block_type(name), "x"), whole)
+    assert same(convert_blocks_to_groups(raw, block_type(name), "x"), whole)
 
 
 @BY_TYPE
 def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
-    made = group_blocks(raw, block_type(name), "x")
-    assert (made.bits, made.nbytes) == grouped_size((NUM_ROWS, COLUMNS), block_type(name), "x")
+    made = convert_blocks_to_groups(raw, block_type(name), "x")
+    assert (made.bits, made.nbytes) == grouped_matrix_size((NUM_ROWS, COLUMNS), block_type(name), "x")
 
 
 @BY_TYPE
@@ -79,20 +83,29 @@ def test_its_size_is_known_before_it_is_made(name: str, seed: int) -> None:
 def test_a_scale_that_is_not_finite_is_an_error(name: str, number: float, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), name, NUM_ROWS, COLUMNS)
     begin = 5 * block_type(name).num_bytes if raw.shape[1] > 5 * block_type(name).num_bytes else 0
+    if name == "NVFP4":
+        pytest.skip("each of its scales is finite")
     if name == "MXFP4":
         raw[30, begin] = 255
     else:
-        start = begin + HALVES[name][0]
-        raw[30, start : start + 2] = np.array([number], "<f2").view(np.uint8)
+        block = raw[30:31, begin : begin + block_type(name).num_bytes]
+        write_half(block, name, HALVES[name][0], np.array([number], "<f2"))
     with pytest.raises(CheckpointError, match=r"the tensor has a scale that is not finite in rows"):
-        group_blocks(raw, block_type(name), "the tensor")
+        convert_blocks_to_groups(raw, block_type(name), "the tensor")
 
 
 def test_a_type_that_cannot_be_read_is_an_error_that_lists_those_that_can() -> None:
     with pytest.raises(
-        CheckpointError, match=r"x is of type IQ2_XS; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4: get the model in one of them"
+        CheckpointError, match=r"x is of type Q8_K; supported are F32, F16, BF16, Q4_0, .*IQ4_XS, MXFP4, .*: get the model in one of them"
     ):
-        group_blocks(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
+        convert_blocks_to_groups(np.zeros((1, 292), np.uint8), block_type("Q8_K"), "x")
+
+
+def test_a_type_with_a_codebook_says_which_package_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    codebook_blocks._codebook.cache_clear()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(BackendUnavailableError, match=r"GGUF blocks of type IQ2_XS take the package gguf to read: .*\[gguf\]"):
+        convert_blocks_to_groups(np.zeros((1, 74), np.uint8), block_type("IQ2_XS"), "x")
 
 
 def same(one: GroupedMatrix, other: GroupedMatrix) -> bool:

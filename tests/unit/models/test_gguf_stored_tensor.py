@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from harness.gguf_checkpoints import random_blocks
+from harness.gguf_checkpoints import dequantize, random_blocks
 from paceline.models.config import WeightType
 from paceline.models.gguf.blocks import GROUPED_TYPES
 from paceline.models.gguf.header import BLOCK_TYPES, GgufTensor
@@ -32,7 +32,7 @@ def tiled(size: int) -> NDArray[np.int64]:
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_columns_move_by_whole_runs_or_as_exact_values(block_type: str, size: int, seed: int) -> None:
     raw = random_blocks(np.random.default_rng(seed), block_type, ROWS, COLUMNS, scale=0.01)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[block_type])[:, tiled(size)]
+    expected = dequantize(raw, block_type)[:, tiled(size)]
     source = TensorSource(tensor_of(block_type, raw), (ROWS, COLUMNS), columns=partial(tiled, size))
     made = read_tensor("layers.0.o_proj.weight", source, regroup=False, num_threads=1)
     assert np.array_equal(as_float32(made), expected)

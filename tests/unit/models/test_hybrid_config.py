@@ -46,25 +46,25 @@ def read(directory: Path, values: dict[str, Any]) -> ModelConfig:
 
 
 def recurrent(config: ModelConfig) -> Recurrent:
-    (mixer,) = set(config.recurrents.values())
+    (mixer,) = set(config.recurrent_layers.values())
     return mixer
 
 
 @pytest.mark.parametrize("values", [QWEN, QWEN_MOE, NEXT], ids=["dense", "moe", "next"])
 def test_qwens_are_what_their_configuration_classes_assume(tmp_path: Path, values: dict[str, Any]) -> None:
     config = read(tmp_path, values)
-    assert list(config.attentions) == [3]
+    assert list(config.attention_layers) == [3]
     assert recurrent(config) == GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128, kernel_size=4)
     attention = config.attention
     assert (attention.head_size, attention.qk_norm, attention.is_gated) == (256, QKNorm.HEAD, True)
     assert attention.rope.rotary_size(256) == 64
-    assert config.norm_offset
+    assert config.has_norm_offset
     mlp = config.layers[0].mlp
     assert isinstance(mlp, DenseMLP if values is QWEN else ExpertMLP)
     if isinstance(mlp, ExpertMLP):
-        assert (mlp.routing.num_experts, mlp.routing.num_chosen) == ((256, 8) if values is QWEN_MOE else (512, 10))
+        assert (mlp.routing.num_experts, mlp.routing.num_experts_per_token) == ((256, 8) if values is QWEN_MOE else (512, 10))
         assert mlp.routing.is_normalized
-        assert mlp.gates_shared
+        assert mlp.has_shared_gate
         assert mlp.shared == mlp.expert == DenseMLP(intermediate_size=512)
 
 
@@ -77,7 +77,7 @@ def test_qwens_are_what_their_configuration_classes_assume(tmp_path: Path, value
     ],
 )
 def test_qwens_name_their_layers_or_an_interval(tmp_path: Path, changes: dict[str, Any], attends: list[int]) -> None:
-    assert list(read(tmp_path, {**QWEN, **changes}).attentions) == attends
+    assert list(read(tmp_path, {**QWEN, **changes}).attention_layers) == attends
 
 
 def test_a_qwen_beside_an_encoder_is_the_text_model(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_qwen_beside_an_encoder_is_the_text_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spelling", [{"full_attn_idxs": [2]}, {"layer_types": ["conv", "conv", "full_attention", "conv"]}])
 def test_lfm2_names_its_layers_in_two_ways(tmp_path: Path, spelling: dict[str, Any]) -> None:
     config = read(tmp_path, {**LFM2, "full_attn_idxs": None, **spelling, "norm_eps": 1e-3, "tie_embedding": False})
-    assert list(config.attentions) == [2]
+    assert list(config.attention_layers) == [2]
     assert recurrent(config) == ShortConvConfig(channels=64, kernel_size=3)
     assert (config.norm_eps, config.tied_embeddings, config.attention.rope.theta) == (1e-3, False, 1e6)
 
@@ -118,7 +118,7 @@ def test_lfm2_has_experts_behind_its_first_layers(tmp_path: Path) -> None:
     config = read(tmp_path, LFM2_MOE)
     assert [isinstance(layer.mlp, ExpertMLP) for layer in config.layers] == [False, False, True, True]
     routing = config.layers[2].mlp.routing  # type: ignore[union-attr]
-    assert (routing.num_experts, routing.num_chosen, routing.has_correction_bias, routing.epsilon) == (32, 4, True, 1e-6)
+    assert (routing.num_experts, routing.num_experts_per_token, routing.has_correction_bias, routing.epsilon) == (32, 4, True, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_granite_limits_its_steps(tmp_path: Path, limit: object, limits: tuple[f
     assert config.weight_type is WeightType.BF16
 
 
-@pytest.mark.parametrize(("name", "rotates"), [(None, False), ("nope", False), ("rope", True)])
-def test_granite_may_know_no_positions(tmp_path: Path, name: str | None, rotates: bool) -> None:
+@pytest.mark.parametrize(("name", "has_rope_embedding"), [(None, False), ("nope", False), ("rope", True)])
+def test_granite_may_know_no_positions(tmp_path: Path, name: str | None, has_rope_embedding: bool) -> None:
     config = read(tmp_path, {**GRANITE, "position_embedding_type": name, "attention_multiplier": 0.5})
-    assert [(mixer.rotates, mixer.scale) for mixer in config.attentions.values()] == [(rotates, 0.5)]
+    assert [(mixer.has_rope_embedding, mixer.scale) for mixer in config.attention_layers.values()] == [(has_rope_embedding, 0.5)]
 
 
 @pytest.mark.parametrize("key", ["layer_types", "layers_block_type"])
@@ -155,7 +155,7 @@ def test_granite_without_experts_has_the_shared_mlp_alone(tmp_path: Path) -> Non
     assert read(tmp_path, {**GRANITE, "num_local_experts": 0}).layers[0].mlp == shared
     mlp = read(tmp_path, GRANITE).layers[0].mlp
     assert isinstance(mlp, ExpertMLP)
-    assert (mlp.shared, mlp.expert, mlp.gates_shared) == (shared, DenseMLP(intermediate_size=96), False)
+    assert (mlp.shared, mlp.expert, mlp.has_shared_gate) == (shared, DenseMLP(intermediate_size=96), False)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_a_layer_of_nemotron_h_is_a_mixer_or_an_mlp(tmp_path: Path, spelling: di
     assert [type(mixer) for mixer in mixers] == [Mamba2Config, type(None), AttentionConfig, type(None), Mamba2Config]
     assert [type(mlp) for mlp in mlps] == [type(None), DenseMLP, type(None), ExpertMLP, type(None)]
     assert mlps[1] == DenseMLP(intermediate_size=96, activation=Activation.RELU, has_gate=False)
-    assert (list(config.attentions), list(config.recurrents), config.norm_eps) == ([2], [0, 4], 1e-3)
+    assert (list(config.attention_layers), list(config.recurrent_layers), config.norm_eps) == ([2], [0, 4], 1e-3)
     assert recurrent(config) == Mamba2Config(num_heads=128, head_size=64, num_groups=8, state_size=128, kernel_size=4, norm_groups=8)
-    assert not config.attention.rotates
+    assert not config.attention.has_rope_embedding
     assert isinstance(mlps[3], ExpertMLP)
     assert mlps[3].latent_size == 16
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.native_network import BUILT, open_kernels
-from paceline.models.storage.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, plain_page_sums
+from paceline.models.storage.page_sums import PAGE_BYTES, PAGE_FACTORS, PageSums, checksum, numpy_page_sums
 from paceline.runtimes.native.library import fastest_page_sums, native_page_sums
 
 SECTOR = 512
@@ -25,7 +25,7 @@ def summed_by(level: str) -> PageSums:
 
 
 SUMS: dict[str, PageSums] = {
-    "numpy": plain_page_sums,
+    "numpy": numpy_page_sums,
     "for this processor": fastest_page_sums(),
     **{level: summed_by(level) for level in BUILT},
 }
@@ -114,25 +114,25 @@ CHANGES: dict[str, Callable[[np.ndarray, np.random.Generator], None]] = {
 def test_no_change_goes_unnoticed(change: Callable[[np.ndarray, np.random.Generator], None], seed: int, large_counts: bool) -> None:
     rng = np.random.default_rng(seed)
     data = some_data(seed, 16 * PAGE_BYTES + 100)
-    good = checksum(data, plain_page_sums)
+    good = checksum(data, numpy_page_sums)
     num_changed = 0
     for _ in range(20_000 if large_counts else 300):
         bad = data.copy()
         change(bad, rng)
         if not np.array_equal(bad, data):
             num_changed += 1
-            assert checksum(bad, plain_page_sums) != good
+            assert checksum(bad, numpy_page_sums) != good
     assert num_changed > 100
 
 
 def test_every_single_bit_of_a_page_counts() -> None:
     data = some_data(1, PAGE_BYTES)
     sums = np.empty(1, np.uint64)
-    plain_page_sums(data.reshape(1, -1), sums)
+    numpy_page_sums(data.reshape(1, -1), sums)
     seen = {int(sums[0])}
     for bit in range(8 * PAGE_BYTES):
         data[bit // 8] ^= np.uint8(1 << bit % 8)
-        plain_page_sums(data.reshape(1, -1), sums)
+        numpy_page_sums(data.reshape(1, -1), sums)
         seen.add(int(sums[0]))
         data[bit // 8] ^= np.uint8(1 << bit % 8)
     assert len(seen) == 1 + 8 * PAGE_BYTES
@@ -152,13 +152,13 @@ def test_factors_are_odd_and_any_two_of_them_far_from_a_power_of_two_apart() -> 
 def test_all_ways_to_sum_pages_agree(name: str, seed: int) -> None:
     for num_bytes in (0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2500 * PAGE_BYTES + 77):
         data = some_data(seed, num_bytes) if num_bytes else np.empty(0, np.uint8)
-        expected = checksum(data, plain_page_sums)
+        expected = checksum(data, numpy_page_sums)
         for num_threads in (1, 2, 5):
             assert checksum(data, SUMS[name], num_threads=num_threads) == expected
     full = np.full(4 * PAGE_BYTES, 255, np.uint8)
-    assert checksum(full, SUMS[name]) == checksum(full, plain_page_sums)
+    assert checksum(full, SUMS[name]) == checksum(full, numpy_page_sums)
     shifted = some_data(seed, 8 * PAGE_BYTES + 64)[64:]  # not at the beginning of a page of memory
-    assert checksum(shifted, SUMS[name]) == checksum(shifted.copy(), plain_page_sums)
+    assert checksum(shifted, SUMS[name]) == checksum(shifted.copy(), numpy_page_sums)
 
 
 def test_threads_that_begin_together_hand_kernels_factors_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

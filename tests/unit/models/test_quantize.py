@@ -10,7 +10,7 @@ from paceline.config import EngineConfig, QuantOptions, SpeculationConfig, draft
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix, unpack_nibbles
-from paceline.models.quantize import Scheme, largest_group, quantize_matrix, quantize_tensor, scheme_for, schemes_for
+from paceline.models.quantize import Scheme, largest_group_size, quantization_scheme, quantization_schemes, quantize_matrix, quantize_tensor
 from paceline.models.weights import GroupedTensor, Tensor, Weights
 
 KINDS = [(8, True), (8, False), (4, True), (4, False)]
@@ -32,7 +32,7 @@ def codes_of(matrix: GroupedMatrix) -> np.ndarray:
 @every_kind
 def test_no_value_is_off_by_more_than_clipping_allows(bits: int, symmetric: bool, seed: int) -> None:
     values = normal(64, 256, seed) + (0 if symmetric else 2)
-    matrix = quantize_matrix(values, bits=bits, group=64, symmetric=symmetric)
+    matrix = quantize_matrix(values, bits=bits, group_size=64, symmetric=symmetric)
     error = np.abs(matrix.values() - values).reshape(64, 4, 64)
     steps = np.abs(matrix.scales)[..., None]
     assert (error.mean(axis=2) < 0.5 * steps[..., 0]).all()
@@ -45,14 +45,14 @@ def test_four_bits_err_less_than_plain_rounding_to_the_largest_value(group: int,
     groups = values.reshape(64, -1, group)
     scales = np.abs(groups).max(axis=2, keepdims=True) / 7
     plain = ((np.clip(np.rint(groups / scales), -8, 7) * scales - groups) ** 2).sum(axis=2)
-    ours = ((quantize_matrix(values, bits=4, group=group).values() - values) ** 2).reshape(groups.shape).sum(axis=2)
+    ours = ((quantize_matrix(values, bits=4, group_size=group).values() - values) ** 2).reshape(groups.shape).sum(axis=2)
     assert ours.sum() < 0.8 * plain.sum()
     assert (ours <= 1.0001 * plain).all()
 
 
 @every_kind
 def test_values_are_exact_in_float32_in_any_order(bits: int, symmetric: bool, seed: int) -> None:
-    matrix = quantize_matrix(normal(16, 128, seed) * 3, bits=bits, group=32, symmetric=symmetric)
+    matrix = quantize_matrix(normal(16, 128, seed) * 3, bits=bits, group_size=32, symmetric=symmetric)
     codes = codes_of(matrix).astype(np.float64) - matrix.zero_point
     exact = codes.reshape(16, 4, 32) * matrix.scales.astype(np.float64)[..., None]
     if matrix.minimums is not None:
@@ -65,18 +65,18 @@ def test_values_are_exact_in_float32_in_any_order(bits: int, symmetric: bool, se
 
 def test_codes_are_those_the_format_names() -> None:
     values = normal(8, 64)
-    int8, int4 = quantize_matrix(values, bits=8, group=32), quantize_matrix(values, bits=4, group=32)
+    int8, int4 = quantize_matrix(values, bits=8, group_size=32), quantize_matrix(values, bits=4, group_size=32)
     assert (int8.codes.dtype, int8.zero_point, int8.minimums) == (np.int8, 0, None)
     assert (int8.codes.min(), int8.codes.max()) == (-127, 127)
     assert (int4.codes.dtype, int4.zero_point, int4.minimums) == (np.uint8, 8, None)
     assert int4.codes.shape == (8, 32)
     assert (codes_of(int4).min(), codes_of(int4).max()) == (0, 15)
-    assert quantize_matrix(values, bits=8, group=32, symmetric=False).codes.dtype == np.uint8
+    assert quantize_matrix(values, bits=8, group_size=32, symmetric=False).codes.dtype == np.uint8
 
 
 @every_kind
 def test_no_rows_have_no_values(bits: int, symmetric: bool) -> None:
-    matrix = quantize_matrix(normal(3, 64), bits=bits, group=32, symmetric=symmetric)
+    matrix = quantize_matrix(normal(3, 64), bits=bits, group_size=32, symmetric=symmetric)
     assert matrix.values(np.zeros(0, np.int32)).shape == (0, 64)
 
 
@@ -85,7 +85,7 @@ def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: boo
     values = normal(4, 128)
     values[1, 32:64] = 0
     values[2, :32] = -0.0
-    matrix = quantize_matrix(values, bits=bits, group=32, symmetric=symmetric)
+    matrix = quantize_matrix(values, bits=bits, group_size=32, symmetric=symmetric)
     assert matrix.scales[1, 1] == matrix.scales[2, 0] == 1
     assert not matrix.values()[1, 32:64].any()
     assert not matrix.values()[2, :32].any()
@@ -96,7 +96,7 @@ def test_a_group_of_zeros_has_scale_one_and_stays_zero(bits: int, symmetric: boo
 @pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e-29, 1e30, 1e37])
 def test_tiny_and_huge_values_give_finite_ones(bits: int, symmetric: bool, size: float) -> None:
     signs = np.where(normal(4, 64) > 0, np.float32(size), -np.float32(size)).astype(np.float32)
-    matrix = quantize_matrix(signs, bits=bits, group=32, symmetric=symmetric)
+    matrix = quantize_matrix(signs, bits=bits, group_size=32, symmetric=symmetric)
     assert np.isfinite(matrix.values()).all()
     assert np.isfinite(matrix.scales).all()
     assert (matrix.scales != 0).all()
@@ -106,7 +106,7 @@ def test_tiny_and_huge_values_give_finite_ones(bits: int, symmetric: bool, size:
 
 def test_a_constant_group_keeps_its_value() -> None:
     for value in (0.37, -0.37):
-        matrix = quantize_matrix(np.full((2, 64), value, np.float32), bits=4, group=64)
+        matrix = quantize_matrix(np.full((2, 64), value, np.float32), bits=4, group_size=64)
         assert np.allclose(matrix.values(), value, rtol=2e-4)
 
 
@@ -122,7 +122,7 @@ def test_a_weight_that_is_not_finite_names_its_tensor(bits: int, symmetric: bool
 @pytest.mark.parametrize(("bits", "group"), [(5, 32), (4, 48), (4, 128), (8, 0)])
 def test_what_a_matrix_cannot_have_is_said(bits: int, group: int) -> None:
     with pytest.raises(ConfigError, match=r"of width 96 .* use 4 or 8 bits"):
-        quantize_matrix(normal(2, 96), bits=bits, group=group)
+        quantize_matrix(normal(2, 96), bits=bits, group_size=group)
 
 
 @every_kind
@@ -137,7 +137,7 @@ def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_ty
     widened = values if weight_type is WeightType.F32 else stored.astype(np.float32)
     if weight_type is WeightType.BF16:
         widened = (stored.astype(np.uint32) << 16).view(np.float32)
-    whole = quantize_matrix(widened, bits=bits, group=128, symmetric=symmetric)
+    whole = quantize_matrix(widened, bits=bits, group_size=128, symmetric=symmetric)
     for num_threads in (1, 3):
         made = quantize_tensor("m", Tensor(stored, weight_type, stored.shape), Scheme(bits, 128, symmetric), num_threads=num_threads)
         assert made.weight_type is weight_type
@@ -152,7 +152,7 @@ def test_chunks_and_threads_change_nothing(bits: int, symmetric: bool, weight_ty
     ("columns", "wished", "group"), [(384, 128, 128), (192, 128, 64), (96, 128, 32), (384, 32, 32), (100, 128, None), (16, 128, None)]
 )
 def test_the_group_is_the_largest_that_fits(columns: int, wished: int, group: int | None) -> None:
-    assert largest_group(columns, wished) == group
+    assert largest_group_size(columns, wished) == group
 
 
 def tiny_weights(*, is_tied: bool = True) -> Weights:
@@ -170,7 +170,7 @@ def tiny_weights(*, is_tied: bool = True) -> Weights:
 
 
 def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
-    found = schemes_for(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
+    found = quantization_schemes(tiny_weights(is_tied=False), QuantOptions(bits=4, embedding_bits=None))
     assert found == {
         "layers.0.q_proj.weight": Scheme(4, 64, symmetric=True),
         "layers.0.down_proj.weight": Scheme(4, 32, symmetric=True),
@@ -182,14 +182,14 @@ def test_matrices_alone_are_quantised_each_by_its_setting() -> None:
 def test_what_chooses_experts_is_quantised_only_where_it_is_named() -> None:
     shapes = {"layers.0.router.weight": (8, 64), "layers.0.shared_gate.weight": (1, 64), "layers.0.experts.3.up_proj.weight": (32, 64)}
     weights = Weights({name: f32(np.ones(shape, np.float32)) for name, shape in shapes.items()})
-    assert list(schemes_for(weights, QuantOptions(bits=4))) == ["layers.0.experts.3.up_proj.weight"]
-    named = schemes_for(weights, QuantOptions(bits=4, overrides=(("*.router.weight", 8),)))
+    assert list(quantization_schemes(weights, QuantOptions(bits=4))) == ["layers.0.experts.3.up_proj.weight"]
+    named = quantization_schemes(weights, QuantOptions(bits=4, overrides=(("*.router.weight", 8),)))
     assert named["layers.0.router.weight"].bits == 8
 
 
 def test_the_first_pattern_that_fits_decides() -> None:
     overrides = (("layers.0.q_*", None), ("layers.0.*", 8), ("embedding.weight", 4), ("*", 4))
-    found = schemes_for(tiny_weights(), QuantOptions(overrides=overrides))
+    found = quantization_schemes(tiny_weights(), QuantOptions(overrides=overrides))
     bits = {name: scheme.bits for name, scheme in found.items()}
     assert bits == {"embedding.weight": 4, "layers.0.down_proj.weight": 8, "layers.1.q_proj.weight": 4}
 
@@ -197,31 +197,31 @@ def test_the_first_pattern_that_fits_decides() -> None:
 @pytest.mark.parametrize(("embedding", "lm_head", "bits"), [(4, 8, 8), (8, 4, 8), (4, 4, 4), (None, 4, None), (8, None, None)])
 def test_a_matrix_that_is_embedding_and_lm_head_gets_the_finer_setting(embedding: Any, lm_head: Any, bits: int | None) -> None:
     options = QuantOptions(bits=4, embedding_bits=embedding, lm_head_bits=lm_head)
-    scheme = schemes_for(tiny_weights(), options).get("embedding.weight")
+    scheme = quantization_schemes(tiny_weights(), options).get("embedding.weight")
     assert (None if scheme is None else scheme.bits) == bits
 
 
 def test_a_table_of_layer_inputs_is_stored_as_the_embedding_is() -> None:
     weights = Weights({name: f32(normal(40, 64)) for name in ("embedding.weight", "layer_embedding.weight", "layer_inputs_proj.weight")})
-    found = schemes_for(weights, QuantOptions(bits=4, embedding_bits=8))
+    found = quantization_schemes(weights, QuantOptions(bits=4, embedding_bits=8))
     assert [scheme.bits for scheme in found.values()] == [8, 8, 4]
-    kept = schemes_for(weights, QuantOptions(bits=4, embedding_bits=None))
+    kept = quantization_schemes(weights, QuantOptions(bits=4, embedding_bits=None))
     assert list(kept) == ["layer_inputs_proj.weight"]
 
 
 def test_a_matrix_in_groups_is_only_made_smaller() -> None:
     values = normal(16, 64)
-    int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group=32)) for bits in (8, 4))
+    int8, int4 = (GroupedTensor(quantize_matrix(values, bits=bits, group_size=32)) for bits in (8, 4))
 
     def scheme(tensor: GroupedTensor, bits: int) -> Scheme | None:
         facts = Weights({"a": tensor}).info("a")
-        return scheme_for("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
+        return quantization_scheme("layers.0.q_proj.weight", facts, QuantOptions(bits=bits), is_head_too=False)
 
     assert scheme(int8, 8) is scheme(int4, 8) is scheme(int4, 4) is None
     smaller = scheme(int8, 4)
     assert smaller == Scheme(4, 64, symmetric=True)
     again = quantize_tensor("m", int8, smaller)
-    expected = quantize_matrix(int8.matrix.values(), bits=4, group=64)
+    expected = quantize_matrix(int8.matrix.values(), bits=4, group_size=64)
     assert np.array_equal(again.matrix.values(), expected.values())
 
 

@@ -296,11 +296,11 @@ def test_memory_is_what_one_tensor_takes_however_many_there_are(tmp_path: Path) 
     groups = sum(tensor.nbytes for tensor in made if isinstance(tensor, GroupedTensor))
     del made
     for name in quantized:
-        quantized.forget(name)
+        quantized.free_tensor(name)
     tracemalloc.reset_peak()
     for name in quantized:  # as a runtime does that keeps them in another form
         assert quantized[name].shape == weights[name].shape
-        quantized.forget(name)
+        quantized.free_tensor(name)
     one_by_one = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert written < one + 4_000_000

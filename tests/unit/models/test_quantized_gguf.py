@@ -48,7 +48,7 @@ def test_a_file_that_is_found_in_the_cache_is_not_converted(path: Path, tmp_path
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a matrix was converted again")
 
-    monkeypatch.setattr(stored_tensor, "group_blocks", fail)
+    monkeypatch.setattr(stored_tensor, "convert_blocks_to_groups", fail)
     found = quantized_weights(opened(path), INT4, tmp_path, files=[path])
     assert {found.info(name).bits for name in found} == {None, 4}
     assert all(found[name].shape == found.info(name).shape for name in found)
@@ -69,7 +69,7 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
     weights = opened(path)
     name = "layers.0.q_proj.weight"
     source = weights._sources[name]
-    before = [array.tobytes() for array in weights.stored(name)]
+    before = [array.tobytes() for array in weights.source_arrays(name)]
     for changed in (
         replace(source, rows=partial(half_split_order, 64, 8, 8)),
         replace(source, rows=partial(half_split_order, 64, 16, 8)),
@@ -77,4 +77,4 @@ def test_the_same_bytes_read_otherwise_are_another_content(path: Path) -> None:
         replace(source, tensor=replace(source.tensor, block_type=BLOCK_TYPES[20])),
     ):
         weights._sources[name] = changed
-        assert [array.tobytes() for array in weights.stored(name)] != before
+        assert [array.tobytes() for array in weights.source_arrays(name)] != before

@@ -279,7 +279,7 @@ def test_stacked_projections_are_row_ranges_of_the_file(tmp_path: Path) -> None:
 
 
 def test_norm_weights_stored_less_one_are_made_whole_in_float32(tmp_path: Path) -> None:
-    config = changed(norm_order=NormOrder.SANDWICH, norm_offset=True, attention={"qk_norm": QKNorm.HEAD})
+    config = changed(norm_order=NormOrder.SANDWICH, has_norm_offset=True, attention={"qk_norm": QKNorm.HEAD})
     names = checkpoint_names(config)
     assert names["layers.0.mlp_norm.weight"] == "model.layers.0.pre_feedforward_layernorm.weight"
     assert names["layers.0.attention_output_norm.weight"] == "model.layers.0.post_attention_layernorm.weight"

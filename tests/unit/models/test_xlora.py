@@ -14,7 +14,7 @@ from harness.model_configs import make_config
 from harness.xlora_files import CLASSIFIER, MODULES, write_xlora
 from paceline.errors import CapacityError, CheckpointError
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.network_adapter import to_network
+from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.adapters.xlora import read_any_adapter
 from paceline.models.config import ModelConfig
 
@@ -46,7 +46,7 @@ def test_the_ranks_of_a_product_are_those_of_its_adapters_with_a_column_of_scali
     assert mixture.columns["layers.0.mlp.up_proj"].tolist() == [8, 8, 8, 8]
     assert mixture.columns["layers.1.mlp.down_proj"].tolist() == [21, 21, 23, 23, 23, 23]
     assert {name: len(low.down) for name, low in adapter.products.items()} == {name: len(own) for name, own in mixture.columns.items()}
-    network = to_network(adapter, CONFIG)
+    network = to_network_adapter(adapter, CONFIG)
     assert network.mixture is not None
     assert network.mixture.columns.keys() == network.products.keys()
     shared = read(write_xlora(tmp_path / "shared", CONFIG, seed=1)).mixture

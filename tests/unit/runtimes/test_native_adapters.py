@@ -99,7 +99,7 @@ def test_bits_depend_neither_on_other_rows_nor_on_other_adapters_nor_on_threads(
     tensors, adapters = floats(random), some_adapters(random)
     if stored == "panels":
         matrices = {name: normal(random, outputs, COLUMNS) for name, outputs in OUTPUTS.items()}
-        tensors = {f"{name}.weight": GroupedTensor(quantize_matrix(one, bits=8, group=32)) for name, one in matrices.items()}
+        tensors = {f"{name}.weight": GroupedTensor(quantize_matrix(one, bits=8, group_size=32)) for name, one in matrices.items()}
     networks = [network_of(tensors, adapters, num_threads=threads, packed=stored == "panels") for threads in (1, 3)]
     x, numbers = normal(random, 23, COLUMNS), random.integers(0, 5, 23).tolist()
     alone = [run(networks[0], x[row : row + 1], [number]) for row, number in enumerate(numbers)]

@@ -44,11 +44,11 @@ def head(form: str, outputs: int, **options: Any) -> Network:
     values = np.random.default_rng(3).standard_normal((outputs, COLUMNS)).astype(np.float32)
     tensors: Mapping[str, AnyTensor] = {"lm_head.weight": plain_tensor(values)}
     if form != "f32":
-        tensors = {"lm_head.weight": GroupedTensor(quantize_matrix(values, bits=int(form[-1]), group=32))}
+        tensors = {"lm_head.weight": GroupedTensor(quantize_matrix(values, bits=int(form[-1]), group_size=32))}
 
     def build(blocks: Any, inputs: Any) -> Any:
         logits = blocks.lm_head(inputs[0], "lm_head")
-        return [logits, blocks.keep_block_max(logits)]
+        return [logits, blocks.append_block_max(logits)]
 
     return Network([COLUMNS], build, tensors=tensors, packed=form != "f32", **options)
 
@@ -94,9 +94,9 @@ def passed(**fields: Any) -> ForwardOutput:
 def test_a_pass_knows_where_its_rows_lie() -> None:
     output = passed()
     assert output.block_max is not None
-    assert (output.logits_at, output.block_max_at) == (output.logits.ctypes.data, output.block_max.ctypes.data)
-    assert passed(logit_soft_cap=5.0).block_max_at == 0
-    assert ForwardOutput({**output.results}).logits_at == 0
+    assert (output.logits_address, output.block_max_address) == (output.logits.ctypes.data, output.block_max.ctypes.data)
+    assert passed(logit_soft_cap=5.0).block_max_address == 0
+    assert ForwardOutput({**output.results}).logits_address == 0
 
 
 def test_each_plan_has_those_of_its_rows_and_none_are_told_of_logits_that_are_changed_behind_the_product() -> None:

@@ -9,7 +9,7 @@ import pytest
 from harness.native_network import BUILT, Network, make_batch, plain_tensor
 from paceline.models.adapters.adapter import LowRank
 from paceline.models.adapters.network_adapter import NetworkAdapter
-from paceline.models.layers import DenseMLP, ExpertMLP, Routing
+from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, as_float32
 from paceline.runtimes.base import FloatArray, RowRange
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(kernels_path() is None, reason="no native kernel
 
 WIDTH, INNER, COUNT, CHOSEN = 64, 96, 11, 3
 SHAPES = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
-MLP = ExpertMLP(routing=Routing(num_experts=COUNT, num_chosen=CHOSEN), expert=DenseMLP(intermediate_size=INNER, bias=True))
+MLP = ExpertMLP(routing=ExpertRouting(num_experts=COUNT, num_experts_per_token=CHOSEN), expert=DenseMLP(intermediate_size=INNER, bias=True))
 Given = tuple[FloatArray, FloatArray]
 
 
@@ -37,7 +37,7 @@ def make_weights(random: np.random.Generator, stored: str = "floats") -> dict[st
             matrix = normal(random, *shape, scale=0.2)
             is_plain = stored == "floats"
             tensors[f"experts.{expert}.{part}.weight"] = (
-                plain_tensor(matrix) if is_plain else GroupedTensor(quantize_matrix(matrix, bits=8, group=32))
+                plain_tensor(matrix) if is_plain else GroupedTensor(quantize_matrix(matrix, bits=8, group_size=32))
             )
             tensors[f"experts.{expert}.{part}.bias"] = plain_tensor(normal(random, shape[0], scale=0.5))
     return tensors

@@ -9,7 +9,7 @@ import pytest
 from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, Routing, Scoring
+from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
 from paceline.models.mxfp4 import TWICE_THE_VALUES
 from paceline.models.quantize import quantize_matrix
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, as_float32, to_bf16
@@ -19,7 +19,7 @@ from paceline.runtimes.native.records import ExpertsOperation
 
 BY_LEVEL = pytest.mark.parametrize("level", BUILT)
 WIDTH, INNER, COUNT = 64, 96, 11
-PLAIN = ExpertMLP(routing=Routing(num_experts=COUNT, num_chosen=3), expert=DenseMLP(intermediate_size=INNER))
+PLAIN = ExpertMLP(routing=ExpertRouting(num_experts=COUNT, num_experts_per_token=3), expert=DenseMLP(intermediate_size=INNER))
 KINDS = ["f32", "bf16", "int4", "int8", "mxfp4"]
 
 
@@ -27,7 +27,7 @@ def stored(kind: str, values: FloatArray, random: np.random.Generator) -> AnyTen
     if kind == "bf16":
         return Tensor(to_bf16(values), WeightType.BF16, values.shape)
     if kind in ("int4", "int8"):
-        return GroupedTensor(quantize_matrix(values, bits=int(kind[3:]), group=32))
+        return GroupedTensor(quantize_matrix(values, bits=int(kind[3:]), group_size=32))
     if kind == "mxfp4":
         codes = random.integers(0, 256, (len(values), values.shape[1] // 2), np.uint8)
         scales = np.full((len(values), values.shape[1] // 32), 1 / 64, np.float32)
@@ -59,17 +59,17 @@ def network(kind: str, mlp: ExpertMLP, tensors: dict[str, AnyTensor], **options:
     return Network([WIDTH, mlp.routing.num_experts], build, tensors=tensors, round_to=round_to, packed=packed, **options)
 
 
-def weights_of(routing: Routing, logits: np.ndarray, tensors: dict[str, AnyTensor]) -> np.ndarray:
+def weights_of(routing: ExpertRouting, logits: np.ndarray, tensors: dict[str, AnyTensor]) -> np.ndarray:
     """[experts] of one row, 0 where one is not chosen: the definition, in float64."""
-    scores = 1 / (1 + np.exp(-logits)) if routing.scoring is Scoring.SIGMOID else np.exp(logits - logits.max())
-    scores = scores if routing.scoring is Scoring.SIGMOID else scores / scores.sum()
+    scores = 1 / (1 + np.exp(-logits)) if routing.scoring is RouterScoring.SIGMOID else np.exp(logits - logits.max())
+    scores = scores if routing.scoring is RouterScoring.SIGMOID else scores / scores.sum()
     compared = scores + as_float32(tensors["router.correction"]) if routing.has_correction_bias else scores.copy()
     if routing.num_groups > 1:
         groups = compared.reshape(routing.num_groups, -1)
         sums = np.sort(groups)[:, -2:].sum(axis=1)
         groups[np.argsort(-sums, kind="stable")[routing.chosen_groups :]] = -np.inf
         compared = groups.reshape(-1)
-    chosen = np.argsort(-compared, kind="stable")[: routing.num_chosen]
+    chosen = np.argsort(-compared, kind="stable")[: routing.num_experts_per_token]
     weights = np.zeros_like(scores)
     weights[chosen] = scores[chosen] / ((scores[chosen].sum() + routing.epsilon) if routing.is_normalized else 1)
     return weights * routing.factor * (as_float32(tensors["router.scales"]) if routing.has_scales else 1)
@@ -129,16 +129,22 @@ def test_experts_in_groups_can_take_rows_as_they_are(kind: str, level: str, seed
 
 
 ROUTINGS = {
-    "one": replace(PLAIN.routing, num_chosen=1),
-    "all": replace(PLAIN.routing, num_chosen=COUNT),
+    "one": replace(PLAIN.routing, num_experts_per_token=1),
+    "all": replace(PLAIN.routing, num_experts_per_token=COUNT),
     "not normalised": replace(PLAIN.routing, is_normalized=False),
     "scaled": replace(PLAIN.routing, has_scales=True, factor=1.5),
-    "sigmoid": replace(PLAIN.routing, scoring=Scoring.SIGMOID, epsilon=1e-20, has_correction_bias=True),
-    "plain sigmoid": replace(PLAIN.routing, scoring=Scoring.SIGMOID, is_normalized=False, factor=2.5),
-    "groups": Routing(
-        num_experts=40, num_chosen=6, scoring=Scoring.SIGMOID, num_groups=5, chosen_groups=2, has_correction_bias=True, is_normalized=True
+    "sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, epsilon=1e-20, has_correction_bias=True),
+    "plain sigmoid": replace(PLAIN.routing, scoring=RouterScoring.SIGMOID, is_normalized=False, factor=2.5),
+    "groups": ExpertRouting(
+        num_experts=40,
+        num_experts_per_token=6,
+        scoring=RouterScoring.SIGMOID,
+        num_groups=5,
+        chosen_groups=2,
+        has_correction_bias=True,
+        is_normalized=True,
     ),
-    "many": Routing(num_experts=300, num_chosen=8),
+    "many": ExpertRouting(num_experts=300, num_experts_per_token=8),
 }
 
 
@@ -189,7 +195,7 @@ def test_a_clamped_activation_is_its_definition(level: str, seed: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 40])
 def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed: int) -> None:
     """Every piece of a matrix that threads take from the list of work is one reading of those outputs."""
-    mlp = replace(PLAIN, routing=replace(PLAIN.routing, num_experts=64, num_chosen=2))
+    mlp = replace(PLAIN, routing=replace(PLAIN.routing, num_experts=64, num_experts_per_token=2))
     run = network("f32", mlp, make_weights("f32", mlp, seed), num_threads=1)
     x, logits = rows_of(seed, num_rows, 64)
     run(x, logits)
@@ -197,6 +203,6 @@ def test_each_chosen_expert_is_read_once_a_pass_and_no_other(num_rows: int, seed
     operations = run._blocks.operations
     for index, operation in enumerate(operations):
         if isinstance(operation, ExpertsOperation):
-            taken = run.execution.num_claimed(index, 1)
+            taken = run.execution.num_claimed_pieces(index, 1)
             outputs = operation.matrices[0].outputs
             assert taken == active * operation.num_matrices * -(-outputs // 48)

@@ -82,10 +82,10 @@ def as_codes(rows: FloatArray, group: int) -> tuple[np.ndarray, FloatArray]:
 def expected(rows: FloatArray, weight: GroupedTensor) -> tuple[np.ndarray, np.ndarray]:
     """The product from its definition, in float64 behind the integer sums, and how far float32 may be from it."""
     matrix = weight.matrix
-    codes, scales = as_codes(rows, matrix.group)
+    codes, scales = as_codes(rows, matrix.group_size)
     stored = unpack_nibbles(matrix.codes.view(np.uint8)) if matrix.bits == 4 else matrix.codes
     values = stored.astype(np.int64) - matrix.zero_point if matrix.table is None else matrix.table[stored].astype(np.int64)
-    shifted = values.reshape(len(stored), -1, matrix.group)
+    shifted = values.reshape(len(stored), -1, matrix.group_size)
     parts = np.einsum("tgi,ngi->tng", codes, shifted) * scales.astype(np.float64)[:, None, :] * matrix.scales.astype(np.float64)[None]
     if matrix.minimums is not None:
         parts = np.concatenate([parts, (codes.sum(axis=2) * scales)[:, None, :] * matrix.minimums.astype(np.float64)[None]], axis=2)
@@ -245,7 +245,7 @@ def test_what_is_laid_out_serves_the_next_runtime_and_frees_what_it_was_made_of(
     forgotten = []
 
     class Kept(Weights):
-        def forget(self, name: str) -> None:
+        def free_tensor(self, name: str) -> None:
             forgotten.append(name)
 
     weights = Kept({"a.weight": grouped(np.random.default_rng(seed), "u4", 20, 64, 32)})
@@ -271,4 +271,4 @@ def test_every_piece_of_a_product_is_computed_by_one_thread_once(num_rows: int, 
         buffer[...] = np.nan
     assert all(np.array_equal(found, wanted) for found, wanted in zip(run(x), expected, strict=True))
     of_piece = 64 if num_rows <= 4 else 16
-    assert run.execution.num_claimed(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())
+    assert run.execution.num_claimed_pieces(0, 1) == sum(-(-outputs // of_piece) for outputs in sizes.values())

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from harness.gguf_checkpoints import HALVES, random_blocks
 from harness.native_network import BUILT, Network, plain_tensor
 from paceline.models.config import WeightType
-from paceline.models.gguf.blocks import group_blocks
+from paceline.models.gguf.blocks import convert_blocks_to_groups
 from paceline.models.gguf.header import BLOCK_TYPES, BlockType
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.layers import DenseMLP, ExpertMLP, Routing
+from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting
 from paceline.models.weights import GroupedTensor, Weights
 from paceline.runtimes.base import FloatArray
 from paceline.runtimes.native.packed_weights import PackedWeights, pack_weights
@@ -45,7 +45,7 @@ def raw_blocks(random: np.random.Generator, name: str, outputs: int = OUTPUTS, c
 
 def stored(name: str, raw: NDArray[np.uint8], block: int = 256) -> GroupedMatrix:
     """The matrix; of blocks of 128 columns its halves of super-blocks stand in another order."""
-    matrix = group_blocks(raw, block_type(name), name)
+    matrix = convert_blocks_to_groups(raw, block_type(name), name)
     return matrix if block == 256 else matrix.reorder_runs(half_order(matrix.shape[1]))
 
 
@@ -121,7 +121,7 @@ def test_threads_do_not_change_a_bit(name: str, num_rows: int, seed: int) -> Non
 @BY_TYPE
 def test_experts_have_the_bits_of_scales_stored_as_float32(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
-    mlp = ExpertMLP(routing=Routing(num_experts=5, num_chosen=2), expert=DenseMLP(intermediate_size=512))
+    mlp = ExpertMLP(routing=ExpertRouting(num_experts=5, num_experts_per_token=2), expert=DenseMLP(intermediate_size=512))
     shapes = {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
     matrices = {
         f"experts.{expert}.{part}.weight": stored(name, random_blocks(random, name, *shape, scale=1e-4))
@@ -165,7 +165,7 @@ def test_rows_of_panels_are_bit_for_bit_what_the_formats_library_makes_of_the_bl
     if block == 128:
         expected = expected.reshape(OUTPUTS, -1, 32)[:, half_order(COLUMNS)].reshape(OUTPUTS, COLUMNS)
     panels, numbers = pack_weights(stored(name, raw, block), 2), np.array([52, 0, 15, 16, 0, 31, 1], np.int32)
-    assert (panels.kind, panels.block) == (KINDS[name], block)
+    assert (panels.kind, panels.super_block_columns) == (KINDS[name], block)
     assert panels.kind in PANEL_KINDS
     assert np.array_equal(panels.rows(numbers).view(np.uint32), expected[numbers].view(np.uint32))
 
@@ -185,7 +185,7 @@ def test_columns_that_tear_super_blocks_apart_keep_scales_of_their_own(name: str
     random = np.random.default_rng(seed)
     raw, rows = raw_blocks(random, name), rows_of(random, 3)
     runs = random.permutation(COLUMNS // 32)
-    matrix = group_blocks(raw, block_type(name), name).reorder_runs(runs)
+    matrix = convert_blocks_to_groups(raw, block_type(name), name).reorder_runs(runs)
     assert matrix.super_blocks is None
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(OUTPUTS, -1, 32)[:, runs].reshape(OUTPUTS, COLUMNS)
     assert np.array_equal(pack_weights(matrix, 1).rows(np.arange(OUTPUTS, dtype=np.int32)), expected)

@@ -18,7 +18,7 @@ from paceline.models.rope_config import RopeConfig
 from paceline.runtimes import load as load_module
 from paceline.runtimes.base import Capabilities, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Numerics
 from paceline.runtimes.load import RuntimeOptions, load_runtime
-from paceline.runtimes.numerics import find_numerics
+from paceline.runtimes.numerics import measure_numerics
 from paceline.runtimes.profile_cache import FILE_NAME, ProfileCache
 
 CONFIG = make_config(
@@ -71,14 +71,14 @@ class FakeRuntime:
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_row_depends_on_is_found(name: str) -> None:
     fault, expected = FAULTS[name]
-    assert find_numerics(FakeRuntime(fault), ProfileCache(None)) is expected
+    assert measure_numerics(FakeRuntime(fault), ProfileCache(None)) is expected
 
 
 def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> None:
     def find(version: str, fault: str) -> tuple[Numerics, bool]:
         """What was found, and whether by a test."""
         runtime = FakeRuntime(FAULTS[fault][0], version=version)
-        return find_numerics(runtime, ProfileCache(tmp_path)), runtime.num_passes > 0
+        return measure_numerics(runtime, ProfileCache(tmp_path)), runtime.num_passes > 0
 
     assert find("1", "nothing") == (Numerics.EXACT, True)
     assert find("1", "nothing") == (Numerics.EXACT, False)
@@ -90,7 +90,7 @@ def test_an_answer_is_remembered_until_the_library_changes(tmp_path: Path) -> No
 def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, tmp_path: Path) -> None:
     def find() -> bool:
         runtime = FakeRuntime(FAULTS["nothing"][0])
-        assert find_numerics(runtime, ProfileCache(tmp_path)) is Numerics.EXACT
+        assert measure_numerics(runtime, ProfileCache(tmp_path)) is Numerics.EXACT
         return runtime.num_passes > 0
 
     assert find()
@@ -102,7 +102,7 @@ def test_a_remembered_answer_that_makes_no_sense_is_measured_again(answer: str, 
 
 def test_nan_is_an_error_and_no_answer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="NaN"):
-        find_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), ProfileCache(tmp_path))
+        measure_numerics(FakeRuntime(FAULTS["nothing"][0], shift=np.nan), ProfileCache(tmp_path))
     assert not (tmp_path / FILE_NAME).exists()
 
 
@@ -115,7 +115,7 @@ def test_nan_in_padding_columns_is_no_difference() -> None:
             output.logits[:, -3:] = np.nan
             return output
 
-    assert find_numerics(Padded(FAULTS["nothing"][0]), ProfileCache(None)) is Numerics.EXACT
+    assert measure_numerics(Padded(FAULTS["nothing"][0]), ProfileCache(None)) is Numerics.EXACT
 
 
 @pytest.mark.skipif(not BUILT, reason="no native kernels for this machine")
@@ -131,7 +131,7 @@ def test_what_holds_is_promised_and_what_does_not_is_said(
     wanted: Numerics, found: Numerics, expected: Numerics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    monkeypatch.setattr(load_module, "find_numerics", lambda *_: found)
+    monkeypatch.setattr(load_module, "measure_numerics", lambda *_: found)
     loaded = load_runtime(directory, RuntimeOptions(numerics=wanted, backend="native"))
     assert loaded.runtime.capabilities.numerics is expected
     assert any("numerics is fast" in notice for notice in loaded.notices) is (wanted is not expected)

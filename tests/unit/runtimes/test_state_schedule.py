@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
-from paceline.runtimes.native.states import IN_PLACE, NOWHERE, Schedule, plan_schedule
+from paceline.runtimes.native.states import IN_PLACE, NOWHERE, StateSchedule, plan_state_schedule
 
 Path = tuple[int, ...]
 
@@ -18,7 +18,7 @@ def paths_of(num_pending: int, parents: tuple[int, ...]) -> list[Path]:
     return paths
 
 
-def run(schedule: Schedule, num_applied: int, parents: tuple[int, ...]) -> tuple[dict[int, Path], dict[int, Path]]:
+def run(schedule: StateSchedule, num_applied: int, parents: tuple[int, ...]) -> tuple[dict[int, Path], dict[int, Path]]:
     """What the kernels would do: of each row the nodes it starts from, and of each save the nodes it has taken in."""
     places: dict[int, Path] = {IN_PLACE: ()}
     rows, saves = dict[int, Path](), dict[int, Path]()
@@ -61,7 +61,7 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
         parents = (*range(-1, known - 1), *(known + parent for parent in trees(random, num_rows - known)))
         borders = range(CHECKPOINT_INTERVAL, num_pending + known + 1, CHECKPOINT_INTERVAL)
         counts = tuple(sorted(random.choice(borders, random.integers(0, len(borders) + 1), replace=False).tolist())) if borders else ()
-        found, saves = run(plan_schedule(num_pending, num_applied, parents, counts), num_applied, parents)
+        found, saves = run(plan_state_schedule(num_pending, num_applied, parents, counts), num_applied, parents)
         wanted = paths_of(num_pending, parents)
         assert [found[row] for row in range(num_rows)] == wanted
         whole = [*(-2 - number for number in range(num_pending)), *range(known)]
@@ -71,11 +71,11 @@ def test_rows_start_from_the_rows_before_them(seed: int) -> None:
 @pytest.mark.parametrize("num_pending", [0, 3, 7, 8, 12])
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 512])
 def test_what_a_step_has_not_taken_in_depends_on_the_place_alone(num_pending: int, num_rows: int) -> None:
-    schedule = plan_schedule(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
+    schedule = plan_state_schedule(num_pending, 0, tuple(range(-1, num_rows - 1)), ())
     counts = (schedule.ancestors != -1).sum(axis=1)
     assert counts.tolist() == [(num_pending + row) % CHECKPOINT_INTERVAL for row in range(num_rows)]
 
 
 def test_a_chain_keeps_one_state_beside_its_own() -> None:
-    assert plan_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
-    assert plan_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0
+    assert plan_state_schedule(5, 0, tuple(range(-1, 511)), (512,)).num_slots == 1
+    assert plan_state_schedule(5, 0, tuple(range(-1, 7)), ()).num_slots == 0

@@ -26,7 +26,7 @@ def _random_probs(generator: np.random.Generator) -> tuple[TokenProbs, np.ndarra
 
 def _dense(probs: TokenProbs) -> np.ndarray:
     values = np.zeros(VOCAB_SIZE)
-    values[slice(None) if probs.token_ids is None else probs.token_ids] = probs.values
+    values[slice(None) if probs.token_ids is None else probs.token_ids] = probs.probs
     return values
 
 
@@ -113,6 +113,6 @@ def test_no_more_tokens_are_drawn_than_there_are():
 def test_probs_do_not_live_in_the_row_they_were_made_from():
     logits = np.zeros(32, np.float32)
     probs = TokenProbs.from_distribution(LogitsProcessor(SamplingParams(temperature=1.0), 32, ()).process(logits))
-    before = probs.values.copy()
+    before = probs.probs.copy()
     logits[:] = np.arange(32)
-    np.testing.assert_array_equal(probs.values, before)
+    np.testing.assert_array_equal(probs.probs, before)

@@ -15,7 +15,7 @@ from paceline.speculation.draft_length.acceptance import (
     PRIOR_RATE,
     AcceptanceRates,
     DraftHistory,
-    clip,
+    clip_rate,
     match_confidence,
 )
 from paceline.speculation.draft_length.policy import AdaptiveDraftLength
@@ -30,9 +30,9 @@ from paceline.speculation.tree import DraftTree
 
 def test_rates_without_samples_are_the_prior() -> None:
     rates = AcceptanceRates()
-    assert rates.by_depth(3) == pytest.approx([PRIOR_RATE] * 3)
-    assert rates.by_prob(0.3) == pytest.approx(0.3)
-    assert rates.by_depth(0) == []
+    assert rates.rates_by_depth(3) == pytest.approx([PRIOR_RATE] * 3)
+    assert rates.rate_by_prob(0.3) == pytest.approx(0.3)
+    assert rates.rates_by_depth(0) == []
     assert not rates.has_probs
 
 
@@ -44,14 +44,14 @@ def test_rates_by_depth_are_the_accepted_share_of_each(seed: int) -> None:
             rates.observe(depth, None, is_first=True, accepted=accepted)
             if not accepted:
                 break
-    assert rates.by_depth(3) == pytest.approx(true, abs=0.08)
+    assert rates.rates_by_depth(3) == pytest.approx(true, abs=0.08)
 
 
 def test_rates_at_unseen_depths_resemble_the_depth_before() -> None:
     rates = AcceptanceRates()
     for _ in range(400):
         rates.observe(1, None, is_first=True, accepted=True)
-    assert min(rates.by_depth(8)) == pytest.approx(rates.by_depth(1)[0])
+    assert min(rates.rates_by_depth(8)) == pytest.approx(rates.rates_by_depth(1)[0])
 
 
 def test_rates_by_prob_are_calibrated_apart_for_first_and_later_siblings() -> None:
@@ -61,9 +61,9 @@ def test_rates_by_prob_are_calibrated_apart_for_first_and_later_siblings() -> No
         rates.observe(1, 0.9, is_first=True, accepted=number % 2 == 0)
         rates.observe(1, 0.9, is_first=False, accepted=False)
     assert rates.has_probs
-    assert rates.by_prob(0.9) == pytest.approx(0.5, abs=0.05)
-    assert rates.by_prob(0.9, is_first=False) < 0.05
-    assert rates.by_prob(0.2) == pytest.approx(0.2), "other probabilities are counted by themselves"
+    assert rates.rate_by_prob(0.9) == pytest.approx(0.5, abs=0.05)
+    assert rates.rate_by_prob(0.9, is_first=False) < 0.05
+    assert rates.rate_by_prob(0.2) == pytest.approx(0.2), "other probabilities are counted by themselves"
 
 
 def test_rates_after_a_change_forget_what_was_before() -> None:
@@ -71,8 +71,8 @@ def test_rates_after_a_change_forget_what_was_before() -> None:
     for accepted, count in ((True, 2000), (False, 2000)):
         for _ in range(count):
             rates.observe(1, 0.8, is_first=True, accepted=accepted)
-    assert rates.by_depth(1)[0] < 0.2
-    assert rates.by_prob(0.8) < 0.2
+    assert rates.rates_by_depth(1)[0] < 0.2
+    assert rates.rate_by_prob(0.8) < 0.2
 
 
 def test_optimism_falls_as_samples_are_counted() -> None:
@@ -116,7 +116,7 @@ def test_bias_is_bounded_and_rates_stay_uncertain() -> None:
         history.observe(0.6, accepted=True)
     assert abs(history.bias) <= MAX_BIAS
     assert history.request_rate(0.6) <= MAX_RATE
-    assert (clip(0.0), clip(1.0), clip(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
+    assert (clip_rate(0.0), clip_rate(1.0), clip_rate(0.5)) == (MIN_RATE, MAX_RATE, 0.5)
 
 
 def test_surprise_makes_the_bias_follow_a_changed_text_faster() -> None:
@@ -192,7 +192,7 @@ def test_unsent_draft_that_was_right_raises_rates_and_drafting_goes_on() -> None
         assert resume(policy, request) is None
         assert len(request.token_ids) == last + 4
     (rates,) = policy.rates.values()
-    assert min(rates.by_depth(4)) > 0.8
+    assert min(rates.rates_by_depth(4)) > 0.8
     assert request.draft_histories["lookup"].bias > 0.0
 
 
@@ -207,7 +207,7 @@ def test_unsent_draft_that_was_wrong_lowers_rates_and_backs_off() -> None:
         waits.append(history.resume_step - policy._step)
     (rates,) = policy.rates.values()
     assert rates.num_observed == 6, "tokens after a wrong one are not counted"
-    assert rates.by_depth(1)[0] < 0.3
+    assert rates.rates_by_depth(1)[0] < 0.3
     assert history.bias < 0.0
     assert max(waits) <= 2**3, "of lookup drafters"
 

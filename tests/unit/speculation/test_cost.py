@@ -111,7 +111,7 @@ def test_step_times_of_a_batch_keep_the_steps_of_the_profile() -> None:
 
 
 def test_step_times_at_long_contexts_include_reading_the_cache() -> None:
-    model = CostModel(ForwardProfile.from_samples({1: 1.0, 8: 1.2}, sequence_s=0.001, row_s=0.0001))
+    model = CostModel(ForwardProfile.from_samples({1: 1.0, 8: 1.2}, cached_row_read_s=0.001, cached_row_attention_s=0.0001))
     near, far = model.step_times(ONE, 4), model.step_times(LONG, 4)
     assert far[0] - near[0] == pytest.approx(1.0 + 0.1, rel=1e-6)
     assert (far[4] - far[0]) - (near[4] - near[0]) == pytest.approx(4 * 0.1, rel=1e-6)

@@ -42,8 +42,8 @@ class Clock(Drafter):
         self._num_read: dict[int, int] = {}
 
     def prefill_s(self, request: Request) -> float:
-        num_unread = len(request.token_ids) - self._num_read.get(id(request), 0)
-        return num_unread * self.token_s if num_unread > FREE_PREFILL_TOKENS else 0.0
+        num_unindexed = len(request.token_ids) - self._num_read.get(id(request), 0)
+        return num_unindexed * self.token_s if num_unindexed > FREE_PREFILL_TOKENS else 0.0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         for request in requests:

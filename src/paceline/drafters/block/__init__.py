@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_alignment, open_block, read_block_config
+from paceline.drafters.block.checkpoint import BLOCK_KINDS, default_drafts_at_anchor, open_block, read_block_config
 from paceline.drafters.block.drafter import BlockDrafter
 from paceline.drafters.block.network import BlockHead
 from paceline.drafters.head_files import HeadFiles
@@ -11,10 +11,10 @@ from paceline.drafters.target import LoadedTarget
 from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import AnyTensor, Weights
 
-__all__ = ["BLOCK_KINDS", "block_boundaries", "open_block_drafter"]
+__all__ = ["BLOCK_KINDS", "read_block_layer_boundaries", "open_block_drafter"]
 
 
-def block_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
+def read_block_layer_boundaries(files: HeadFiles, target: Path) -> tuple[int, ...]:
     """Return the target's layer boundaries that a block drafter reads.
 
     Args:
@@ -40,7 +40,7 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
     tensors: dict[str, AnyTensor] = dict(quantised)
     own = tensors.pop("embedding.weight", None)
     lm_head_of = None
-    if not config.own_lm_head:
+    if not config.has_own_lm_head:
         tensors["lm_head.weight"] = weights["embedding.weight" if sizes.tied_embeddings else "lm_head.weight"]
         lm_head_of = target.runtime
     head = BlockHead(
@@ -57,6 +57,6 @@ def open_block_drafter(files: HeadFiles, target: LoadedTarget) -> BlockDrafter:
         head,
         target.cache,
         vocab_size=target.vocab_size,
-        drafts_at_anchor=default_alignment(files) if given is None else given,
+        drafts_at_anchor=default_drafts_at_anchor(files) if given is None else given,
         tree_width=target.speculation.tree_width,
     )

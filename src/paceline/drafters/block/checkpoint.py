@@ -1,4 +1,4 @@
-"""Read block drafters from their files: the config of the network, and its weights under our names.
+"""Read block drafters from their files: the config of the network, and its weights under internal names.
 
 A block drafter drafts a whole block in one pass: the last token and `block_size - 1` mask tokens attend to keys and values computed from
 the target's hidden states. Sources: DFlash (z-lab `dflash/model.py`, speculators, SpecForge), DSpark (deepseek-ai/DeepSpec), Muse
@@ -27,30 +27,30 @@ from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 BLOCK_KINDS = (HeadKind.DFLASH, HeadKind.DSPARK)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
-_MUSE = {
+_TENSOR_NAME_ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_MUSE_GLIMMER_DEFAULTS = {
     "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "sliding_window": 2048, "is_causal": False,
     "rope_theta": 500000.0,
 }  # fmt: skip
 _UNSUPPORTED_KEYS = ("lilicorr", "conv_kernel_size", "selector_rank", "projector_type", "shared_kv")
-"""Prefixes of config keys whose networks are not supported."""
+"""Prefixes of config keys of network parts that are not supported; a drafter with one is refused."""
 _UNSUPPORTED_ARCHITECTURES = ("Gemma4DSpark", "DeepseekV4DSpark", "LingDSpark", "Qwen3OmniDSpark")
-_PARTS = {
+_LAYER_TENSOR_NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-_OURS = {"norm": "final_norm", "embed_tokens": "embedding", "markov_head.markov_w2": "markov_output"}
-_SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
+_TENSOR_NAMES = {"norm": "final_norm", "embed_tokens": "embedding", "markov_head.markov_w2": "markov_output"}
+_SINK_TENSOR_NAMES = ("self_attn.attention_sink_bias", "self_attn.sinks")
 
 
 class MarkovKind(Enum):
-    """What the bias of DSpark depends on."""
+    """The inputs of the Markov head of DSpark, which computes a bias on the logits."""
 
-    VANILLA = "vanilla"  # the previous token
-    GATED = "gated"  # the previous token and the hidden state of the row
-    RNN = "rnn"  # all tokens drafted so far, through a recurrent state
+    VANILLA = "vanilla"  # input: the previous token
+    GATED = "gated"  # input: the previous token and the hidden state of the row
+    RNN = "rnn"  # input: all tokens drafted so far, through a recurrent state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +60,16 @@ class BlockConfig:
     Attributes:
         layers: its decoder layers; their `vocab_size` is the number of draft ids.
         feature_size: width of one of the target's hidden states.
-        boundaries: the target's layer boundaries it reads, in the order in which they are concatenated.
+        boundaries: the target's layer boundaries whose hidden states it reads, in the order of concatenation; b = the input of layer b.
         block_size: maximum rows of a block, including that of the last token.
-        embedding_scale: factor of the embedding rows.
+        embedding_scale: factor applied to the token embeddings.
         logit_scale, logit_soft_cap: applied to the logits, in this order.
         drafts_at_anchor: whether row j drafts the token after its own position (then the first row drafts too) or the token at its own
-            position; None = the files do not say.
-        markov: bias of DSpark; None = none.
+            position; None = not stated in the config.
+        markov: DSpark's Markov head, whose bias on the logits depends on drafted tokens; None = none.
         has_confidence: it predicts the probability that a draft token is accepted.
-        confidence_reads_token: that prediction also reads the previous token's Markov row.
-        own_lm_head, own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
+        has_markov_confidence: the confidence head also reads the previous token's Markov embedding.
+        has_own_lm_head, has_own_embedding: the file's matrices are used, not the target's. Many files hold copies of the target's.
     """
 
     kind: HeadKind
@@ -84,9 +84,9 @@ class BlockConfig:
     drafts_at_anchor: bool | None = None
     markov: MarkovKind | None = None
     has_confidence: bool = False
-    confidence_reads_token: bool = False
-    own_lm_head: bool = False
-    own_embedding: bool = False
+    has_markov_confidence: bool = False
+    has_own_lm_head: bool = False
+    has_own_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,15 @@ class BlockCheckpoint:
     """An opened block drafter.
 
     Attributes:
-        weights: of its networks, under the names of `network.py`; without lm_head if that is the target's.
-        small: float32 matrices that NumPy multiplies: `markov_w1` [V, r], `gate`, `joint`, `confidence`, with biases.
+        weights: of the networks, by the names used in `network.py`; without lm_head if that is the target's.
+        small_tensors: float32 weights of the Markov and confidence heads, for NumPy: `markov_w1` [V, r], `gate`, `joint`, `confidence`.
         mask_embedding: [E] embedding of the mask token; None = the target's row.
         target_ids: [Vd] the target's id of each draft id, ascending; None = the same.
     """
 
     config: BlockConfig
     weights: Weights
-    small: Mapping[str, NDArray[np.float32]]
+    small_tensors: Mapping[str, NDArray[np.float32]]
     mask_embedding: NDArray[np.float32] | None
     target_ids: NDArray[np.int64] | None
 
@@ -115,8 +115,8 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         IncompatibleDrafterError: it computes something that is not supported, or was made for another target.
     """
     _check_supported(files)
-    files = _with_plain_names(files)
-    fields = _fields(files)
+    files = _with_canonical_names(files)
+    fields = _merged_config_fields(files)
     fc = files.shape("fc.weight")
     if fc is None or fc[1] % target.hidden_size:
         width = "no fc.weight" if fc is None else f"fc.weight of {fc[1]} columns"
@@ -124,8 +124,8 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             f"the {files.kind.value} drafter {files.path} holds {width}, the target's hidden states have {target.hidden_size} values: "
             "it was made for another model"
         )
-    layers = _layers(files, fields, fc[0])
-    boundaries = _boundaries(files, fields, fc[1] // target.hidden_size, target)
+    layers = _decoder_config(files, fields, fc[0])
+    boundaries = _read_layer_boundaries(files, fields, fc[1] // target.hidden_size, target)
     check_pairing(files, target, hidden_size=fc[1] // len(boundaries))
     if layers.hidden_size != target.hidden_size and "embed_tokens.weight" not in files.tensors:
         raise IncompatibleDrafterError(
@@ -133,7 +133,7 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
             f"{layers.hidden_size}: it was made for another model"
         )
     own_rows = files.shape("lm_head.weight")
-    own_lm_head = own_rows is not None and ("d2t" in files.tensors or own_rows != (target.vocab_size, target.hidden_size))
+    has_own_lm_head = own_rows is not None and ("d2t" in files.tensors or own_rows != (target.vocab_size, target.hidden_size))
     mask_id = fields.token_ids("mask_token_id")
     if len(mask_id) != 1 or mask_id[0] >= target.vocab_size:
         raise IncompatibleDrafterError(
@@ -141,7 +141,7 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         )
     return BlockConfig(
         kind=files.kind,
-        layers=replace(layers, vocab_size=own_rows[0] if own_lm_head and own_rows else target.vocab_size),
+        layers=replace(layers, vocab_size=own_rows[0] if has_own_lm_head and own_rows else target.vocab_size),
         feature_size=target.hidden_size,
         boundaries=boundaries,
         block_size=fields.size("block_size", 16, least=2, most=256),
@@ -149,12 +149,12 @@ def read_block_config(files: HeadFiles, target: ModelConfig) -> BlockConfig:
         embedding_scale=fields.number("input_embedding_scale", 1.0),
         logit_scale=fields.number("output_multiplier", 1.0),
         logit_soft_cap=fields.optional_number("final_logit_softcapping"),
-        drafts_at_anchor=_drafts_at_anchor(files, fields),
+        drafts_at_anchor=_read_drafts_at_anchor(files, fields),
         markov=_markov_kind(files, fields),
         has_confidence="confidence_head.proj.weight" in files.tensors,
-        confidence_reads_token=fields.flag("confidence_head_with_markov", default=False),
-        own_lm_head=own_lm_head,
-        own_embedding=layers.hidden_size != target.hidden_size,
+        has_markov_confidence=fields.flag("confidence_head_with_markov", default=False),
+        has_own_lm_head=has_own_lm_head,
+        has_own_embedding=layers.hidden_size != target.hidden_size,
     )
 
 
@@ -174,15 +174,17 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     Raises:
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
     """
-    files = _with_plain_names(files)
-    required, optional, dropped = _shapes(files, config)
+    files = _with_canonical_names(files)
+    required, optional, dropped = _tensor_shapes(files, config)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     files.check_all_used([*used, *dropped])
-    small = {name for name in used if name.startswith(("markov_head.", "confidence_head.")) and not name.endswith("markov_w2.weight")}
-    tensors: dict[str, AnyTensor] = {_our_name(name): files.weight(name) for name in used if name not in small}
-    if not _is_neox(_fields(files)):
-        _interleaved_to_halves(tensors, config.layers)
+    small_tensors = {
+        name for name in used if name.startswith(("markov_head.", "confidence_head.")) and not name.endswith("markov_w2.weight")
+    }
+    tensors: dict[str, AnyTensor] = {_internal_tensor_name(name): files.weight(name) for name in used if name not in small_tensors}
+    if not _is_neox_rope(_merged_config_fields(files)):
+        _interleaved_rope_to_neox(tensors, config.layers)
     mask = files.path / "mask_embedding.pt"
     stored = read_tensors(mask, "head") if files.path.is_dir() and mask.is_file() else {}
     row = np.asarray(stored["embedding"].open(), np.float32).reshape(-1) if "embedding" in stored else None
@@ -191,14 +193,14 @@ def open_block(files: HeadFiles, config: BlockConfig, target: ModelConfig) -> Bl
     return BlockCheckpoint(
         config,
         Weights(tensors),
-        {_small_name(name): as_float32(files.weight(name)) for name in small},
+        {_small_tensor_name(name): as_float32(files.weight(name)) for name in small_tensors},
         row,
         target_ids_of(files, config.layers.vocab_size, target),
     )
 
 
 def _check_supported(files: HeadFiles) -> None:
-    """Refuse drafters whose network is not supported, by name."""
+    """Raise an error for drafters with a network part that is not supported."""
     config = files.config
     nested = config.get("dflash_config")
     keys = [*config, *(nested if isinstance(nested, Mapping) else ())]
@@ -213,29 +215,29 @@ def _check_supported(files: HeadFiles) -> None:
         )
 
 
-def _with_plain_names(files: HeadFiles) -> HeadFiles:
-    """Return the files with one spelling of each tensor name."""
+def _with_canonical_names(files: HeadFiles) -> HeadFiles:
+    """Return the files with tensor names of other exporters replaced by those of z-lab's files."""
     renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
-        renamed[name if alias is None else _ALIASES[alias] + name.removeprefix(alias)] = tensor
+        alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
+        renamed[name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)] = tensor
     return replace(files, tensors=renamed)
 
 
-def _fields(files: HeadFiles) -> JsonFields:
-    """Return the fields of all levels of the config, merged."""
+def _merged_config_fields(files: HeadFiles) -> JsonFields:
+    """Return the config fields, with the nested `transformer_layer_config` and `dflash_config` merged in."""
     config: Mapping[str, Any] = files.config
-    values: dict[str, Any] = dict(_MUSE) if config.get("model_type") == "muse_glimmer_assistant" else {}
+    values: dict[str, Any] = dict(_MUSE_GLIMMER_DEFAULTS) if config.get("model_type") == "muse_glimmer_assistant" else {}
     for part in (config.get("transformer_layer_config"), config, config.get("dflash_config")):
         values |= part if isinstance(part, Mapping) else {}
     if config.get("model_type") == "muse_glimmer_assistant":
         values["layer_types"] = [_SLIDING] * max(1, files.count("layers.{}."))
-        values["sliding_window"] += 1  # transformers counts the distance, not the positions
+        values["sliding_window"] += 1  # transformers counts the distance to the first visible position, not the positions
     values.setdefault("max_position_embeddings", 2**20)
     return JsonFields(values, files.path / "config.json" if files.path.is_dir() else files.path)
 
 
-def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConfig:
+def _decoder_config(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConfig:
     num_heads = fields.size("num_attention_heads")
     query, key, gate = (files.shape(f"layers.0.{name}.weight") for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     head_size = fields.size("head_dim", hidden_size // num_heads, null=hidden_size // num_heads)
@@ -243,7 +245,7 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConf
     activation = str(fields.values.get("hidden_act", "silu"))
     if query is None or key is None or gate is None:
         raise CheckpointError(f"{files.path} has no whole layer 0: the file is damaged, download it again")
-    if query[0] != num_heads * head_size:  # before anything is allocated by these numbers
+    if query[0] != num_heads * head_size:  # refuse wrong head counts before anything is allocated by them
         raise CheckpointError(f"{fields.path}: {num_heads} heads of {head_size} values, expected {query[0]} in all as q_proj has")
     if activation not in ACTIVATIONS or head_size % 2 or num_heads % num_kv_heads:
         raise CheckpointError(
@@ -259,7 +261,7 @@ def _layers(files: HeadFiles, fields: JsonFields, hidden_size: int) -> ModelConf
         rope=read_rope(fields, family, head_size=head_size).for_context(None),
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if "layers.0.self_attn.q_norm.weight" in tensors else QKNorm.NONE,
-        has_sinks=any(f"layers.0.{name}" in tensors for name in _SINKS),
+        has_sinks=any(f"layers.0.{name}" in tensors for name in _SINK_TENSOR_NAMES),
         value_scale=fields.number("attention_value_scale", 1.0),
     )
     mlp = DenseMLP(intermediate_size=gate[0], activation=ACTIVATIONS[activation])
@@ -303,8 +305,8 @@ def _attention_kinds(fields: JsonFields, num_layers: int, *, speculators: bool) 
     return list(zip(windows, causal, strict=True))
 
 
-def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
-    """Return the boundaries it reads; boundary b is the input of layer b. Most files name layer outputs, speculators' boundaries."""
+def _read_layer_boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelConfig) -> tuple[int, ...]:
+    """Return the layer boundaries; b = the input of layer b. Most configs list layers, whose outputs are read; speculators' list b."""
     num_layers = target.num_layers
     named = fields.values.get("aux_hidden_state_layer_ids", fields.values.get("target_layer_ids"))
     if named is not None and not (isinstance(named, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in named)):
@@ -325,29 +327,29 @@ def _boundaries(files: HeadFiles, fields: JsonFields, count: int, target: ModelC
     return tuple(found)
 
 
-def _drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
+def _read_drafts_at_anchor(files: HeadFiles, fields: JsonFields) -> bool | None:
     given = fields.values.get("sample_from_anchor", fields.values.get("shift_label"))
     if given is not None:
         return fields.flag("sample_from_anchor" if "sample_from_anchor" in fields.values else "shift_label", default=False)
     return False if files.kind is HeadKind.DFLASH else None
 
 
-def default_alignment(files: HeadFiles) -> bool:
+def default_drafts_at_anchor(files: HeadFiles) -> bool:
     """Return the likely value of a missing `sample_from_anchor`: false in speculators' files, true in other DSpark files."""
     is_speculators = files.is_speculators or bool({"transformer_layer_config", "aux_hidden_state_layer_ids"} & files.config.keys())
     return files.kind is HeadKind.DSPARK and not is_speculators
 
 
-def _is_neox(fields: JsonFields) -> bool:
+def _is_neox_rope(fields: JsonFields) -> bool:
     """Return whether rotary embeddings pair the two halves of a head; otherwise neighbouring values."""
     named = fields.values.get("architectures")
     default = not (isinstance(named, list) and named and str(named[0]).startswith("Lfm2"))
     return fields.flag("rope_is_neox_style", default=fields.flag("is_neox_style", default=default))
 
 
-def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
+def _interleaved_rope_to_neox(tensors: dict[str, AnyTensor], layers: ModelConfig) -> None:
     """Reorder query and key rows so that neighbouring pairs become pairs of halves."""
-    for layer, mixer in layers.attentions.items():
+    for layer, mixer in layers.attention_layers.items():
         size, rotated = mixer.head_size, mixer.rope.rotary_size(mixer.head_size)
         own = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, size)])
         for part, heads in (("q", mixer.num_heads), ("k", mixer.num_kv_heads)):
@@ -358,14 +360,14 @@ def _interleaved_to_halves(tensors: dict[str, AnyTensor], layers: ModelConfig) -
                     tensors[f"layers.{layer}.{name}"] = Tensor(stored.array[order], stored.weight_type, stored.shape)
 
 
-def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Sequence[str]]:
-    """Return the required tensors, the optional ones, and the names of unused ones, such as copies of the target's."""
+def _tensor_shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], Sequence[str]]:
+    """Return shapes of the required and of the optional tensors, and names of ignored ones, such as copies of the target's tensors."""
     layers, hidden = config.layers, config.layers.hidden_size
     required: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, config.feature_size * len(config.boundaries)), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
     }  # fmt: skip
     optional: dict[str, tuple[int, ...]] = {"fc.bias": (hidden,)}
-    for layer, mixer in layers.attentions.items():
+    for layer, mixer in layers.attention_layers.items():
         prefix, mlp = f"layers.{layer}.", layers.layers[layer].mlp
         assert isinstance(mlp, DenseMLP)
         inner = mlp.intermediate_size
@@ -381,39 +383,45 @@ def _shapes(files: HeadFiles, config: BlockConfig) -> tuple[dict[str, tuple[int,
         if mixer.qk_norm is QKNorm.HEAD:
             required |= {f"{prefix}self_attn.{name}.weight": (mixer.head_size,) for name in ("q_norm", "k_norm")}
         if mixer.has_sinks:
-            required |= {prefix + name: (mixer.num_heads,) for name in _SINKS if prefix + name in files.tensors}
-    if config.own_lm_head:
+            required |= {prefix + name: (mixer.num_heads,) for name in _SINK_TENSOR_NAMES if prefix + name in files.tensors}
+    if config.has_own_lm_head:
         required["lm_head.weight"] = (layers.vocab_size, hidden)
-    if config.own_embedding:
+    if config.has_own_embedding:
         required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
     rank = (files.shape("markov_head.markov_w1.weight") or (0, 0))[1]
     if config.markov is not None:
         embedded = (files.shape("markov_head.markov_w1.weight") or (0, 0))[0]
-        required |= {"markov_head.markov_w1.weight": (embedded, rank), "markov_head.markov_w2.weight": (layers.vocab_size, rank)}
+        required |= {
+            "markov_head.markov_w1.weight": (embedded, rank),
+            "markov_head.markov_w2.weight": (layers.vocab_size, rank),
+        }
     if config.markov is MarkovKind.GATED:
         required |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
     if config.markov is MarkovKind.RNN:
-        required |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden), "markov_head.joint_proj.bias": (3 * rank,)}
+        required |= {
+            "markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+            "markov_head.joint_proj.bias": (3 * rank,),
+        }
     if config.has_confidence:
-        width = hidden + (rank if config.confidence_reads_token else 0)
+        width = hidden + (rank if config.has_markov_confidence else 0)
         required |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
-    copies = {"embed_tokens.weight": config.own_embedding, "lm_head.weight": config.own_lm_head}
+    copies = {"embed_tokens.weight": config.has_own_embedding, "lm_head.weight": config.has_own_lm_head}
     dropped = ["d2t", "t2d", *(name for name, is_own in copies.items() if not is_own)]
     return required, optional, dropped
 
 
-def _our_name(name: str) -> str:
-    """Return the name of a tensor of the file in `network.py`."""
-    if any(name.endswith(sinks) for sinks in _SINKS):
+def _internal_tensor_name(name: str) -> str:
+    """Return the name that `network.py` uses for a tensor of the file."""
+    if any(name.endswith(sinks) for sinks in _SINK_TENSOR_NAMES):
         return f"layers.{name.split('.')[1]}.attention.sinks"
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("layers."):
         _, layer, part = stem.split(".", 2)
-        return f"layers.{layer}.{_PARTS[part]}.{kind}"
-    return f"{_OURS.get(stem, stem)}.{kind}"
+        return f"layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{kind}"
+    return f"{_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
-def _small_name(name: str) -> str:
+def _small_tensor_name(name: str) -> str:
     parts = {
         "markov_head.markov_w1": "markov_w1", "markov_head.gate_proj": "gate", "markov_head.joint_proj": "joint",
         "confidence_head.proj": "confidence",

@@ -1,8 +1,8 @@
 """Cache of a block drafter's context: keys and values computed from the target's hidden states, at the target's own blocks and slots.
 
 A row depends only on the tokens up to its position, like the target's own rows, so copies, forks, shared prefixes and eviction of blocks
-apply to both. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes tell which rows exist; missing ones are not
-attended to.
+apply to both. Each slot stores a hash of the tokens up to it. After a prefix hit the hashes show which rows are cached; missing rows
+are not attended to.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.block.network import ContextRows
+from paceline.drafters.block.network import PendingContext
 from paceline.kv_cache.cache import CachedSequence, KVCache
 from paceline.kv_cache.full_attention import PagedCache
 from paceline.kv_cache.row_plan import blocks_for
@@ -22,27 +22,27 @@ from paceline.speculation.request import Request
 SPARE_BLOCKS = 64
 """Blocks for draft rows that do not fit the blocks of a sequence."""
 
-_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd, so a different token always changes the hash
+_STEP, _FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1342543DE82EF95)  # odd, so that a different token always changes the hash
 
 
 @dataclass(slots=True)
 class _Context:
-    """State of a request: rows [first, num_rows) are cached; hidden states of positions num_rows … num_seen - 1 are waiting."""
+    """State of one request: positions [first, num_rows) are cached; hidden states of num_rows … num_seen - 1 are pending."""
 
     sequence: CachedSequence
     first: int
     num_rows: int
     num_seen: int
-    hash: np.uint64  # of the tokens before num_rows
-    waiting: list[FloatArray] = field(default_factory=list)
+    hash: np.uint64  # hash of the tokens before position num_rows
+    pending: list[FloatArray] = field(default_factory=list)
 
 
 class ContextCache:
-    """The context rows of all requests of one target.
+    """Cached keys and values of the committed positions of all requests of one target.
 
     Args:
-        runtime: the drafter's network; its cache becomes this one's.
-        cache: the target's.
+        runtime: the drafter's network, whose KV cache is allocated here.
+        cache: the target's KV cache.
         window: positions that a draft row may attend to, its own included.
     """
 
@@ -51,7 +51,7 @@ class ContextCache:
         rows = [PagedCache(memory.storage) for memory in runtime.allocate_kv(num_blocks + SPARE_BLOCKS)]
         self.block_size, self.window = cache.block_size, window
         self.bytes_per_token = sum(memory.num_bytes for memory in rows) // max(1, cache.max_slots)
-        self._spares = range(num_blocks, num_blocks + SPARE_BLOCKS)
+        self._spare_blocks = range(num_blocks, num_blocks + SPARE_BLOCKS)
         self._hashes = np.zeros((1, num_blocks, self.block_size), np.uint64)
         self._powers = np.cumprod(np.full(cache.max_slots + 1, _FACTOR, np.uint64), dtype=np.uint64)
         self._contexts = RequestState[_Context]()
@@ -59,86 +59,86 @@ class ContextCache:
             cache.add_layer_cache(memory)
 
     def observe(self, request: Request, start: int, features: FloatArray) -> int:
-        """Store hidden states [T, F] of positions from `start` on; return how many are waiting."""
+        """Store hidden states [T, F] of positions from `start` on; return how many have no keys and values yet."""
         context = self._contexts.get(request)
         if context is None or context.sequence is not request.sequence or context.num_seen != start:
-            context = self._contexts[request] = self._begin(request, start)
-        context.waiting.append(np.array(features, np.float32))
+            context = self._contexts[request] = self._new_context(request, start)
+        context.pending.append(np.array(features, np.float32))
         context.num_seen = start + len(features)
         return context.num_seen - context.num_rows
 
     def release(self, request: Request) -> None:
-        """Forget a request; its rows stay as long as the target's."""
+        """Drop the state of a request; its cached keys and values stay as long as the target's blocks."""
         self._contexts.pop(request)
 
-    def waiting_rows(self, request: Request) -> ContextRows | None:
-        """Return the waiting rows; None if there are none."""
+    def pending_rows(self, request: Request) -> PendingContext | None:
+        """Return the committed positions whose keys and values are not computed yet; None if there are none."""
         context = self._contexts.get(request)
         if context is None or context.num_rows == context.num_seen:
             return None
-        if len(context.waiting) > 1:
-            context.waiting = [np.concatenate(context.waiting)]
+        if len(context.pending) > 1:
+            context.pending = [np.concatenate(context.pending)]
         table = np.array(request.sequence.block_table, np.int32)
         begin = context.num_rows
-        return ContextRows(context.waiting[0], RowRange(0, context.num_seen - begin, begin, table, None, min(begin, context.first)))
+        return PendingContext(context.pending[0], RowRange(0, context.num_seen - begin, begin, table, None, min(begin, context.first)))
 
     def mark_computed(self, request: Request) -> None:
-        """Record that the waiting rows are now cached."""
+        """Record that keys and values of the pending positions are now cached."""
         context = self._contexts[request]
         begin, end = context.num_rows, context.num_seen
-        hashes = self._hashes_of(request.token_ids[begin:end], begin, context.hash)
+        hashes = self._prefix_hashes(request.token_ids[begin:end], begin, context.hash)
         table, size = np.array(request.sequence.block_table, np.int64), self.block_size
         slots = np.arange(begin, end)
         self._hashes[0, table[slots // size], slots % size] = hashes
-        context.hash, context.num_rows, context.waiting = hashes[-1], end, []
+        context.hash, context.num_rows, context.pending = hashes[-1], end, []
 
-    def block_range(self, request: Request, num_rows: int, spares: int) -> RowRange | None:
+    def draft_row_range(self, request: Request, num_rows: int, num_used_spare_blocks: int) -> RowRange | None:
         """Return where the rows of a draft are written; None if context rows are missing or spare blocks run out.
 
         Args:
             num_rows: of the draft, including that of the last token.
-            spares: spare blocks that other requests of the pass already use.
+            num_used_spare_blocks: spare blocks that other requests of the pass already use.
         """
         context, root = self._contexts.get(request), len(request.token_ids) - 1
         if context is None or context.num_rows != root:
             return None
         table = request.sequence.block_table
-        missing = self.num_spares(request, num_rows)
-        if missing > SPARE_BLOCKS - spares:
+        missing = self.num_spare_blocks(request, num_rows)
+        if missing > SPARE_BLOCKS - num_used_spare_blocks:
             return None
         if missing:
-            table = [*table, *self._spares[spares : spares + missing]]
+            table = [*table, *self._spare_blocks[num_used_spare_blocks : num_used_spare_blocks + missing]]
         first = min(root, max(context.first, root + num_rows - self.window))
         mask = np.ones((num_rows, num_rows), np.bool_)
         return RowRange(0, num_rows, root, np.array(table, np.int32), mask, first)
 
     def is_ready(self, request: Request) -> bool:
-        """Return whether hidden states of all tokens but the last one are here."""
+        """Return whether the target's hidden states of all tokens but the last one have been observed."""
         context = self._contexts.get(request)
         return context is not None and context.num_seen == len(request.token_ids) - 1 and context.sequence is request.sequence
 
-    def num_waiting(self, request: Request) -> int:
-        """Return the number of waiting rows."""
+    def num_pending_rows(self, request: Request) -> int:
+        """Return the number of committed positions whose keys and values are not computed yet."""
         context = self._contexts.get(request)
         return 0 if context is None else context.num_seen - context.num_rows
 
-    def num_spares(self, request: Request, num_rows: int) -> int:
+    def num_spare_blocks(self, request: Request, num_rows: int) -> int:
         """Return the number of spare blocks that a draft of `num_rows` rows needs."""
         end = len(request.token_ids) - 1 + num_rows
         return max(0, blocks_for(end, self.block_size) - len(request.sequence.block_table))
 
-    def _begin(self, request: Request, start: int) -> _Context:
+    def _new_context(self, request: Request, start: int) -> _Context:
         """Return the state of a new request, with the rows before `start` that an earlier request with the same tokens computed."""
         if start == 0:
             return _Context(request.sequence, 0, 0, 0, np.uint64(0))
-        hashes = self._hashes_of(request.token_ids[:start], 0, np.uint64(0))
+        hashes = self._prefix_hashes(request.token_ids[:start], 0, np.uint64(0))
         slots, size = np.arange(start), self.block_size
         table = np.array(request.sequence.block_table, np.int64)
         is_known = self._hashes[0, table[slots // size], slots % size] == hashes
         unknown = np.flatnonzero(~is_known)
         return _Context(request.sequence, int(unknown[-1]) + 1 if len(unknown) else 0, start, start, hashes[-1])
 
-    def _hashes_of(self, token_ids: Sequence[int], first: int, before: np.uint64) -> NDArray[np.uint64]:
+    def _prefix_hashes(self, token_ids: Sequence[int], first: int, before: np.uint64) -> NDArray[np.uint64]:
         """Return the hashes of slots from `first` on: a polynomial of all tokens up to each."""
         values = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * _STEP * self._powers[first : first + len(token_ids)]
         values[:1] += before

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.drafters.block.context import SPARE_BLOCKS, ContextCache
-from paceline.drafters.block.network import BlockHead, BlockRows, ContextRows
+from paceline.drafters.block.network import BlockHead, DraftBlock, PendingContext
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -23,16 +23,17 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-FLUSH_ROWS = 64  # waiting rows at which context rows are computed without a draft
-CLEAR_LEAD, MAX_COMPARED = 4, 24
-"""If the files do not say which position a row drafts, it is decided by a lead of CLEAR_LEAD tokens, or after MAX_COMPARED."""
+MAX_PENDING_ROWS = 64  # with more pending rows, context rows are computed outside of drafting
+MIN_ALIGNMENT_LEAD, MAX_ALIGNMENT_COMPARISONS = 4, 24
+"""If the config does not state which position a row drafts, it is decided by a lead of MIN_ALIGNMENT_LEAD correct
+predictions, or after MAX_ALIGNMENT_COMPARISONS."""
 
 
 class BlockDrafter(Drafter):
     """Drafts a block of tokens in one pass.
 
     Args:
-        cache: the target's; context rows are stored in the same blocks.
+        cache: the target's KV cache; context rows are stored in the same blocks.
         vocab_size: V of the target; ids beyond it are never drafted.
         drafts_at_anchor: initial alignment, see `BlockConfig`.
         tree_width: draft tokens per node; 1 = a chain.
@@ -54,11 +55,11 @@ class BlockDrafter(Drafter):
         self.context = ContextCache(head.runtime, cache, window=config.layers.max_positions)
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
-        head.rank_with(self._sampler.ranking(tree_width))
+        head.set_ranking(self._sampler.ranking(tree_width))
         self._is_alignment_unknown = config.drafts_at_anchor is None
-        self._num_right = [0, 0]  # how often row 0, and row 1, predicted the next token
+        self._num_correct = [0, 0]  # number of correct predictions of the next token by row 0, and by row 1
         self._num_compared = 0
-        self._firsts = RequestState[tuple[int, int, int]]()  # of the last draft: its position, and the most probable tokens of rows 0 and 1
+        self._first_row_tokens = RequestState[tuple[int, int, int]]()  # per request: position, top tokens of rows 0 and 1
         layers = config.layers
         parts = f"{layers.num_layers} layers, hidden size {layers.hidden_size}, blocks of {config.block_size}"
         self.traits = DrafterTraits(f"{self.name} ({parts})", cache_bytes_per_token=self.context.bytes_per_token)
@@ -70,55 +71,55 @@ class BlockDrafter(Drafter):
             if collected is None:
                 raise RuntimeError(f"the target returned none of the hidden states that {self.name} reads")
             features = collected.transpose(1, 0, 2).reshape(one.num_rows, -1)
-            if self.context.observe(one.request, one.start, features) > FLUSH_ROWS or one.request.is_finished:
+            if self.context.observe(one.request, one.start, features) > MAX_PENDING_ROWS or one.request.is_finished:
                 late.append(one.request)
-        self._make_context(late)
+        self._compute_pending_contexts(late)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         pairs = [(one, budget) for one, budget in zip(requests, budgets, strict=True) if self.context.is_ready(one)]
-        self._make_context([request for request, _ in pairs])
+        self._compute_pending_contexts([request for request, _ in pairs])
         trees: dict[int, DraftTree | None] = {}
         for part in split_into_passes(pairs, lambda pair: self._num_rows(pair[1])):
-            group: list[tuple[BlockRows, GrowingDraft]] = []
-            num_spares = 0
+            group: list[tuple[DraftBlock, GrowingDraft]] = []
+            num_spare_blocks = 0
             for request, budget in part:
-                self._check_alignment(request)
-                depth, width = self._shape(budget)
+                self._update_alignment(request)
+                depth, width = self._depth_and_width(budget)
                 count = self._num_rows(budget)
-                needed = self.context.num_spares(request, count)
+                needed = self.context.num_spare_blocks(request, count)
                 if depth < 1 or needed > SPARE_BLOCKS or request.token_ids[-1] >= self.head.embedded_ids:
                     continue
-                if num_spares + needed > SPARE_BLOCKS:
-                    trees |= self._draft(group)
-                    group, num_spares = [], 0
-                rows = self.context.block_range(request, count, num_spares)
+                if num_spare_blocks + needed > SPARE_BLOCKS:
+                    trees |= self._draft_blocks(group)
+                    group, num_spare_blocks = [], 0
+                rows = self.context.draft_row_range(request, count, num_spare_blocks)
                 if rows is None:
                     continue
-                num_spares += needed
+                num_spare_blocks += needed
                 draft = GrowingDraft(request, budget, depth, width, rows.block_table, rows.first_slot)
-                group.append((BlockRows(request.token_ids[-1], rows, range(count)), draft))
-            trees |= self._draft(group)
+                group.append((DraftBlock(request.token_ids[-1], rows, range(count)), draft))
+            trees |= self._draft_blocks(group)
         return [trees.get(id(request)) for request in requests]
 
     def release(self, request: Request) -> None:
         self.context.release(request)
-        self._firsts.pop(request)
+        self._first_row_tokens.pop(request)
 
-    def _shape(self, budget: DraftBudget) -> tuple[int, int]:
-        depth, width = draft_shape(budget, self._tree_width)
+    def _depth_and_width(self, budget: DraftBudget) -> tuple[int, int]:
+        depth, width = draft_depth_and_width(budget, self._tree_width)
         return min(depth, self.head.config.block_size - (not self.drafts_at_anchor)), width
 
     def _num_rows(self, budget: DraftBudget) -> int:
-        """Return the rows of a block for a budget; one more while the alignment is unknown."""
-        depth = self._shape(budget)[0]
+        """Return the number of rows of a block for a budget; one more while it is unknown which position a row drafts."""
+        depth = self._depth_and_width(budget)[0]
         return min(self.head.config.block_size, depth if self.drafts_at_anchor and not self._is_alignment_unknown else depth + 1)
 
-    def _make_context(self, requests: Sequence[Request]) -> None:
-        waiting = [(request, rows) for request in requests if (rows := self.context.waiting_rows(request)) is not None]
-        for part in split_into_passes(waiting, lambda pair: pair[1].rows.num_rows):
-            self._run_context([request for request, _ in part], [rows for _, rows in part])
+    def _compute_pending_contexts(self, requests: Sequence[Request]) -> None:
+        pending = [(request, rows) for request in requests if (rows := self.context.pending_rows(request)) is not None]
+        for part in split_into_passes(pending, lambda pair: pair[1].rows.num_rows):
+            self._run_context_pass([request for request, _ in part], [rows for _, rows in part])
 
-    def _run_context(self, requests: Sequence[Request], rows: Sequence[ContextRows]) -> None:
+    def _run_context_pass(self, requests: Sequence[Request], rows: Sequence[PendingContext]) -> None:
         try:
             self.head.run_context(rows)
         except BaseException:  # an interrupted pass leaves no valid rows
@@ -128,30 +129,30 @@ class BlockDrafter(Drafter):
         for request in requests:
             self.context.mark_computed(request)
 
-    def _draft(self, group: Sequence[tuple[BlockRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
+    def _draft_blocks(self, group: Sequence[tuple[DraftBlock, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        is_biased = self.head.rank > 0
+        is_biased = self.head.markov_rank > 0
         shift = 0 if self.drafts_at_anchor else 1
         output = self.head.run_block([rows for rows, _ in group], None if is_biased else _block_draws(group, shift))
         if is_biased:
             logits, hidden = np.array(output.logits), np.array(output.hidden_states)
         first = 0
         for rows, draft in group:
-            count = len(rows.wanted)
+            count = len(rows.logit_rows)
             if is_biased:
-                self._remember_firsts(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
-                self._add_biased(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
+                self._store_first_row_tokens(draft.request, logits[first : first + count].argmax(-1)[:2].tolist())
+                self._add_markov_biased_levels(draft, logits[first + shift : first + count], hidden[first + shift : first + count])
             else:
                 ranked = output.ranked[first : first + count]
-                self._remember_firsts(draft.request, [row.token_ids[0] for row in ranked[:2]])
-                self._add_independent(draft, ranked[shift:], output.logits[first + shift : first + count])
+                self._store_first_row_tokens(draft.request, [row.token_ids[0] for row in ranked[:2]])
+                self._add_unbiased_levels(draft, ranked[shift:], output.logits[first + shift : first + count])
             first += count
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
-    def _add_independent(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
-        """Add levels from rows that are independent of one another."""
+    def _add_unbiased_levels(self, draft: GrowingDraft, ranked: Sequence[RankedRow], logits: FloatArray) -> None:
+        """Add levels whose rows do not depend on the drafted tokens."""
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
@@ -160,19 +161,20 @@ class BlockDrafter(Drafter):
                 is_greedy = draft.request.params.is_greedy
                 found = [self._sampler.sample_ranked(ranked[level], draft.width, is_greedy=is_greedy)] * len(nodes)
             else:
-                found = [self._next(draft, node, logits[level]) for node in nodes]
+                found = [self._sample_children(draft, node, logits[level]) for node in nodes]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
-    def _add_biased(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
+    def _add_markov_biased_levels(self, draft: GrowingDraft, logits: FloatArray, hidden: FloatArray) -> None:
         """Add levels from left to right; each row gets the bias of the tokens before it."""
-        head, states = self.head, {0: np.zeros(self.head.rank, np.float32)}
+        head, states = self.head, {0: np.zeros(self.head.markov_rank, np.float32)}
         for level in range(draft.depth):
             nodes = draft.frontier
             if not nodes:
                 return
-            rows = [head.markov_row(draft.request.token_ids[-1] if node == 0 else draft.token_ids[node]) for node in nodes]
+            rows = [head.markov_embedding(draft.request.token_ids[-1] if node == 0 else draft.token_ids[node]) for node in nodes]
             made = [
-                head.latent(row, hidden[level], states[draft.parents[node] if node else 0]) for node, row in zip(nodes, rows, strict=True)
+                head.markov_latent(row, hidden[level], states[draft.parents[node] if node else 0])
+                for node, row in zip(nodes, rows, strict=True)
             ]
             states |= {node: state for node, (_, state) in zip(nodes, made, strict=True)}
             base = np.repeat(logits[level : level + 1], len(nodes), 0)
@@ -181,48 +183,48 @@ class BlockDrafter(Drafter):
                 is_greedy = draft.request.params.is_greedy
                 found = [self._sampler.sample_ranked(row, draft.width, is_greedy=is_greedy) for row in output.ranked]
             else:
-                found = [self._next(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
+                found = [self._sample_children(draft, node, row) for node, row in zip(nodes, output.logits, strict=True)]
             if head.config.has_confidence:
-                found = [_with_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
+                found = [_scale_to_confidence(one, head.confidence(hidden[level], row)) for one, row in zip(found, rows, strict=True)]
             draft.add_level(found, np.empty((len(nodes), 0), np.float32))
 
-    def _next(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
+    def _sample_children(self, draft: GrowingDraft, node: int, row: FloatArray) -> DraftTokens:
         return self._sampler.sample(draft.request, draft.path(node), row, draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
-    def _remember_firsts(self, request: Request, best: Sequence[int]) -> None:
-        """Store the most probable tokens of the first two rows while the alignment is unknown."""
+    def _store_first_row_tokens(self, request: Request, best: Sequence[int]) -> None:
+        """Store the most probable tokens of the first two rows while it is unknown which position a row drafts."""
         if self._is_alignment_unknown and len(best) == 2:
-            self._firsts[request] = len(request.token_ids), best[0], best[1]
+            self._first_row_tokens[request] = len(request.token_ids), best[0], best[1]
 
-    def _check_alignment(self, request: Request) -> None:
-        """Count which of the first two rows predicted the token that followed, and decide the alignment after some comparisons."""
-        noted = self._firsts.pop(request) if self._is_alignment_unknown else None
+    def _update_alignment(self, request: Request) -> None:
+        """Count which of the first two rows predicted the token that followed; after some comparisons set `drafts_at_anchor` by it."""
+        noted = self._first_row_tokens.pop(request) if self._is_alignment_unknown else None
         if noted is None or len(request.token_ids) <= noted[0]:
             return
         actual, ids = request.token_ids[noted[0]], self.head.target_ids
-        rows = [int(best if ids is None or self.head.rank == 0 else ids[best]) for best in noted[1:]]
+        rows = [int(best if ids is None or self.head.markov_rank == 0 else ids[best]) for best in noted[1:]]
         for index, token in enumerate(rows):
-            self._num_right[index] += token == actual
+            self._num_correct[index] += token == actual
         self._num_compared += 1
-        lead = self._num_right[0] - self._num_right[1]
-        if abs(lead) >= CLEAR_LEAD or self._num_compared >= MAX_COMPARED:
+        lead = self._num_correct[0] - self._num_correct[1]
+        if abs(lead) >= MIN_ALIGNMENT_LEAD or self._num_compared >= MAX_ALIGNMENT_COMPARISONS:
             self._is_alignment_unknown = False
             self.drafts_at_anchor = lead > 0 if lead else self.drafts_at_anchor
 
 
-def _block_draws(group: Sequence[tuple[BlockRows, GrowingDraft]], shift: int) -> Draws | None:
-    """Return how the tokens of all rows are drawn: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
+def _block_draws(group: Sequence[tuple[DraftBlock, GrowingDraft]], shift: int) -> Draws | None:
+    """Return how to sample the tokens of all rows: row j with the noise of the position it drafts; the first `shift` rows draft nothing."""
     return token_draws(
         [
             (draft.request, row - shift) if draft.is_drawn and row >= shift else None
             for rows, draft in group
-            for row in range(len(rows.wanted))
+            for row in range(len(rows.logit_rows))
         ]
     )
 
 
-def _with_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
-    """Return the tokens with the predicted confidence of the first one; its siblings share the rest."""
+def _scale_to_confidence(found: DraftTokens, confidence: float) -> DraftTokens:
+    """Replace the first token's probability by the confidence, and scale those of its siblings to sum to at most 1 - confidence."""
     if not found.token_ids or found.draft_probs is not None or not 0.0 <= confidence <= 1.0:  # NaN of a damaged file
         return found
     rest = sum(found.probs[1:])

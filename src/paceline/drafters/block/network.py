@@ -1,8 +1,8 @@
 """The networks of a block drafter.
 
-`context_rows` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_rows` runs the last
-token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to each
-row (`biased_rows`).
+`context_network` computes keys and values of committed positions from the target's hidden states; they stay cached. `block_network` runs
+the last token and mask tokens; their keys and values are dropped. With DSpark a bias that depends on the tokens drafted so far is added to
+each row of logits (`markov_bias_network`).
 
 Sources: DFlash (z-lab `dflash/model.py`), DSpark (deepseek-ai/DeepSpec `modeling/dspark`).
 """
@@ -24,17 +24,17 @@ from paceline.runtimes.load import open_head
 from paceline.runtimes.ranking import Draws, Ranking
 
 BOUNDARY, EMBEDDING, LATENT, BASE = "boundary", "embedding", "latent", "base"
-"""Inputs: hidden states `boundary.0` … of committed positions; embeddings of a block; latent vectors of a bias, and its rows."""
+"""Input names: the target's hidden states `boundary.0` …; embeddings of a block; latent vectors of the Markov head; logits to be biased."""
 
 
-def context_rows(config: BlockConfig) -> Compose:
+def context_network(config: BlockConfig) -> Compose:
     """Return the network that stores keys and values of committed positions."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         chunks = [blocks.input(f"{BOUNDARY}.{index}", config.feature_size) for index in range(len(config.boundaries))]
         (mixed,) = blocks.linear(blocks.concat(*chunks), "fc")
         context, stored = blocks.rms_norm(mixed, "hidden_norm"), []
-        for layer, attention in config.layers.attentions.items():
+        for layer, attention in config.layers.attention_layers.items():
             prefix = f"layers.{layer}."
             k, v = blocks.linear(context, prefix + "k_proj", prefix + "v_proj")
             if attention.qk_norm is QKNorm.HEAD:
@@ -47,7 +47,7 @@ def context_rows(config: BlockConfig) -> Compose:
     return compose
 
 
-def block_rows(config: BlockConfig) -> Compose:
+def block_network(config: BlockConfig) -> Compose:
     """Return the network of a block: `hidden_states` [T, E] after the final norm, and `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
@@ -65,23 +65,23 @@ def block_rows(config: BlockConfig) -> Compose:
     return compose
 
 
-def biased_rows(config: BlockConfig, rank: int) -> Compose:
+def markov_bias_network(config: BlockConfig, markov_rank: int) -> Compose:
     """Return the network that adds the bias of DSpark, from latent vectors [T, r], to rows of a block: `logits` [R, Vd]."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, rank)), "markov_output")
+        bias = blocks.lm_head(blocks.logits_rows(blocks.input(LATENT, markov_rank)), "markov_output")
         return {LOGITS: blocks.add(bias, blocks.logits_rows(blocks.input(BASE, config.layers.vocab_size)))}
 
     return compose
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRows:
+class PendingContext:
     """Committed positions of one request whose keys and values are to be computed.
 
     Attributes:
         features: [T, F] hidden states of the target, all boundaries of a row next to one another.
-        rows: where they are cached.
+        rows: cache range they are written to.
     """
 
     features: FloatArray
@@ -89,26 +89,26 @@ class ContextRows:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRows:
-    """The block of one request.
+class DraftBlock:
+    """The rows of one request that are run to draft a block.
 
     Attributes:
         anchor: the last token.
-        rows: its rows, the anchor's first.
-        wanted: rows of the block whose logits are returned.
+        rows: cache range of the block; the anchor's row is the first.
+        logit_rows: rows of the block whose logits are returned.
     """
 
     anchor: int
     rows: RowRange
-    wanted: Sequence[int]
+    logit_rows: Sequence[int]
 
 
 class BlockHead:
     """Runs a block drafter.
 
     Args:
-        checkpoint: its weights.
-        tensors: of its networks; `lm_head.weight` may be the target's.
+        checkpoint: the opened drafter.
+        tensors: weights of its networks by name; `lm_head.weight` may be the target's.
         embedding: embedding table of the tokens.
         lm_head_of: see `open_head`.
 
@@ -130,14 +130,14 @@ class BlockHead:
         lm_head_of: Network | None = None,
     ) -> None:
         config = checkpoint.config
-        self.config, self.target_ids, self._small = config, checkpoint.target_ids, checkpoint.small
-        self.rank = self._small["markov_w1"].shape[1] if config.markov is not None else 0
+        self.config, self.target_ids, self._small_tensors = config, checkpoint.target_ids, checkpoint.small_tensors
+        self.markov_rank = self._small_tensors["markov_w1"].shape[1] if config.markov is not None else 0
         self.runtime = open_head(
-            context_rows(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
+            context_network(config), config.layers, Weights(dict(tensors)), num_threads=num_threads, max_model_len=max_model_len,
             backend=backend, device=device, lm_head_of=lm_head_of,
         )  # fmt: skip
-        self._block = self.runtime.sibling(block_rows(config))
-        self._biased = self.runtime.sibling(biased_rows(config, self.rank)) if self.rank else None
+        self._block = self.runtime.sibling(block_network(config))
+        self._biased = self.runtime.sibling(markov_bias_network(config, self.markov_rank)) if self.markov_rank else None
         self._ranking: Ranking | None = None
         self._embedding = replace(embedding, array=np.asarray(embedding.array)) if isinstance(embedding, Tensor) else embedding
         self._plain = replace(config.layers, embedding_scale=1.0)
@@ -145,11 +145,11 @@ class BlockHead:
         self.embedded_ids = embedding.shape[0]
         self._names = [f"{BOUNDARY}.{index}" for index in range(len(config.boundaries))]
 
-    def rank_with(self, ranking: Ranking) -> None:
-        """Rank rows of logits with this ranking from now on."""
+    def set_ranking(self, ranking: Ranking) -> None:
+        """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
-    def run_context(self, parts: Sequence[ContextRows]) -> None:
+    def run_context(self, parts: Sequence[PendingContext]) -> None:
         """Compute and cache keys and values of committed positions of several requests."""
         features = np.concatenate([part.features for part in parts]) if len(parts) > 1 else parts[0].features
         size = self.config.feature_size
@@ -157,8 +157,8 @@ class BlockHead:
         positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
         self.runtime.forward(inputs, _batch([part.rows for part in parts], positions), LogitsRows(np.empty(0, np.int32)))
 
-    def run_block(self, parts: Sequence[BlockRows], draws: Draws | None = None) -> ForwardOutput:
-        """Run one pass over the blocks of several requests; logits are those of the wanted rows, request by request."""
+    def run_block(self, parts: Sequence[DraftBlock], draws: Draws | None = None) -> ForwardOutput:
+        """Run one pass over the blocks of several requests; logits are those of their `logit_rows`, request by request."""
         starts = [0, *accumulate(part.rows.num_rows for part in parts)]
         token_ids = np.full(starts[-1], self.config.mask_token_id, np.int32)
         token_ids[starts[:-1]] = [part.anchor for part in parts]
@@ -168,23 +168,23 @@ class BlockHead:
         if self.config.embedding_scale != 1.0:
             rows = rows * np.float32(self.config.embedding_scale)
         positions = [np.arange(part.rows.cached_len, part.rows.cached_len + part.rows.num_rows, dtype=np.int32) for part in parts]
-        wanted = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.wanted], np.int32)
+        wanted = np.array([start + row for start, part in zip(starts, parts, strict=False) for row in part.logit_rows], np.int32)
         ranking = self._ranking if self._biased is None else None
         return self._block.forward({EMBEDDING: rows}, _batch([part.rows for part in parts], positions), LogitsRows(wanted, ranking, draws))
 
     def run_bias(self, latent: FloatArray, base: FloatArray, draws: Draws | None = None) -> ForwardOutput:
-        """Return rows of logits `base` [n, Vd] with the bias of `latent` [n, r]."""
+        """Return the logits `base` [n, Vd] plus the Markov bias of `latent` [n, r]."""
         if self._biased is None:
             raise RuntimeError("this drafter has no Markov head")
         rows = np.arange(len(latent), dtype=np.int32)
         return self._biased.forward({LATENT: latent, BASE: base}, ForwardBatch(rows, ()), LogitsRows(rows, self._ranking, draws))
 
-    def markov_row(self, token_id: int) -> FloatArray:
-        """Return the Markov row [r] of the previous token; zeros for an id that the drafter does not know."""
-        table = self._small["markov_w1"]
-        return table[token_id] if token_id < len(table) else np.zeros(self.rank, np.float32)
+    def markov_embedding(self, token_id: int) -> FloatArray:
+        """Return the Markov embedding [r] of the previous token; zeros for an id beyond the table."""
+        table = self._small_tensors["markov_w1"]
+        return table[token_id] if token_id < len(table) else np.zeros(self.markov_rank, np.float32)
 
-    def latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def markov_latent(self, row: FloatArray, hidden: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the latent vector [r] of a row's bias, and the next recurrent state [r].
 
         Args:
@@ -194,23 +194,23 @@ class BlockHead:
         """
         kind = self.config.markov
         if kind is MarkovKind.GATED:
-            gate = self._small["gate"] @ np.concatenate([hidden, row]) + self._small["gate_bias"]
+            gate = self._small_tensors["gate"] @ np.concatenate([hidden, row]) + self._small_tensors["gate_bias"]
             return row * _sigmoid(gate), state
         if kind is MarkovKind.RNN:
-            joint = self._small["joint"] @ np.concatenate([state, row, hidden]) + self._small["joint_bias"]
+            joint = self._small_tensors["joint"] @ np.concatenate([state, row, hidden]) + self._small_tensors["joint_bias"]
             gate, candidate, out = np.split(joint, 3)
             state = _sigmoid(gate) * state + (1.0 - _sigmoid(gate)) * np.tanh(candidate)
             return np.tanh(out), state
         return row, state
 
     def confidence(self, hidden: FloatArray, row: FloatArray) -> float:
-        """Return the probability that the token drafted at a row is accepted, given that those before it are."""
-        features = np.concatenate([hidden, row]) if self.config.confidence_reads_token else hidden
-        return float(_sigmoid(self._small["confidence"][0] @ features + self._small["confidence_bias"][0]))
+        """Return the predicted probability that the token drafted at a row is accepted, given that those before it are."""
+        features = np.concatenate([hidden, row]) if self.config.has_markov_confidence else hidden
+        return float(_sigmoid(self._small_tensors["confidence"][0] @ features + self._small_tensors["confidence_bias"][0]))
 
 
 def _sigmoid(x: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # exp of a large number is inf, and 1 / inf is 0
+    with np.errstate(over="ignore"):  # exp may overflow to inf, and 1 / inf is 0
         return np.asarray(1.0 / (1.0 + np.exp(-x)), np.float32)
 
 

@@ -15,7 +15,7 @@ from paceline.models.checkpoint import open_weights, read_model_config
 from paceline.models.weights import Weights
 
 
-def boundaries_of(files: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
+def read_eagle_layer_boundaries(files: HeadFiles, target: Path, options: HeadOptions) -> tuple[int, ...]:
     """Return the target's layer boundaries that a head reads; none unless it is an EAGLE-3 or P-EAGLE head.
 
     Args:
@@ -39,7 +39,7 @@ def open_eagle_drafter(files: HeadFiles, target: LoadedTarget) -> EagleStyleDraf
     checkpoint = open_eagle(files, read_eagle_config(files, sizes, target.head_options), sizes)
     check_embedded(files, checkpoint.embedded_ids, min(target.tokenizer.vocab_size, target.vocab_size))
     checkpoint = replace(checkpoint, weights=target.quantized(checkpoint.weights, files.files))
-    kept = getattr(target.runtime, "weights", None)  # the weights of the target, if its runtime keeps them
+    kept = getattr(target.runtime, "weights", None)  # target weights, if the runtime keeps them
     head = open_eagle_head(
         checkpoint,
         sizes,

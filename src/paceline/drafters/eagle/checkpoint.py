@@ -10,12 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.eagle.config import FIRST_NORM, LAST_NORM, EagleConfig, config_fields, is_nested, means_no_norm, unified_names
+from paceline.drafters.eagle.config import (
+    FIRST_NORM,
+    LAST_NORM,
+    EagleConfig,
+    config_fields,
+    has_final_norm_disabled,
+    is_nested,
+    with_canonical_names,
+)
 from paceline.drafters.head_files import HeadFiles, target_ids_of
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError
 from paceline.models.config import ModelConfig
-from paceline.models.gguf.blocks import group_blocks
+from paceline.models.gguf.blocks import convert_blocks_to_groups
 from paceline.models.gguf.file import GgufFile, open_gguf
 from paceline.models.gguf.header import GgufTensor
 from paceline.models.layers import DenseMLP, LayerConfig, QKNorm
@@ -23,22 +31,22 @@ from paceline.models.storage.tensor_file import FileTensor
 from paceline.models.weights import AnyTensor, Tensor, Weights, as_float32
 
 Shapes = dict[str, tuple[int, ...]]
-_MASK = "mask_hidden"
-_PARTS = {
+_MASK_FEATURE_TENSOR = "mask_hidden"
+_LAYER_TENSOR_NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "hidden_norm": "hidden_norm",
     **{f"self_attn.{name}": name for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")},
     **{f"mlp.{name}": name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-_OURS = {
+_INTERNAL_TENSOR_NAMES = {
     "embed_tokens": "embedding", "norm": "final_norm", "lm_head": "lm_head", "fc": "fc", "input_norm": "input_norm",
     "embedding_layernorm": "embedding_norm", "hidden_states_layernorm": "feature_norm",
 }  # fmt: skip
 
 _GGUF_ARCHITECTURE = "eagle3"
-_GGUF_PLAIN = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
-_GGUF_PARTS = {
+_GGUF_ITEM_TYPES = {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2"), "I64": ("I64", "<i8"), "I32": ("I32", "<i4")}
+_GGUF_LAYER_TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_norm_2": "hidden_norm",
     "ffn_norm": "post_attention_layernorm",
@@ -48,7 +56,7 @@ _GGUF_PARTS = {
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 _GGUF_NAMES = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "ffn_norm": "layers.0.post_attention_layernorm"}
-_GGUF_KEYS = {
+_GGUF_CONFIG_KEYS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
@@ -88,18 +96,18 @@ def open_eagle(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> Ea
         CheckpointError: tensors are missing, of another shape, or unknown; all of them are named.
         IncompatibleDrafterError: its vocabulary is not the target's, or its mask token is not in it.
     """
-    files = unified_names(files)
-    required, optional = _shapes(files, config, target)
+    files = with_canonical_names(files)
+    required, optional = _tensor_shapes(files, config, target)
     files.check(required, optional)
     used = [name for name in (*required, *optional) if name in files.tensors]
     tables = ("token_map",) if config.is_eagle1 else ("d2t", "t2d")
-    files.check_all_used([*used, *tables], ignored=lambda name: _is_unused(files, name))
-    tensors: dict[str, AnyTensor] = {our_name(name): files.weight(name) for name in used if name != _MASK}
-    mask = as_float32(files.weight(_MASK)).reshape(-1) if _MASK in used else None
+    files.check_all_used([*used, *tables], ignored=lambda name: _is_ignored_tensor(files, name))
+    tensors: dict[str, AnyTensor] = {internal_tensor_name(name): files.weight(name) for name in used if name != _MASK_FEATURE_TENSOR}
+    mask = as_float32(files.weight(_MASK_FEATURE_TENSOR)).reshape(-1) if _MASK_FEATURE_TENSOR in used else None
     ids = target_ids_of(files, config.layers.vocab_size, target)
     if "token_map" in files.tensors:
-        tensors["lm_head.weight"], ids = _mapped_rows(files, files.weight("lm_head.weight"), _token_map(files, target))
-    embedded_ids = tensors["embedding.weight"].shape[0] if config.own_embedding else target.vocab_size
+        tensors["lm_head.weight"], ids = _lm_head_rows(files, files.weight("lm_head.weight"), _read_token_map(files, target))
+    embedded_ids = tensors["embedding.weight"].shape[0] if config.has_own_embedding else target.vocab_size
     if config.mask_token_id is not None and config.mask_token_id >= embedded_ids:
         raise IncompatibleDrafterError(
             f"{files.path}: the mask_token_id is {config.mask_token_id}, embeddings end at {embedded_ids}: the head was made for "
@@ -125,28 +133,28 @@ def check_embedded(files: HeadFiles, embedded_ids: int, num_known: int) -> None:
         )
 
 
-def our_name(name: str) -> str:
+def internal_tensor_name(name: str) -> str:
     """Return the name in `network.py` of a tensor of the file."""
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("layers."):
         _, layer, part = stem.split(".", 2)
-        return f"layers.{layer}.{_PARTS[part]}.{kind}"
-    return f"{_OURS.get(stem, stem)}.{kind}"
+        return f"layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{kind}"
+    return f"{_INTERNAL_TENSOR_NAMES.get(stem, stem)}.{kind}"
 
 
-def _is_unused(files: HeadFiles, name: str) -> bool:
+def _is_ignored_tensor(files: HeadFiles, name: str) -> bool:
     """Return whether a tensor is known to take no part in the computation.
 
     Trainers keep tensors of the target (`verifier_*`). vLLM's EAGLE stores norms that its config turns off. A SpecForge file holds a
     final norm that it does not apply.
     """
-    if name == LAST_NORM and means_no_norm(files, config_fields(files)):
+    if name == LAST_NORM and has_final_norm_disabled(files, config_fields(files)):
         return True
     return name.startswith("verifier_") or (name in (FIRST_NORM, LAST_NORM) and files.kind is HeadKind.EAGLE and is_nested(files))
 
 
-def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Return the tensors that the network needs, and those it uses if present."""
+def _tensor_shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple[Shapes, Shapes]:
+    """Return the shapes of tensors that the network needs, and of those that it uses if present."""
     layers = config.layers
     hidden, width = layers.hidden_size, config.num_features
     required: Shapes = {}
@@ -155,32 +163,32 @@ def _shapes(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> tuple
         required["fc.weight"] = (hidden, 2 * hidden if config.is_eagle1 else width)
         optional["fc.bias"] = (hidden,)
     if config.is_eagle1:
-        if config.norms_embedding:
+        if config.has_embedding_norm:
             required["embedding_layernorm.weight"] = (hidden,)
-        if config.norms_feature:
+        if config.has_feature_norm:
             required["hidden_states_layernorm.weight"] = (hidden,)
     else:
         required["layers.0.hidden_norm.weight"] = (hidden,)
-        if config.norms_features:
+        if config.has_concat_norm:
             required["input_norm.weight"] = (width,)
-        if config.norms_chunks:
+        if config.has_boundary_norms:
             required |= {f"fc_norm.{chunk}.weight": (config.feature_size,) for chunk in range(len(config.boundaries))}
     if config.has_final_norm:
         required[LAST_NORM] = (hidden,)
     if config.kind is HeadKind.PEAGLE:
-        stored = files.tensors.get(_MASK)
-        required[_MASK] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
+        stored = files.tensors.get(_MASK_FEATURE_TENSOR)
+        required[_MASK_FEATURE_TENSOR] = stored.shape if stored is not None and prod(stored.shape) == width else (1, 1, width)
     for layer in range(layers.num_layers):
-        has_norm = layer > 0 or (config.norms_mixture if config.is_eagle1 else config.norms_embedding)
+        has_norm = layer > 0 or (config.has_input_norm if config.is_eagle1 else config.has_embedding_norm)
         is_joined = not config.is_eagle1 and layer == 0
         columns = 2 * hidden if is_joined else hidden
         _add_layer(layers.layers[layer], f"layers.{layer}.", required, optional, hidden=hidden, columns=columns, has_norm=has_norm)
-    if config.own_embedding:
+    if config.has_own_embedding:
         required["embed_tokens.weight"] = ((files.shape("embed_tokens.weight") or (0, 0))[0], hidden)
     has_own_ids = layers.vocab_size != target.vocab_size or hidden != target.hidden_size
     if "token_map" in files.tensors:
         required["lm_head.weight"] = ((files.shape("lm_head.weight") or (layers.vocab_size, 0))[0], hidden)
-    elif config.own_lm_head or (has_own_ids and not config.is_eagle1):
+    elif config.has_own_lm_head or (has_own_ids and not config.is_eagle1):
         required["lm_head.weight"] = (layers.vocab_size, hidden)
     return required, optional
 
@@ -191,7 +199,7 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
     Args:
         columns: input width of q, k and v.
     """
-    assert isinstance(layer.mlp, DenseMLP)  # eagle/config.py makes no others
+    assert isinstance(layer.mlp, DenseMLP)  # eagle/config.py creates dense MLPs only
     attention, inner = layer.attention, layer.mlp.intermediate_size
     matrices = {
         "self_attn.q_proj": (attention.query_size, columns),
@@ -211,8 +219,8 @@ def _add_layer(layer: LayerConfig, prefix: str, required: Shapes, optional: Shap
         required |= {f"{prefix}self_attn.{name}.weight": (attention.head_size,) for name in ("q_norm", "k_norm")}
 
 
-def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
-    """Read vLLM's form of a draft vocabulary: the target's ids themselves, in any order."""
+def _read_token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
+    """Read the draft vocabulary in vLLM's form: the target's ids themselves, in any order."""
     ids = files.table("token_map").reshape(-1)
     if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(np.unique(ids)) < len(ids):
         span = f"from {ids.min()} to {ids.max()}" if len(ids) else "none"
@@ -223,8 +231,8 @@ def _token_map(files: HeadFiles, target: ModelConfig) -> NDArray[np.int64]:
     return ids
 
 
-def _mapped_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
-    """Return the rows of the mapped ids, ascending. The matrix may hold these alone, or those of all ids."""
+def _lm_head_rows(files: HeadFiles, lm_head: Tensor, ids: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+    """Return the lm_head rows of the mapped ids, in ascending order. The matrix may hold these rows alone, or those of all ids."""
     order = np.argsort(ids)
     if lm_head.shape[0] != len(ids) and lm_head.shape[0] <= int(ids.max()):
         raise CheckpointError(
@@ -255,9 +263,9 @@ def open_gguf_eagle(path: Path) -> HeadFiles | None:
 
 
 def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Return the metadata under the names of a config.json."""
+    """Return the GGUF metadata as config.json fields."""
     values: dict[str, Any] = {"general.architecture": _GGUF_ARCHITECTURE}
-    for key, name in _GGUF_KEYS.items():
+    for key, name in _GGUF_CONFIG_KEYS.items():
         value = file.metadata.get(f"{_GGUF_ARCHITECTURE}.{key}")
         if value is not None:
             values[name] = list(value) if key == "extract_layers" and isinstance(value, Sequence) else value
@@ -274,24 +282,24 @@ def _gguf_name(name: str) -> str:
         return name  # d2t
     if stem.startswith("blk."):
         layer, _, part = stem.removeprefix("blk.").partition(".")
-        return f"layers.{layer}.{_GGUF_PARTS.get(part, part)}.{kind}"
+        return f"layers.{layer}.{_GGUF_LAYER_TENSOR_NAMES.get(part, part)}.{kind}"
     return f"{_GGUF_NAMES.get(stem, stem)}.{kind}"
 
 
 def _gguf_tensor(stored: GgufTensor, config: dict[str, Any]) -> FileTensor:
-    dtype, _ = _GGUF_PLAIN.get(stored.block_type.name, ("F16", ""))
+    dtype, _ = _GGUF_ITEM_TYPES.get(stored.block_type.name, ("F16", ""))
     part = stored.name.rsplit(".", 2)[-2] if "." in stored.name else ""
     heads = {"attn_q": config.get("num_attention_heads"), "attn_k": config.get("num_key_value_heads", config.get("num_attention_heads"))}
-    return FileTensor(stored.shape, dtype, partial(_gguf_values, stored, heads.get(part)))
+    return FileTensor(stored.shape, dtype, partial(_gguf_array, stored, heads.get(part)))
 
 
-def _gguf_values(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
+def _gguf_array(stored: GgufTensor, num_heads: int | None) -> NDArray[Any]:
     """Return the stored values, with the interleaved rows of q and k put back in order."""
-    if stored.block_type.name in _GGUF_PLAIN:
-        values = stored.data.view(_GGUF_PLAIN[stored.block_type.name][1]).reshape(stored.shape)
+    if stored.block_type.name in _GGUF_ITEM_TYPES:
+        values = stored.data.view(_GGUF_ITEM_TYPES[stored.block_type.name][1]).reshape(stored.shape)
     else:
         rows = stored.data.reshape(stored.shape[0], -1)
-        values = group_blocks(rows, stored.block_type, str(stored)).values().astype(np.float16)
+        values = convert_blocks_to_groups(rows, stored.block_type, str(stored)).values().astype(np.float16)
     if num_heads is None or stored.shape[0] % (2 * num_heads):
         return values if values.flags.aligned else values.copy()
     order = np.arange(stored.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

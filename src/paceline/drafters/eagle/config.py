@@ -27,14 +27,14 @@ from paceline.models.rope_config import RopeConfig, RopeType, read_rope
 from paceline.models.storage.tensor_file import FileTensor
 
 EAGLE_KINDS = (HeadKind.EAGLE, HeadKind.EAGLE3, HeadKind.PEAGLE)
-DEFAULT_MAX_POSITIONS = 2048  # of a config without a length
+DEFAULT_MAX_POSITIONS = 2048  # assumed context length if the config has none
 BOUNDARIES_KEY = "eagle_aux_hidden_state_layer_ids"
 FIRST_NORM, LAST_NORM = "layers.0.input_layernorm.weight", "norm.weight"
-_HALF_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
-_LAYER_TYPES = ("llama", "qwen3")  # in containers that name the layers' family; all others use llama's
+_FC_INPUT_NORMS = ("embedding_layernorm.weight", "hidden_states_layernorm.weight")
+_LAYER_TYPES = ("llama", "qwen3")  # supported layer families in configs that name one; other configs mean llama
 _EAGLE1_LAYER_TYPES = (*_LAYER_TYPES, "qwen2", "mistral")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ALIASES = {
+_TENSOR_NAME_ALIASES = {
     "midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc.",
     "embed_layernorm.": "embedding_layernorm.", "enorm.": "embedding_layernorm.",
     "hidden_layernorm.": "hidden_states_layernorm.", "hnorm.": "hidden_states_layernorm.",
@@ -49,30 +49,30 @@ class EagleConfig(RecurrentHeadConfig):
 
     Attributes:
         has_fc: EAGLE-3: features pass through `fc`; otherwise they are used as they are.
-        norms_embedding: the embedding is normed: EAGLE: before `fc`; EAGLE-3: before the attention.
-        norms_feature: EAGLE: the feature is normed before `fc`.
-        norms_mixture: EAGLE: the first attention's input is normed.
-        norms_features, norms_chunks: EAGLE-3: all boundaries together, or each of them, are normed before `fc`.
+        has_embedding_norm: the embedding is normed: EAGLE: before `fc`; EAGLE-3: before the attention.
+        has_feature_norm: EAGLE: the feature is normed before `fc`.
+        has_input_norm: EAGLE: the first attention's input is normed.
+        has_concat_norm, has_boundary_norms: EAGLE-3: all boundaries together, or each of them, are normed before `fc`.
         norm_before_residual: EAGLE-3: the residual stream begins with the normed feature.
         has_final_norm: there is a norm before the vocabulary matrix.
-        uses_fc_bias: a bias of `fc` in the file is added.
+        has_fc_bias: a bias of `fc` in the file is added.
         mask_token_id: P-EAGLE: the token of masked pairs.
     """
 
     has_fc: bool = True
-    norms_embedding: bool = False
-    norms_feature: bool = False
-    norms_mixture: bool = False
-    norms_features: bool = False
-    norms_chunks: bool = False
+    has_embedding_norm: bool = False
+    has_feature_norm: bool = False
+    has_input_norm: bool = False
+    has_concat_norm: bool = False
+    has_boundary_norms: bool = False
     norm_before_residual: bool = False
     has_final_norm: bool = False
-    uses_fc_bias: bool = True
+    has_fc_bias: bool = True
     mask_token_id: int | None = None
 
     @property
     def is_eagle1(self) -> bool:
-        """Whether it mixes token and feature before its first layer, as EAGLE-1 and 2 do."""
+        """Whether token and feature are mixed before the first layer, as in EAGLE-1 and EAGLE-2."""
         return self.kind is HeadKind.EAGLE
 
 
@@ -88,7 +88,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     """
     if files.kind not in EAGLE_KINDS:
         raise IncompatibleDrafterError(f"{files.path} is a {files.kind.value} head, not an EAGLE one; name its method's drafter")
-    files, options = unified_names(files), options or HeadOptions()
+    files, options = with_canonical_names(files), options or HeadOptions()
     fields = config_fields(files)
     if fields.number("logit_scale", 1.0) != 1.0:
         scale = fields.values["logit_scale"]
@@ -96,13 +96,13 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     layers = _read_layers(files, fields)
     if options.rope_theta is not None:
         rope = replace(layers.attention.rope, theta=options.rope_theta)
-        layers = layers.with_attention(lambda attention: replace(attention, rope=rope))
+        layers = layers.map_attention(lambda attention: replace(attention, rope=rope))
     config = (
         _eagle1_config(files, fields, layers) if files.kind is HeadKind.EAGLE else _eagle3_config(files, fields, layers, target, options)
     )
     if options.normed_recurrence is not None and files.kind is not HeadKind.PEAGLE:
         config = replace(config, normed_recurrence=options.normed_recurrence)
-    for rows in (None, *_rows_by_id(files, config)):
+    for rows in (None, *_vocab_row_counts(files, config)):
         check_pairing(files, target, hidden_size=config.feature_size, vocab_rows=rows)
     if not config.has_fc and layers.hidden_size != target.hidden_size:
         raise IncompatibleDrafterError(
@@ -117,7 +117,7 @@ def read_eagle_config(files: HeadFiles, target: ModelConfig, options: HeadOption
     return config
 
 
-def unified_names(files: HeadFiles) -> HeadFiles:
+def with_canonical_names(files: HeadFiles) -> HeadFiles:
     """Return the same files with one name per tensor, whatever wrote them.
 
     Raises:
@@ -125,15 +125,15 @@ def unified_names(files: HeadFiles) -> HeadFiles:
     """
     renamed: dict[str, FileTensor] = {}
     for name, tensor in files.tensors.items():
-        alias = next((alias for alias in _ALIASES if name.startswith(alias)), None)
-        unified = name if alias is None else _ALIASES[alias] + name.removeprefix(alias)
+        alias = next((alias for alias in _TENSOR_NAME_ALIASES if name.startswith(alias)), None)
+        unified = name if alias is None else _TENSOR_NAME_ALIASES[alias] + name.removeprefix(alias)
         if unified in renamed:
             raise CheckpointError(f"{files.path} holds {unified} under two names, one of them {name}: the file is damaged")
         renamed[unified] = tensor
     return replace(files, tensors=renamed)
 
 
-def open_switches(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
+def ambiguous_options(files: HeadFiles, config: EagleConfig, target: ModelConfig) -> list[tuple[str, list[object]]]:
     """Return the drafter options that a head's files leave open, each with the values to try besides the default.
 
     Trainers number layer outputs and runtimes layer inputs, so boundaries may be off by one. The reference trainer ignores `rope_theta`.
@@ -141,13 +141,15 @@ def open_switches(files: HeadFiles, config: EagleConfig, target: ModelConfig) ->
     """
     fields = config_fields(files)
     found: list[tuple[str, list[object]]] = []
-    if shifted := [ids for shift in (1, -1) if _exist(ids := tuple(b + shift for b in config.boundaries), target.num_layers)]:
+    if shifted := [
+        ids for shift in (1, -1) if _are_valid_boundaries(ids := tuple(b + shift for b in config.boundaries), target.num_layers)
+    ]:
         found.append(("boundaries", [*shifted]))
     if not config.is_eagle1 and fields.values.get("norm_before_residual") is None:
         found.append(("norm_before_residual", [not config.norm_before_residual]))
     if config.layers.attention.rope.theta != 10000.0 and not files.is_speculators:
         found.append(("rope_theta", [10000.0]))
-    if means_no_norm(files, fields):
+    if has_final_norm_disabled(files, fields):
         found.append(("final_norm", [not config.has_final_norm]))
     elif (
         config.has_final_norm
@@ -179,16 +181,16 @@ def config_fields(files: HeadFiles) -> JsonFields:
     if is_nested(files):
         values.setdefault("bias", values.get("eagle_fc_bias", False))
     for key in ("rope_scaling", "rope_parameters"):
-        values[key] = _text_rope(values.get(key))
+        values[key] = _rope_of_text(values.get(key))
     return JsonFields(values, files.config_path)
 
 
-def means_no_norm(files: HeadFiles, fields: JsonFields) -> bool:
-    """Return whether `norm_output: false` turns the final norm off, as in SpecForge; elsewhere it is about the next feature."""
+def has_final_norm_disabled(files: HeadFiles, fields: JsonFields) -> bool:
+    """Return whether `norm_output: false` turns the final norm off, as in SpecForge; in other files it concerns the next feature only."""
     return not files.is_speculators and files.kind is HeadKind.EAGLE3 and not fields.flag("norm_output", default=True)
 
 
-def _text_rope(values: object) -> object:
+def _rope_of_text(values: object) -> object:
     """Choose the rope parameters of sliding layers, which speculators uses for all layers. For text, mrope equals plain rope."""
     if not isinstance(values, Mapping):
         return values
@@ -199,10 +201,10 @@ def _text_rope(values: object) -> object:
     return {"rope_theta": values["rope_theta"]} if "rope_theta" in values else None
 
 
-def _rows_by_id(files: HeadFiles, config: EagleConfig) -> list[int]:
+def _vocab_row_counts(files: HeadFiles, config: EagleConfig) -> list[int]:
     """Return the row counts of the tensors that have one row per target id."""
     shapes = [files.tensors[name].shape[:1] for name in ("t2d", "embed_tokens.weight") if name in files.tensors]
-    whole = config.is_eagle1 and config.own_lm_head and "token_map" not in files.tensors
+    whole = config.is_eagle1 and config.has_own_lm_head and "token_map" not in files.tensors
     return [rows for shape in shapes for rows in shape] + [config.layers.vocab_size] * whole
 
 
@@ -212,17 +214,17 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
     Raises:
         CheckpointError: a switch is not a boolean.
     """
-    norms_embedding, norms_feature, norms_mixture, has_final_norm = (
-        name in files.tensors for name in (*_HALF_NORMS, FIRST_NORM, LAST_NORM)
+    has_embedding_norm, has_feature_norm, has_input_norm, has_final_norm = (
+        name in files.tensors for name in (*_FC_INPUT_NORMS, FIRST_NORM, LAST_NORM)
     )
     normed_recurrence = False
     if files.is_speculators:
-        has_any = norms_embedding or norms_feature or norms_mixture or has_final_norm
-        norms_embedding = norms_mixture = has_final_norm = fields.flag("layernorms", default=has_any)
-        norms_feature = False
+        has_any = has_embedding_norm or has_feature_norm or has_input_norm or has_final_norm
+        has_embedding_norm = has_input_norm = has_final_norm = fields.flag("layernorms", default=has_any)
+        has_feature_norm = False
     elif is_nested(files):
-        norms_embedding = norms_feature = fields.flag("add_para_norm", default=False)
-        norms_mixture = not fields.flag("skip_prenorm", default=True)
+        has_embedding_norm = has_feature_norm = fields.flag("add_para_norm", default=False)
+        has_input_norm = not fields.flag("skip_prenorm", default=True)
         has_final_norm = normed_recurrence = not fields.flag("skip_output_norm", default=True)
     lm_head = files.shape("lm_head.weight")
     token_map = files.tensors.get("token_map")
@@ -231,14 +233,14 @@ def _eagle1_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig) ->
         kind=files.kind,
         layers=replace(layers, vocab_size=rows if token_map is None else prod(token_map.shape)),
         feature_size=layers.hidden_size,
-        norms_embedding=norms_embedding,
-        norms_feature=norms_feature,
-        norms_mixture=norms_mixture,
+        has_embedding_norm=has_embedding_norm,
+        has_feature_norm=has_feature_norm,
+        has_input_norm=has_input_norm,
         has_final_norm=has_final_norm,
         normed_recurrence=normed_recurrence,
-        uses_fc_bias=fields.flag("bias", default=True) if is_nested(files) else True,
-        own_embedding="embed_tokens.weight" in files.tensors,
-        own_lm_head=lm_head is not None,
+        has_fc_bias=fields.flag("bias", default=True) if is_nested(files) else True,
+        has_own_embedding="embed_tokens.weight" in files.tensors,
+        has_own_lm_head=lm_head is not None,
     )
 
 
@@ -261,26 +263,26 @@ def _eagle3_config(files: HeadFiles, fields: JsonFields, layers: ModelConfig, ta
     if norm_before_residual is None:
         norm_before_residual = fields.flag("norm_before_residual", default=False)
     if final_norm is None:
-        final_norm = switches.flag("use_last_layernorm", default=True) and not means_no_norm(files, fields)
+        final_norm = switches.flag("use_last_layernorm", default=True) and not has_final_norm_disabled(files, fields)
     return EagleConfig(
         kind=files.kind,
         layers=replace(layers, vocab_size=vocab_size),
         feature_size=feature_size,
-        boundaries=_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
+        boundaries=_read_layer_boundaries(files, switches, fields, count, target.num_layers, options) if has_fc else (),
         has_fc=has_fc,
-        norms_features=fields.flag("norm_before_fc", default=False) or "input_norm.weight" in files.tensors,
-        norms_chunks=fields.flag("fc_norm", default=False) or "fc_norm.0.weight" in files.tensors,
-        norms_embedding=switches.flag("use_input_layernorm_in_first_layer", default=True),
+        has_concat_norm=fields.flag("norm_before_fc", default=False) or "input_norm.weight" in files.tensors,
+        has_boundary_norms=fields.flag("fc_norm", default=False) or "fc_norm.0.weight" in files.tensors,
+        has_embedding_norm=switches.flag("use_input_layernorm_in_first_layer", default=True),
         norm_before_residual=norm_before_residual,
         has_final_norm=final_norm,
         normed_recurrence=files.is_speculators and fields.flag("norm_output", default=False),
-        own_embedding="embed_tokens.weight" in files.tensors,
-        own_lm_head=lm_head is not None,
+        has_own_embedding="embed_tokens.weight" in files.tensors,
+        has_own_lm_head=lm_head is not None,
         mask_token_id=_mask_token_id(files, fields, options) if files.kind is HeadKind.PEAGLE else None,
     )
 
 
-def _boundaries(
+def _read_layer_boundaries(
     files: HeadFiles, nested: JsonFields, fields: JsonFields, count: int, num_layers: int, options: HeadOptions
 ) -> tuple[int, ...]:
     """Return the boundaries that a head reads, ascending; boundary b is the residual stream that enters layer b.
@@ -304,7 +306,7 @@ def _boundaries(
         source, ids = "the default", [2, num_layers // 2, num_layers - 3]
     elif ids[0] == 1 and not {"speculators_model_type", "general.architecture"} & files.config.keys():
         ids = [layer + 1 for layer in ids]
-    if len(ids) != count or not _exist(tuple(ids), num_layers):
+    if len(ids) != count or not _are_valid_boundaries(tuple(ids), num_layers):
         raise IncompatibleDrafterError(
             f"{files.path} reads {count} of the target's layer boundaries, but {source} gives {ids} for its {num_layers} layers: "
             f"the head was made for another model, or its config.json needs {BOUNDARIES_KEY!r}; "
@@ -313,7 +315,7 @@ def _boundaries(
     return tuple(ids)
 
 
-def _exist(boundaries: tuple[int, ...], num_layers: int) -> bool:
+def _are_valid_boundaries(boundaries: tuple[int, ...], num_layers: int) -> bool:
     """Return whether there are boundaries, they ascend, and a target of `num_layers` layers has them."""
     ascend = all(below < above for below, above in pairwise(boundaries))
     return bool(boundaries) and ascend and boundaries[0] >= 0 and boundaries[-1] <= num_layers
@@ -364,13 +366,13 @@ def _read_layers(files: HeadFiles, fields: JsonFields) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=_rope(files, fields, head_size),
+        rope=_read_rope(files, fields, head_size),
         scale=float(head_size**-0.5),
         qk_norm=QKNorm.HEAD if has_qk_norm else QKNorm.NONE,
     )
     inner = gate[0] if gate is not None else fields.size("intermediate_size")
     mlp = DenseMLP(intermediate_size=inner, activation=ACTIVATIONS[activation])
-    windows = _windows(fields, max(1, files.count("layers.{}.")))
+    windows = _read_windows(fields, max(1, files.count("layers.{}.")))
     by_window = {window: LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows}
     config = ModelConfig(
         family="llama",
@@ -397,7 +399,7 @@ def _check_family(files: HeadFiles, fields: JsonFields) -> None:
         )
 
 
-def _windows(fields: JsonFields, num_layers: int) -> list[int | None]:
+def _read_windows(fields: JsonFields, num_layers: int) -> list[int | None]:
     """Return the attention window of each layer, None = full attention. `layer_types` may list more layers than the head has."""
     is_qwen = str(fields.values["model_type"]).startswith("qwen")
     if fields.values.get("sliding_window") is None or (is_qwen and not fields.flag("use_sliding_window", default=False)):
@@ -405,18 +407,18 @@ def _windows(fields: JsonFields, num_layers: int) -> list[int | None]:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         first = fields.number("max_window_layers", 28) if is_qwen else num_layers
-        slides = [layer >= first for layer in range(num_layers)]
+        is_sliding = [layer >= first for layer in range(num_layers)]
     elif isinstance(kinds, list) and len(kinds) >= num_layers and all(kind in (_FULL, _SLIDING) for kind in kinds[:num_layers]):
-        slides = [kind == _SLIDING for kind in kinds[:num_layers]]
+        is_sliding = [kind == _SLIDING for kind in kinds[:num_layers]]
     else:
         raise CheckpointError(
             f"{fields.path}: layer_types = {str(kinds)[:80]}, expected {_SLIDING} or {_FULL} for each of {num_layers} layers"
         )
-    window = fields.size("sliding_window") if any(slides) else None
-    return [window if is_local else None for is_local in slides]
+    window = fields.size("sliding_window") if any(is_sliding) else None
+    return [window if is_local else None for is_local in is_sliding]
 
 
-def _rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
+def _read_rope(files: HeadFiles, fields: JsonFields, head_size: int) -> RopeConfig:
     """Read the rotary embedding as the classes of speculators do: `partial_rotary_factor` counts only where the rotation is scaled.
 
     Raises:

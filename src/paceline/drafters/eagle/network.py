@@ -36,7 +36,7 @@ def open_eagle_head(
     config, soft_cap = checkpoint.config, None
     tensors: dict[str, AnyTensor] = dict(checkpoint.weights)
     embedding = tensors.pop("embedding.weight", None)
-    if not config.uses_fc_bias:
+    if not config.has_fc_bias:
         tensors.pop("fc.bias", None)
     if "lm_head.weight" in tensors:
         lm_head_of = None
@@ -44,7 +44,7 @@ def open_eagle_head(
         tensors["lm_head.weight"] = target_weights["embedding.weight" if target.tied_embeddings else "lm_head.weight"]
         soft_cap = target.logit_soft_cap
     runtime = open_head(
-        true_pairs(config, soft_cap),
+        true_pair_network(config, soft_cap),
         config.layers,
         Weights(tensors),
         num_threads=num_threads,
@@ -55,12 +55,12 @@ def open_eagle_head(
     masked = None
     if config.mask_token_id is not None and checkpoint.mask_feature is not None:
         masked = MaskedPair(config.mask_token_id, checkpoint.mask_feature)
-    drafted = runtime if config.is_eagle1 or masked else runtime.sibling(drafted_pairs(config, soft_cap))
+    drafted = runtime if config.is_eagle1 or masked else runtime.sibling(draft_pair_network(config, soft_cap))
     embedding = target_weights["embedding.weight"] if embedding is None else embedding
     return RecurrentHead(config, runtime, drafted, embedding, target_ids=checkpoint.target_ids, masked=masked)
 
 
-def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def true_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
     """Compose pairs with the target's features: inputs `embedding` and, for heads with `fc`, `boundary.0` …, else `feature`.
 
     Args:
@@ -69,29 +69,29 @@ def true_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
         if not config.boundaries:
-            return _pairs(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
+            return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
         chunks = [blocks.input(f"{BOUNDARY}.{chunk}", config.feature_size) for chunk in range(len(config.boundaries))]
-        if config.norms_chunks:
+        if config.has_boundary_norms:
             chunks = [blocks.rms_norm(value, f"fc_norm.{chunk}") for chunk, value in enumerate(chunks)]
         joined = blocks.concat(*chunks)
-        if config.norms_features:
+        if config.has_concat_norm:
             joined = blocks.rms_norm(joined, "input_norm")
         (feature,) = blocks.linear(joined, "fc")
-        return _pairs(blocks, config, feature, soft_cap)
+        return _run_layers(blocks, config, feature, soft_cap)
 
     return compose
 
 
-def drafted_pairs(config: EagleConfig, soft_cap: float | None = None) -> Compose:
+def draft_pair_network(config: EagleConfig, soft_cap: float | None = None) -> Compose:
     """Compose pairs with this head's own outputs as features: inputs `embedding` and `feature`."""
 
     def compose(blocks: Blocks[Value]) -> Mapping[str, Value]:
-        return _pairs(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
+        return _run_layers(blocks, config, blocks.input(FEATURE, config.layers.hidden_size), soft_cap)
 
     return compose
 
 
-def _pairs(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
+def _run_layers(blocks: Blocks[Value], config: EagleConfig, feature: Value, soft_cap: float | None) -> Mapping[str, Value]:
     """Return `feature` [T, Hd] for the next pairs and `logits` [R, Vd] of the requested rows."""
     layers = config.layers
     embedding = blocks.input(EMBEDDING, layers.hidden_size)
@@ -111,17 +111,17 @@ def _eagle1_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: V
 
     Norms of the halves and of the mixture were added by other trainers.
     """
-    if config.norms_embedding:
+    if config.has_embedding_norm:
         embedding = blocks.rms_norm(embedding, "embedding_norm")
-    if config.norms_feature:
+    if config.has_feature_norm:
         feature = blocks.rms_norm(feature, "feature_norm")
     (mixed,) = blocks.linear(blocks.concat(embedding, feature), "fc")
-    return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.norms_mixture else mixed)
+    return decoder_layer(blocks, config.layers.layers[0], mixed, 0, normed=None if config.has_input_norm else mixed)
 
 
 def _eagle3_first_layer(blocks: Blocks[Value], config: EagleConfig, embedding: Value, feature: Value) -> Value:
     """EAGLE-3: attention reads both halves, each normed, embedding first (Li et al. 2025, arXiv:2503.01840, section 3.1)."""
-    half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.norms_embedding else embedding
+    half = blocks.rms_norm(embedding, "layers.0.attention_norm") if config.has_embedding_norm else embedding
     normed = blocks.rms_norm(feature, "layers.0.hidden_norm")
     stream = normed if config.norm_before_residual else feature
     return decoder_layer(blocks, config.layers.layers[0], stream, 0, normed=blocks.concat(half, normed))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.drafters.head_files import HeadFiles, check_pairing, listed
+from paceline.drafters.head_files import HeadFiles, check_pairing, name_list
 from paceline.drafters.head_kinds import HeadKind
 from paceline.errors import CheckpointError, IncompatibleDrafterError, shortened
 from paceline.models.checkpoint import is_gguf
@@ -34,7 +34,7 @@ from paceline.models.weights import Weights
 
 _FAMILIES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _FEATURE_SIZE = 1536
-_KINDS = {True: "sliding_attention", False: "full_attention"}
+_LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class AssistantConfig:
 
 
 def fits_target(files: HeadFiles, target: ModelConfig) -> bool:
-    """Return whether a head's files hold an assistant for models of the target's family and width."""
+    """Return whether the files hold an assistant for models of the target's family and hidden size."""
     is_assistant = files.kind is HeadKind.GEMMA4_ASSISTANT and target.family in _FAMILIES.values()
     return is_assistant and files.config.get("backbone_hidden_size", _FEATURE_SIZE) == target.hidden_size
 
@@ -83,7 +83,7 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
     whole = JsonFields(values, path)
     vocab_size, feature_size = fields.size("vocab_size"), whole.size("backbone_hidden_size", _FEATURE_SIZE)
     check_pairing(files, target, hidden_size=feature_size, vocab_rows=vocab_size)
-    layers = _layers(files, LayerBuilder(fields, family), target)
+    layers = _read_layers(files, LayerBuilder(fields, family), target)
     config = ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -95,10 +95,10 @@ def read_assistant_config(files: HeadFiles, target: ModelConfig) -> AssistantCon
         tied_embeddings=True,
     )
     check_frequencies(config, path)
-    return AssistantConfig(config, feature_size, _clusters(whole, vocab_size))
+    return AssistantConfig(config, feature_size, _read_clusters(whole, vocab_size))
 
 
-def _layers(files: HeadFiles, read: LayerBuilder, target: ModelConfig) -> tuple[LayerConfig, ...]:
+def _read_layers(files: HeadFiles, read: LayerBuilder, target: ModelConfig) -> tuple[LayerConfig, ...]:
     fields = read.fields
     for name, none in (("hidden_size_per_layer_input", 0), ("use_double_wide_mlp", False)):
         if fields.values.get(name) not in (None, none):
@@ -106,22 +106,24 @@ def _layers(files: HeadFiles, read: LayerBuilder, target: ModelConfig) -> tuple[
     shared = fields.values.get("num_kv_shared_layers")
     if shared not in (None, 0, read.num_layers):
         raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {shortened(shared)}, expected all {read.num_layers} layers")
-    slides, owners = sliding_layers(read), _layers_with_keys(target)
-    for is_local in slides:
+    is_sliding, owners = sliding_layers(read), _last_cached_layers(target)
+    for is_local in is_sliding:
         if is_local not in owners:
-            raise IncompatibleDrafterError(f"the assistant {files.path} has {_KINDS[is_local]} layers, the target has none that keep keys")
-    layers = build_layers(read, slides, [owners[is_local] for is_local in slides])
-    made = {layer: _with_target_keys(files, read, layer, target) for layer in dict.fromkeys(layers)}
+            raise IncompatibleDrafterError(
+                f"the assistant {files.path} has {_LAYER_TYPES[is_local]} layers, the target has none that keep keys"
+            )
+    layers = build_layers(read, is_sliding, [owners[is_local] for is_local in is_sliding])
+    made = {layer: _with_kv_of_target_layer(files, read, layer, target) for layer in dict.fromkeys(layers)}
     return tuple(made[layer] for layer in layers)
 
 
-def _layers_with_keys(target: ModelConfig) -> dict[bool, int]:
-    """Return the last target layer of each kind that keeps keys and values, by whether it slides. The last layer of all is a full one."""
+def _last_cached_layers(target: ModelConfig) -> dict[bool, int]:
+    """Return the last target layer with cached keys and values of each type: sliding (True) and full attention (False)."""
     plain = [replace(layer.attention, kv_layer=None) for layer in target.layers]
     return {plain[index] != plain[-1]: index for index, layer in enumerate(target.layers) if layer.attention.kv_layer is None}
 
 
-def _with_target_keys(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
+def _with_kv_of_target_layer(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
     """Return the layer with the number of key heads and the window of the target layer whose cache it reads.
 
     A drafted row follows the cached positions and adds no key of its own, so it attends to at most window - 1 of them.
@@ -141,7 +143,7 @@ def _with_target_keys(files: HeadFiles, read: LayerBuilder, layer: LayerConfig, 
     return replace(layer, mixer=replace(mixer, num_kv_heads=kept.num_kv_heads, window=window))
 
 
-def _clusters(fields: JsonFields, vocab_size: int) -> Clusters | None:
+def _read_clusters(fields: JsonFields, vocab_size: int) -> Clusters | None:
     if not fields.flag("use_ordered_embeddings", default=False):
         return None
     count, num_best = fields.size("num_centroids", 2048), fields.size("centroid_intermediate_top_k", 32)
@@ -154,15 +156,15 @@ def _clusters(fields: JsonFields, vocab_size: int) -> Clusters | None:
 
 
 _PRE, _POST, _CENTROIDS, _ORDERING = "pre_projection", "post_projection", "centroids", "ordering"
-_USUAL = {
+_GGUF_TENSOR_NAMES = {
     _PRE: "nextn.pre_projection.weight",
     _POST: "nextn.post_projection.weight",
     _CENTROIDS: "masked_embd_centroids.weight",
     _ORDERING: "masked_embd_ordering",
 }
-_EMBEDDING, _OWN_HEAD = "token_embd.weight", "output.weight"
-_OF_LAYERS = (_EMBEDDING, _OWN_HEAD, "output_norm.weight", *ROPE_TENSORS)
-_NUM_BEST = 32
+_EMBEDDING, _LM_HEAD_TENSOR = "token_embd.weight", "output.weight"
+_LAYER_TENSORS = (_EMBEDDING, _LM_HEAD_TENSOR, "output_norm.weight", *ROPE_TENSORS)
+_DEFAULT_NUM_BEST = 32
 
 
 def open_gguf_assistant(path: Path) -> HeadFiles | None:
@@ -179,12 +181,12 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
         return None
     text = assistant_config(file)
     features = _feature_size(file)
-    names = _names(file, text["vocab_size"], text["hidden_size"], features)
+    names = _find_tensor_names(file, text["vocab_size"], text["hidden_size"], features)
     is_clustered = file.metadata.get(f"{architecture}.use_ordered_embeddings")
     is_clustered = (_CENTROIDS in names or _ORDERING in names) if is_clustered is None else is_clustered
-    parts = tuple(_USUAL) if is_clustered else (_PRE, _POST)
-    if missing := [_USUAL[part] for part in parts if part not in names]:
-        raise CheckpointError(f"{file.path} lacks {listed(missing)}: the assistant is incomplete; download the file again")
+    parts = tuple(_GGUF_TENSOR_NAMES) if is_clustered else (_PRE, _POST)
+    if missing := [_GGUF_TENSOR_NAMES[part] for part in parts if part not in names]:
+        raise CheckpointError(f"{file.path} lacks {name_list(missing)}: the assistant is incomplete; download the file again")
     config = {
         "general.architecture": architecture,
         "model_type": HeadKind.GEMMA4_ASSISTANT.value,
@@ -195,8 +197,8 @@ def open_gguf_assistant(path: Path) -> HeadFiles | None:
     if is_clustered:
         count = next(iter(file.tensors[names[_CENTROIDS]].shape), 0)
         best = file.metadata.get(f"{architecture}.centroid_top_k")
-        config |= {"num_centroids": count, "centroid_intermediate_top_k": min(_NUM_BEST, count) if best is None else best}
-    tensors = {in_file: _tensor(file.tensors[in_file]) for in_file in names.values()}
+        config |= {"num_centroids": count, "centroid_intermediate_top_k": min(_DEFAULT_NUM_BEST, count) if best is None else best}
+    tensors = {in_file: _open_tensor(file.tensors[in_file]) for in_file in names.values()}
     return HeadFiles(path, config, tensors, HeadKind.GEMMA4_ASSISTANT, split_parts(path))
 
 
@@ -207,15 +209,15 @@ def open_gguf_weights(files: HeadFiles, config: AssistantConfig, *, num_threads:
         CheckpointError: a tensor is missing, unknown, or of another shape or of a type that cannot be read.
     """
     file, layers, size = open_gguf(files.path), config.layers, config.feature_size
-    names = _names(file, layers.vocab_size, layers.hidden_size, size)
+    names = _find_tensor_names(file, layers.vocab_size, layers.hidden_size, size)
     tensors = {
         "pre_projection.weight": (names[_PRE], (layers.hidden_size, 2 * size)),
         "post_projection.weight": (names[_POST], (size, layers.hidden_size)),
     }
     if config.clusters is not None:
         tensors["centroids.weight"] = names[_CENTROIDS], (config.clusters.count, layers.hidden_size)
-    if _OWN_HEAD in file.tensors:  # then token_embd is not used
-        tensors["embedding.weight"] = _OWN_HEAD, (layers.vocab_size, layers.hidden_size)
+    if _LM_HEAD_TENSOR in file.tensors:  # an lm_head of its own replaces token_embd
+        tensors["embedding.weight"] = _LM_HEAD_TENSOR, (layers.vocab_size, layers.hidden_size)
     others = ExtraTensors(tensors, {*names.values(), _EMBEDDING}, "assistant")
     return GgufWeights(file, layers, others=others, num_threads=num_threads), names.get(_ORDERING, "")
 
@@ -225,7 +227,7 @@ def _feature_size(file: GgufFile) -> int:
     architecture = file.metadata["general.architecture"]
     keys = [f"{architecture}.{key}" for key in ("embedding_length_out", "n_embd_backbone")]
     size = next((file.metadata[key] for key in keys if key in file.metadata), None)
-    projection = next((tensor for name, tensor in file.tensors.items() if _is_part(name, _PRE)), None)
+    projection = next((tensor for name, tensor in file.tensors.items() if _names_part(name, _PRE)), None)
     if size is None and projection is not None and len(projection.shape) == 2:
         return projection.shape[1] // 2
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < 2**31:
@@ -233,37 +235,37 @@ def _feature_size(file: GgufFile) -> int:
     return size
 
 
-def _names(file: GgufFile, vocab_size: int, hidden_size: int, features: int) -> Mapping[str, str]:
-    """Return the stored tensor name of each part that the file has."""
-    found = {part: name for part in _USUAL for name in file.tensors if _is_part(name, part)}
-    shapes: dict[str, tuple[int | None, ...]] = {  # a shape that fits several parts is taken for the first one
+def _find_tensor_names(file: GgufFile, vocab_size: int, hidden_size: int, features: int) -> Mapping[str, str]:
+    """Return the stored name of each tensor outside the layers, as far as the file has it."""
+    found = {part: name for part in _GGUF_TENSOR_NAMES for name in file.tensors if _names_part(name, part)}
+    shapes: dict[str, tuple[int | None, ...]] = {  # by shape; a shape that fits several parts means the first one
         _PRE: (hidden_size, 2 * features),
         _POST: (features, hidden_size),
         _ORDERING: (vocab_size,),
         _CENTROIDS: (None, hidden_size),
     }
-    loose = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_OF_LAYERS, *found.values())]
+    loose = [name for name in file.tensors if not name.startswith("blk.") and name not in (*_LAYER_TENSORS, *found.values())]
     for part, shape in shapes.items():
-        fitting = [name for name in loose if _fits(file.tensors[name].shape, shape)]
+        fitting = [name for name in loose if _fits_shape(file.tensors[name].shape, shape)]
         if part not in found and len(fitting) == 1:
             found[part] = fitting[0]
             loose.remove(fitting[0])
     return found
 
 
-def _is_part(name: str, part: str) -> bool:
+def _names_part(name: str, part: str) -> bool:
     return name.removesuffix(".weight").endswith(part)
 
 
-def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+def _fits_shape(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
     return len(shape) == len(expected) and all(wanted in (None, size) for size, wanted in zip(shape, expected, strict=True))
 
 
-def _tensor(stored: GgufTensor) -> FileTensor:
-    return FileTensor(stored.shape, stored.block_type.name, partial(_values, stored))
+def _open_tensor(stored: GgufTensor) -> FileTensor:
+    return FileTensor(stored.shape, stored.block_type.name, partial(_read_array, stored))
 
 
-def _values(stored: GgufTensor) -> NDArray[Any]:
+def _read_array(stored: GgufTensor) -> NDArray[Any]:
     values = stored.data.view(np.dtype(ITEM_TYPES[stored.block_type.name])).reshape(stored.shape)
     return values if values.flags.aligned else values.copy()
 
@@ -318,7 +320,7 @@ def _open_directory(files: HeadFiles, config: AssistantConfig) -> Assistant:
         shapes["centroids.weight"] = (config.clusters.count, layers.hidden_size)
         names["centroids.weight"] = "masked_embedding.centroids.weight"
         needed[_TOKEN_ORDERING] = (layers.vocab_size,)
-    if _LM_HEAD in files.tensors:  # tied to embed_tokens, which may be missing then
+    if _LM_HEAD in files.tensors:  # tied to embed_tokens, which the file may then lack
         names["embedding.weight"] = _LM_HEAD
     files.check({names[name]: shape for name, shape in shapes.items()} | needed)
     known = {*names.values(), *needed, "embed_tokens.weight"}

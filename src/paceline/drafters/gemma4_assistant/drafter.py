@@ -14,7 +14,7 @@ from paceline.drafters.gemma4_assistant.checkpoint import load_assistant
 from paceline.drafters.gemma4_assistant.network import FEATURE, AssistantNetwork, NodeRows
 from paceline.drafters.head_files import HeadFiles
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.drafters.target import LoadedTarget
 from paceline.errors import PacelineError
 from paceline.runtimes.base import FloatArray, ForwardOutput, split_into_passes
@@ -27,11 +27,11 @@ _NO_BLOCKS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
-class _Feature:
+class _LastHiddenState:
     """The target's final hidden state [E] of the token at `position`."""
 
     position: int
-    values: FloatArray
+    hidden_state: FloatArray
 
 
 class AssistantDrafter(Drafter):
@@ -48,29 +48,29 @@ class AssistantDrafter(Drafter):
     def __init__(self, network: AssistantNetwork, *, vocab_size: int, tree_width: int = 1) -> None:
         config = network.assistant.config
         self._network, self._vocab_size, self._tree_width = network, vocab_size, tree_width
-        self._features = RequestState[_Feature]()
+        self._features = RequestState[_LastHiddenState]()
         self._sampler = DraftSampler(None, vocab_size, config.layers.vocab_size)
-        self.traits = DrafterTraits(self._describe())
+        self.traits = DrafterTraits(self._banner_text())
         self._ranking = None if config.clusters is not None else self._sampler.ranking(tree_width)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for one in rows:
             last = one.start + one.num_rows - 1
             if one.hidden_states is not None and last == len(one.request.token_ids) - 2:  # it produced the root
-                self._features[one.request] = _Feature(last, np.array(one.hidden_states[-1], np.float32))
+                self._features[one.request] = _LastHiddenState(last, np.array(one.hidden_states[-1], np.float32))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
         drafts = [
-            GrowingDraft(request, budget, *draft_shape(budget, self._tree_width), _NO_BLOCKS, 0)
+            GrowingDraft(request, budget, *draft_depth_and_width(budget, self._tree_width), _NO_BLOCKS, 0)
             for request, budget in zip(requests, budgets, strict=True)
         ]
         for part in split_into_passes([draft for draft in drafts if self._can_draft(draft)], lambda draft: draft.width):
-            self._draft(part)
+            self._grow_drafts(part)
             trees |= {id(draft.request): draft.to_tree(self.name) for draft in part}
         return [trees.get(id(request)) for request in requests]
 
-    def _describe(self) -> str:
+    def _banner_text(self) -> str:
         config = self._network.assistant.config
         parts = [f"{config.layers.num_layers} layers", f"hidden size {config.layers.hidden_size}", "reads the target's keys and values"]
         if config.clusters is not None:
@@ -85,9 +85,9 @@ class AssistantDrafter(Drafter):
         feature, position = self._features.get(request), len(request.token_ids) - 1
         return draft.depth > 0 and feature is not None and feature.position == position - 1 and request.sequence.committed_len == position
 
-    def _draft(self, drafts: Sequence[GrowingDraft]) -> None:
+    def _grow_drafts(self, drafts: Sequence[GrowingDraft]) -> None:
         while active := [draft for draft in drafts if draft.frontier]:
-            nodes = [self._nodes(draft) for draft in active]
+            nodes = [self._frontier_rows(draft) for draft in active]
             output = self._network.forward(nodes, self._ranking, None if self._ranking is None else frontier_draws(active))
             features, first = np.array(output.results[FEATURE]), 0
             ranked = output.ranked if self._ranking is not None else []
@@ -101,11 +101,11 @@ class AssistantDrafter(Drafter):
                 draft.add_level(drafted, features[first:last])
                 first = last
 
-    def _nodes(self, draft: GrowingDraft) -> NodeRows:
-        """Return the rows of the frontier. The network has no cache, so only the last rows of a tree run."""
+    def _frontier_rows(self, draft: GrowingDraft) -> NodeRows:
+        """Return the nodes to run next. The network has no cache of its own, so only the newest level of a tree runs."""
         request = draft.request
         if draft.level == 0:
-            return NodeRows(request.token_ids[-1:], self._features[request].values[None], request.sequence)
+            return NodeRows(request.token_ids[-1:], self._features[request].hidden_state[None], request.sequence)
         rows = draft.frontier_rows()
         first = rows.wanted[0]
         return NodeRows(rows.token_ids[first:], rows.features[first:], request.sequence)
@@ -114,10 +114,10 @@ class AssistantDrafter(Drafter):
         request, path, needs_draft_probs = draft.request, draft.path(node), draft.budget.needs_draft_probs
         if self._network.assistant.config.clusters is None:
             return self._sampler.sample(request, path, output.logits[row], draft.width, needs_draft_probs=needs_draft_probs)
-        ids, scores = self._network.candidates(output, row, self._vocab_size)
+        ids, scores = self._network.cluster_candidates(output, row, self._vocab_size)
         if not len(ids) or not np.isfinite(scores).all():
             return NO_TOKENS
-        if request.processor.only_scales:  # then other tokens stay impossible
+        if request.processor.only_scales:  # tokens outside the best clusters stay impossible
             is_greedy = request.params.is_greedy
             scaled = scores if is_greedy else scores / np.float32(request.params.temperature)
             candidates = Distribution(scaled, ids, is_greedy)
@@ -126,7 +126,7 @@ class AssistantDrafter(Drafter):
         whole[ids] = scores
         try:
             return self._sampler.sample_target_row(request, path, whole, draft.width, needs_draft_probs=needs_draft_probs)
-        except PacelineError:  # none of them is allowed here
+        except PacelineError:  # the sampling parameters allow none of these tokens
             return NO_TOKENS
 
 

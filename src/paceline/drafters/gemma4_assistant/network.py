@@ -57,14 +57,14 @@ class AssistantNetwork:
         starts = [0, *accumulate(len(one.token_ids) for one in nodes)]
         token_ids = np.array([token for one in nodes for token in one.token_ids], np.int32)
         features = nodes[0].features if len(nodes) == 1 else np.concatenate([one.features for one in nodes])
-        ranges = tuple([_range(one, start) for one, start in zip(nodes, starts, strict=False)])
+        ranges = tuple([_row_range(one, start) for one, start in zip(nodes, starts, strict=False)])
         # every node has the root's position, whatever its depth
         positions = np.repeat(np.array([one.sequence.committed_len for one in nodes], np.int32), [len(one.token_ids) for one in nodes])
         inputs = {EMBEDDING: self._target.embed(token_ids), FEATURE: features}
         rows = np.arange(starts[-1], dtype=np.int32)
         return self._network.forward(inputs, ForwardBatch(positions, ranges), LogitsRows(rows, ranking, draws))
 
-    def candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
+    def cluster_candidates(self, output: ForwardOutput, row: int, vocab_size: int) -> tuple[NDArray[np.int64], FloatArray]:
         """Return the tokens of a node's best clusters: ids [N], ascending and below `vocab_size`, and their logits [N]."""
         clusters, ordering = self.assistant.config.clusters, self.assistant.token_ordering
         if clusters is None or ordering is None:
@@ -88,7 +88,7 @@ class AssistantNetwork:
         return {FEATURE: feature, LOGITS: blocks.lm_head(blocks.logits_rows(states), "embedding")}
 
 
-def _range(nodes: NodeRows, start: int) -> RowRange:
+def _row_range(nodes: NodeRows, start: int) -> RowRange:
     """Return rows that attend to the cached ones, but neither to themselves nor to one another.
 
     The block table is as long as if the rows were kept. Missing entries repeat the sequence's last block, so that no other sequence's

@@ -17,9 +17,9 @@ from paceline.errors import CheckpointError
 from paceline.models.config import ModelConfig
 from paceline.models.weights import AnyTensor, Weights
 
-_NEST = re.compile(r"medusa_heads?\.")
-_NUMBER = "([0-9]{1,6})"  # of a head or a block: no file has more
-_MOST_MISSING = 1024  # most missing blocks that an error names
+_NESTED_PREFIX = re.compile(r"medusa_heads?\.")
+_NUMBER = "([0-9]{1,6})"  # digits of a head or block index; real files have fewer
+_MAX_MISSING_BLOCKS = 1024  # maximum number of missing blocks that an error lists
 _ROW_OF_BLOCKS = re.compile(rf"{_NUMBER}\.{_NUMBER}\.(linear\.)?(weight|bias)")
 _NAMED_BLOCKS = re.compile(rf"blocks\.{_NUMBER}\.layers\.{_NUMBER}\.(weight|bias)")
 _NAMED_HEADS = re.compile(rf"lm_heads\.{_NUMBER}\.weight")
@@ -33,27 +33,27 @@ class MedusaHeads:
         num_heads: number of heads; head d drafts the token d positions after the root's child.
         num_blocks: residual blocks of each head.
         weights: `heads.{i}.blocks.{j}.weight` (and `.bias`) [E, E]; `heads.{i}.lm_head.weight`, or `lm_head.weight` for all [rows, E].
-        shares_lm_head: whether one vocabulary matrix serves all heads.
+        has_shared_lm_head: whether one vocabulary matrix serves all heads.
         num_rows: rows of a vocabulary matrix.
         token_map: [rows] target id of each row; None = the row's own number.
         soft_cap: the target's logit soft cap, if its vocabulary matrix is used.
         notices: one-line remarks for the user.
-        uses_target_lm_head: whether the vocabulary matrix is the target's.
+        has_target_lm_head: whether the vocabulary matrix is the target's.
     """
 
     num_heads: int
     num_blocks: int
     weights: Weights
-    shares_lm_head: bool
+    has_shared_lm_head: bool
     num_rows: int
     token_map: NDArray[np.int64] | None = None
     soft_cap: float | None = None
     notices: tuple[str, ...] = ()
-    uses_target_lm_head: bool = False
+    has_target_lm_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _TensorNames:
     """Names in the files: of blocks by (head, block, "weight" or "bias"), and of vocabulary matrices by head."""
 
     blocks: Mapping[tuple[int, int, str], str]
@@ -73,13 +73,13 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
         CheckpointError: tensors are missing or of another shape.
         IncompatibleDrafterError: they were made for another target.
     """
-    names = _names(files)
-    hidden = _columns(files, names)
+    names = _find_tensor_names(files)
+    hidden = _block_width(files, names)
     check_pairing(files, target, hidden_size=hidden)
     has_lm_heads = bool(names.lm_heads) or names.shared is not None
-    num_rows = _check(files, names, target.hidden_size) if has_lm_heads else target_lm_head.shape[0]
+    num_rows = _check_tensor_shapes(files, names, target.hidden_size) if has_lm_heads else target_lm_head.shape[0]
     if not has_lm_heads:
-        _check(files, names, target.hidden_size)
+        _check_tensor_shapes(files, names, target.hidden_size)
     token_map = files.table("token_map") if "token_map" in files.tensors else None
     _check_token_map(files, token_map, num_rows, target.vocab_size)
     if token_map is None:
@@ -92,8 +92,8 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     if not names.lm_heads:
         weights["lm_head.weight"] = target_lm_head if names.shared is None else files.weight(names.shared)
     used = [*names.blocks.values(), *names.lm_heads.values(), "token_map", *([names.shared] if names.shared else [])]
-    is_whole_model = any(_NEST.match(name) for name in files.tensors)
-    files.check_all_used(used, ignored=lambda name: is_whole_model and not _NEST.match(name))
+    is_whole_model = any(_NESTED_PREFIX.match(name) for name in files.tensors)
+    files.check_all_used(used, ignored=lambda name: is_whole_model and not _NESTED_PREFIX.match(name))
     return MedusaHeads(
         names.num_heads,
         names.num_blocks,
@@ -107,8 +107,8 @@ def load_medusa(files: HeadFiles, target: ModelConfig, target_lm_head: AnyTensor
     )
 
 
-def _names(files: HeadFiles) -> _Names:
-    plain = {_NEST.sub("", name, count=1) if _NEST.match(name) else name: name for name in files.tensors}
+def _find_tensor_names(files: HeadFiles) -> _TensorNames:
+    plain = {_NESTED_PREFIX.sub("", name, count=1) if _NESTED_PREFIX.match(name) else name: name for name in files.tensors}
     named = {match: plain[name] for name in plain if (match := _NAMED_BLOCKS.fullmatch(name))}
     if named:
         blocks = {(int(match[1]), int(match[2]), match[3]): name for match, name in named.items()}
@@ -128,24 +128,24 @@ def _names(files: HeadFiles) -> _Names:
         raise CheckpointError(f"{files.path} holds no medusa heads: expected tensors such as 0.0.linear.weight or blocks.0.layers.0.weight")
     num_heads = 1 + max(max(head for head, _, _ in blocks), max(lm_heads, default=0))
     num_blocks = 1 + max(block for _, block, _ in blocks)
-    if num_heads * num_blocks > max(_MOST_MISSING, 2 * len(blocks)):  # checked before a table of that size is made
+    if num_heads * num_blocks > max(_MAX_MISSING_BLOCKS, 2 * len(blocks)):  # refuse impossible counts before building a table of that size
         raise CheckpointError(
             f"{files.path} names heads up to {num_heads - 1} and blocks up to {num_blocks - 1} and holds {len(blocks)} tensors of them: "
             "the file is damaged, download it again"
         )
-    return _Names(blocks, lm_heads, shared, num_heads, num_blocks)
+    return _TensorNames(blocks, lm_heads, shared, num_heads, num_blocks)
 
 
-def _columns(files: HeadFiles, names: _Names) -> int:
+def _block_width(files: HeadFiles, names: _TensorNames) -> int:
     """Return the number of columns of a block's matrix."""
     shapes = [files.shape(name) for (_, _, kind), name in names.blocks.items() if kind == "weight"]
     return shapes[0][1] if shapes and shapes[0] is not None else 0
 
 
-def _check(files: HeadFiles, names: _Names, hidden: int) -> int:
+def _check_tensor_shapes(files: HeadFiles, names: _TensorNames, hidden: int) -> int:
     """Check that all heads have the same tensors; return the number of rows of the vocabulary matrices (0 without any)."""
     is_named = any("layers." in name for name in names.blocks.values())
-    nest = next((match[0] for name in names.blocks.values() if (match := _NEST.match(name))), "")
+    nest = next((match[0] for name in names.blocks.values() if (match := _NESTED_PREFIX.match(name))), "")
     block_name = nest + ("blocks.{}.layers.{}" if is_named else "{}.{}.linear")
     head_name = nest + ("lm_heads.{}.weight" if is_named else f"{{}}.{names.num_blocks}.weight")
     required: dict[str, tuple[int, ...]] = {}

@@ -64,10 +64,10 @@ class MedusaNetwork:
         )
         self._networks: dict[int, Network] = {1: first}
         # a shared vocabulary matrix is read once, for the rows of all heads together
-        self._lm_head = first.sibling(self._compose_lm_head) if heads.shares_lm_head else None
+        self._lm_head = first.sibling(self._compose_lm_head) if heads.has_shared_lm_head else None
 
-    def rank(self, ranking: Ranking) -> None:
-        """Rank the rows of logits in every later pass."""
+    def set_ranking(self, ranking: Ranking) -> None:
+        """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
     def forward(self, features: FloatArray, num_heads: int, draws: Draws | None = None) -> HeadOutputs:
@@ -78,14 +78,14 @@ class MedusaNetwork:
         """
         network, ranking = self._network(num_heads), self._ranking
         batch_size, is_ranked, heads = len(features), ranking is not None, range(num_heads)
-        batch, rows = _rows(batch_size)
+        batch, rows = _rows_without_attention(batch_size)
         if self._lm_head is None:
             results = network.forward({"features": features}, batch, LogitsRows(rows, ranking, draws)).results
             ranked = [ranked_rows(results[f"{RANKED}.{head}"]) for head in heads] if is_ranked else []
             return HeadOutputs(lambda head: results[f"{LOGITS}.{head}"], ranked)
         results = network.forward({"features": features}, batch, LogitsRows(rows)).results
         hidden = np.concatenate([results[f"head.{head}"] for head in heads])
-        batch, rows = _rows(num_heads * batch_size)
+        batch, rows = _rows_without_attention(num_heads * batch_size)
         output = self._lm_head.forward({"hidden": hidden}, batch, LogitsRows(rows, ranking, draws))
         found = output.ranked if is_ranked else []
         ranked = [found[head * batch_size : (head + 1) * batch_size] for head in heads] if is_ranked else []
@@ -104,12 +104,12 @@ class MedusaNetwork:
         hidden = [features] * num_heads
         for block in range(self.heads.num_blocks):
             names = [f"heads.{head}.blocks.{block}" for head in range(num_heads)]
-            if block == 0:  # all read the same rows: one product
+            if block == 0:  # the first blocks of all heads have the same input: one product
                 products = blocks.linear(features, *names)
             else:
                 products = tuple(blocks.linear(x, name)[0] for x, name in zip(hidden, names, strict=True))
             hidden = [blocks.silu_residual(x, product) for x, product in zip(hidden, products, strict=True)]
-        if self.heads.shares_lm_head:
+        if self.heads.has_shared_lm_head:
             return {f"head.{head}": x for head, x in enumerate(hidden)}
         return {f"{LOGITS}.{head}": blocks.lm_head(x, f"heads.{head}.lm_head") for head, x in enumerate(hidden)}
 
@@ -118,7 +118,7 @@ class MedusaNetwork:
         return {LOGITS: logits if self.heads.soft_cap is None else blocks.soft_cap(logits, self.heads.soft_cap)}
 
 
-def _rows(count: int) -> tuple[ForwardBatch, IntArray]:
-    """Return rows without attention, and their indices."""
+def _rows_without_attention(count: int) -> tuple[ForwardBatch, IntArray]:
+    """Return the batch and row indices of `count` rows without attention."""
     rows = np.arange(count, dtype=np.int32)
     return ForwardBatch(rows, ()), rows

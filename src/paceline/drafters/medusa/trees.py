@@ -42,13 +42,13 @@ STATIC_TREES = {
 
 
 @lru_cache(maxsize=256)
-def static_shape(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
+def static_tree_nodes(name: str, max_depth: int, row_budget: int, layout: TreeLayout) -> tuple[tuple[int, int, int], ...]:
     """Return the nodes of a named tree that fit: (parent, depth, rank) of nodes 1, 2, …; parent 0 is the root, depth 0 its children.
 
     Args:
         max_depth: levels below the root; deeper choices are left out.
         row_budget: rows of the target pass, root included; later choices that would cost more are left out.
-        layout: of the tree in the target's pass.
+        layout: layout of the tree in the target's pass.
     """
     node_of = {"": 0}
     parents = [-1]

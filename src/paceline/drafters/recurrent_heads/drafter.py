@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 
 from paceline.drafters.draft_sampler import DraftSampler, DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, PairCache, PairRows
+from paceline.drafters.recurrent_heads.cache import SPARE_BLOCKS, PairCache, RequestTruePairs
 from paceline.drafters.recurrent_heads.head import PairOutputs, RecurrentHead
-from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_shape, frontier_draws
+from paceline.drafters.recurrent_heads.tree import GrowingDraft, draft_depth_and_width, frontier_draws
 from paceline.kv_cache.cache import KVCache
 from paceline.runtimes.base import FloatArray, split_into_passes
 from paceline.runtimes.ranking import Draws, RankedRow
@@ -25,7 +25,7 @@ from paceline.speculation.drafter import CommittedRows, DraftBudget, Drafter, Dr
 from paceline.speculation.request import Request
 from paceline.speculation.tree import DraftTree
 
-MAX_PENDING_PAIRS = 32  # more are run without a draft, in `observe`
+MAX_PENDING_PAIRS = 32  # with more pending pairs, `observe` runs them without a draft
 
 
 class EagleStyleDrafter(Drafter):
@@ -45,8 +45,8 @@ class EagleStyleDrafter(Drafter):
         self.pairs = PairCache(head.runtime, cache, feature_size=config.num_features, window=config.layers.max_positions)
         self._sampler = DraftSampler(head.target_ids, vocab_size, head.embedded_ids)
         self._tree_width = tree_width
-        head.rank(self._sampler.ranking(tree_width))
-        self.traits = DrafterTraits(self._describe(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
+        head.set_ranking(self._sampler.ranking(tree_width))
+        self.traits = DrafterTraits(self._banner_text(), notices=head.notices, cache_bytes_per_token=self.pairs.bytes_per_token)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         late = []
@@ -58,19 +58,19 @@ class EagleStyleDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[DraftBudget]) -> list[DraftTree | None]:
         trees: dict[int, DraftTree | None] = {}
-        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._max_rows(*one)):
-            group: list[tuple[PairRows, GrowingDraft]] = []
+        for part in split_into_passes(zip(requests, budgets, strict=True), lambda one: self._max_draft_rows(*one)):
+            group: list[tuple[RequestTruePairs, GrowingDraft]] = []
             num_spares = 0
             for request, budget in part:
-                depth, width = draft_shape(budget, self._tree_width)
-                num_drafted = self._num_drafted(depth, width)
-                needed = self.pairs.num_spare_blocks(request, num_drafted)
+                depth, width = draft_depth_and_width(budget, self._tree_width)
+                num_draft_rows = self._num_draft_slots(depth, width)
+                needed = self.pairs.num_spare_blocks(request, num_draft_rows)
                 if depth < 1 or needed > SPARE_BLOCKS:
                     continue
                 if num_spares + needed > SPARE_BLOCKS:
                     trees |= self._draft(group)
                     group, num_spares = [], 0
-                pairs = self.pairs.pending_rows(request, with_root=True, num_drafted=num_drafted, spares=num_spares)
+                pairs = self.pairs.pending_pairs(request, with_root=True, num_draft_rows=num_draft_rows, num_used_spare_blocks=num_spares)
                 if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                     continue
                 num_spares += needed
@@ -81,7 +81,7 @@ class EagleStyleDrafter(Drafter):
     def release(self, request: Request) -> None:
         self.pairs.release(request)
 
-    def _describe(self) -> str:
+    def _banner_text(self) -> str:
         config = self.head.config
         layers = config.layers
         parts = [f"{layers.num_layers} layer{'s' if layers.num_layers > 1 else ''}", f"hidden size {layers.hidden_size}"]
@@ -95,16 +95,16 @@ class EagleStyleDrafter(Drafter):
             parts.append(f"trees {self._tree_width} wide")
         return f"{self.name} ({', '.join(parts)}, sees the last {self.pairs.window} tokens)"
 
-    def _max_rows(self, request: Request, budget: DraftBudget) -> int:
-        """Return the number of rows that all drafting passes take for a request."""
-        return self._num_drafted(*draft_shape(budget, self._tree_width)) + self.pairs.num_pending(request)
+    def _max_draft_rows(self, request: Request, budget: DraftBudget) -> int:
+        """Return the maximum number of rows that a request takes in the passes of one draft."""
+        return self._num_draft_slots(*draft_depth_and_width(budget, self._tree_width)) + self.pairs.num_pending_pairs(request)
 
-    def _num_drafted(self, depth: int, width: int) -> int:
+    def _num_draft_slots(self, depth: int, width: int) -> int:
         """Return the number of slots that a draft takes after the true pairs."""
         return depth if width == 1 else width * depth
 
     def _features(self, rows: CommittedRows) -> FloatArray:
-        """Return the features [num_rows, F] that the head reads of the target's activations."""
+        """Return the features [num_rows, F]: the target's hidden states that the head reads, concatenated."""
         collected = rows.collected_hidden_states
         if collected is not None and self.head.config.boundaries:
             return collected.transpose(1, 0, 2).reshape(rows.num_rows, -1)
@@ -113,27 +113,27 @@ class EagleStyleDrafter(Drafter):
         return rows.hidden_states
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Run pending pairs outside of a draft."""
-        group: list[PairRows] = []
+        """Compute pending pairs of these requests without drafting."""
+        group: list[RequestTruePairs] = []
         for request in requests:
-            pairs = self.pairs.pending_rows(request, with_root=False)
+            pairs = self.pairs.pending_pairs(request, with_root=False)
             if pairs is None or max(pairs.token_ids.tolist()) >= self.head.embedded_ids:
                 continue
             group.append(pairs)
         for part in split_into_passes(group, lambda pairs: len(pairs.token_ids)):
-            self._run_true(part, wants_logits=False)
+            self._run_true_pairs_pass(part, needs_logits=False)
 
-    def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
+    def _draft(self, group: Sequence[tuple[RequestTruePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]
-        self._add_levels(drafts, self._run_true([pairs for pairs, _ in group], wants_logits=True, draws=frontier_draws(drafts)))
+        self._add_levels(drafts, self._run_true_pairs_pass([pairs for pairs, _ in group], needs_logits=True, draws=frontier_draws(drafts)))
         while active := [draft for draft in drafts if draft.frontier]:
-            self._add_levels(active, self.head.run_drafted([draft.frontier_rows() for draft in active], frontier_draws(active)))
+            self._add_levels(active, self.head.run_draft_pairs([draft.frontier_rows() for draft in active], frontier_draws(active)))
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}
 
     def _add_levels(self, drafts: Sequence[GrowingDraft], outputs: PairOutputs) -> None:
-        """Add a level to each draft, from rows [nodes of all frontiers]."""
+        """Add a level to each draft, from the logits of all frontier nodes."""
         ranked, first = outputs.ranked(), 0
         for draft in drafts:
             last = first + len(draft.frontier)
@@ -149,12 +149,12 @@ class EagleStyleDrafter(Drafter):
             return self._sampler.sample_ranked(ranked[row], draft.width, is_greedy=request.params.is_greedy)
         return self._sampler.sample(request, draft.path(node), logits[row], draft.width, needs_draft_probs=draft.budget.needs_draft_probs)
 
-    def _run_true(
-        self, pairs: Sequence[PairRows], *, wants_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
+    def _run_true_pairs_pass(
+        self, pairs: Sequence[RequestTruePairs], *, needs_logits: bool, num_masked: Sequence[int] = (), draws: Draws | None = None
     ) -> PairOutputs:
-        """Run one pass and keep its rows; the returned features are those of each request's last pair."""
+        """Run one pass over true pairs and keep its cache rows; return the features of each request's last pair."""
         try:
-            outputs = self.head.run_true(pairs, wants_logits=wants_logits, num_masked=num_masked, draws=draws)
+            outputs = self.head.run_true_pairs(pairs, needs_logits=needs_logits, num_masked=num_masked, draws=draws)
         except BaseException:
             for one in pairs:  # an interrupted pass leaves no valid rows
                 self.pairs.release(one.request)
@@ -175,25 +175,25 @@ class ParallelDrafter(EagleStyleDrafter):
     Source: P-EAGLE (arXiv:2602.01469) and its code in speculators and vLLM. Deviations: those of `EagleStyleDrafter`, and trees.
     """
 
-    def _describe(self) -> str:
-        return super()._describe().removesuffix(")") + ", all positions in one pass)"
+    def _banner_text(self) -> str:
+        return super()._banner_text().removesuffix(")") + ", all positions in one pass)"
 
-    def _num_drafted(self, depth: int, width: int) -> int:
+    def _num_draft_slots(self, depth: int, width: int) -> int:
         return depth - 1
 
-    def _draft(self, group: Sequence[tuple[PairRows, GrowingDraft]]) -> dict[int, DraftTree | None]:
+    def _draft(self, group: Sequence[tuple[RequestTruePairs, GrowingDraft]]) -> dict[int, DraftTree | None]:
         if not group:
             return {}
         drafts = [draft for _, draft in group]
         num_masked = [draft.depth - 1 for draft in drafts]
         draws = token_draws([(draft.request, level) if draft.is_drawn else None for draft in drafts for level in range(draft.depth)])
-        outputs = self._run_true([pairs for pairs, _ in group], wants_logits=True, num_masked=num_masked, draws=draws)
+        outputs = self._run_true_pairs_pass([pairs for pairs, _ in group], needs_logits=True, num_masked=num_masked, draws=draws)
         ranked, first = outputs.ranked(), 0
         for draft in drafts:
             for row in range(first, first + draft.depth):
                 if not draft.frontier:
                     break
                 drafted = [self._sample(draft, node, ranked, outputs.logits, row) for node in draft.frontier]
-                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # no later pair takes their features
+                draft.add_level(drafted, np.empty((len(drafted), 0), np.float32))  # features are unused: later positions have masked pairs
             first += draft.depth
         return {id(draft.request): draft.to_tree(self.name) for draft in drafts}

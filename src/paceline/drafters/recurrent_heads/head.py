@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.drafters.head_kinds import HeadKind
-from paceline.drafters.recurrent_heads.cache import TrueRows
+from paceline.drafters.recurrent_heads.cache import TruePairs
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.weights import AnyTensor, Tensor
 from paceline.runtimes.base import FloatArray, ForwardBatch, ForwardOutput, IntArray, LogitsRows, Network, RowRange
@@ -32,7 +32,7 @@ class RecurrentHeadConfig:
         feature_size: width of one of the target's activations.
         boundaries: the target's layer boundaries that it reads, ascending; none = the final hidden state.
         normed_recurrence: the next feature is the output after the final norm.
-        own_embedding, own_lm_head: whether the file has them; otherwise they are the target's.
+        has_own_embedding, has_own_lm_head: whether the file has them; otherwise they are the target's.
     """
 
     kind: HeadKind
@@ -40,8 +40,8 @@ class RecurrentHeadConfig:
     feature_size: int
     boundaries: tuple[int, ...] = ()
     normed_recurrence: bool = False
-    own_embedding: bool = True
-    own_lm_head: bool = False
+    has_own_embedding: bool = True
+    has_own_lm_head: bool = False
 
     @property
     def num_features(self) -> int:
@@ -50,7 +50,7 @@ class RecurrentHeadConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedRows:
+class DraftPairs:
     """Pairs of draft tokens to run for one request.
 
     Attributes:
@@ -78,14 +78,14 @@ class MaskedPair:
     token_id: int
     feature: FloatArray
 
-    def append_to(self, pairs: TrueRows, count: int) -> TrueRows:
-        """Return the pairs followed by `count` masked ones."""
+    def append_to(self, pairs: TruePairs, count: int) -> TruePairs:
+        """Return the pairs followed by `count` masked pairs."""
         known = len(pairs.token_ids)
         token_ids = np.empty(known + count, np.int32)
         features = np.empty((known + count, len(self.feature)), np.float32)
         token_ids[:known], token_ids[known:] = pairs.token_ids, self.token_id
         features[:known], features[known:] = pairs.features, self.feature
-        return TrueRows(token_ids, features, pairs.rows._replace(num_rows=known + count))
+        return TruePairs(token_ids, features, pairs.rows._replace(num_rows=known + count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class PairOutputs:
     """Results of a pass over pairs; views that are valid until the next pass.
 
     Attributes:
-        output: of the network.
+        output: results of the network.
         features: [rows, Hd] input features of the next pairs.
     """
 
@@ -102,11 +102,11 @@ class PairOutputs:
 
     @property
     def logits(self) -> FloatArray:
-        """Logits [R, Vd] of the requested rows."""
+        """Logits [R, Vd] of the rows whose logits were requested."""
         return self.output.logits
 
     def ranked(self) -> list[RankedRow]:
-        """Return the ranking of each row of logits (`RecurrentHead.rank`)."""
+        """Return the ranking of each row of logits (`RecurrentHead.set_ranking`)."""
         return self.output.ranked
 
 
@@ -143,24 +143,24 @@ class RecurrentHead:
         self.embedded_ids = embedding.shape[0]
         self._feature_names = [f"{BOUNDARY}.{chunk}" for chunk in range(len(config.boundaries))] or [FEATURE]
 
-    def rank(self, ranking: Ranking) -> None:
-        """Rank the rows of logits in every later pass."""
+    def set_ranking(self, ranking: Ranking) -> None:
+        """Set the ranking with which later passes summarise their rows of logits."""
         self._ranking = ranking
 
-    def run_true(
+    def run_true_pairs(
         self,
-        pairs: Sequence[TrueRows],
+        pairs: Sequence[TruePairs],
         *,
-        wants_logits: bool,
-        of_all: bool = False,
+        needs_logits: bool,
+        needs_all_logits: bool = False,
         num_masked: Sequence[int] = (),
         draws: Draws | None = None,
     ) -> PairOutputs:
         """Run one pass over true pairs of several requests.
 
         Args:
-            wants_logits: return logits of each request's last pair.
-            of_all: return logits of every pair instead.
+            needs_logits: return logits of each request's last pair.
+            needs_all_logits: return logits of every pair instead.
             num_masked: masked pairs to run after each request's last one; their logits are returned as well.
             draws: [R] how the token of each row with logits is drawn; None = no draws.
         """
@@ -169,22 +169,24 @@ class RecurrentHead:
         counts = [len(one.token_ids) for one in pairs]
         starts = [0, *accumulate(counts)]
         firsts = [one.rows.cached_len - 1 for one in pairs]
-        positions = _joined([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
-        if of_all:
+        positions = _concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in zip(firsts, counts, strict=True)])
+        if needs_all_logits:
             wanted = np.arange(starts[-1], dtype=np.int32)
         elif num_masked:
-            wanted = _joined([np.arange(end - 1 - count, end, dtype=np.int32) for end, count in zip(starts[1:], num_masked, strict=True)])
+            wanted = _concatenate(
+                [np.arange(end - 1 - count, end, dtype=np.int32) for end, count in zip(starts[1:], num_masked, strict=True)]
+            )
         else:
-            wanted = np.array([start - 1 for start in starts[1:]] if wants_logits else [], np.int32)
-        token_ids = _joined([one.token_ids for one in pairs])
-        inputs = self._inputs(_joined([one.features for one in pairs]))
+            wanted = np.array([start - 1 for start in starts[1:]] if needs_logits else [], np.int32)
+        token_ids = _concatenate([one.token_ids for one in pairs])
+        inputs = self._feature_inputs(_concatenate([one.features for one in pairs]))
         inputs[EMBEDDING] = self._embed(token_ids)
-        batch = ForwardBatch(positions, _ranges([one.rows for one in pairs], starts))
+        batch = ForwardBatch(positions, _with_start_rows([one.rows for one in pairs], starts))
         output = self.runtime.forward(inputs, batch, LogitsRows(wanted, self._ranking, draws))
         return PairOutputs(output, output.results[FEATURE])
 
-    def run_drafted(self, drafts: Sequence[DraftedRows], draws: Draws | None = None) -> PairOutputs:
-        """Run one pass over drafted pairs of several requests; the returned features are those of the wanted rows."""
+    def run_draft_pairs(self, drafts: Sequence[DraftPairs], draws: Draws | None = None) -> PairOutputs:
+        """Run one pass over draft pairs of several requests; the returned features are those of the `wanted` rows."""
         ranges: tuple[RowRange, ...]
         if len(drafts) == 1:
             (one,) = drafts
@@ -192,7 +194,7 @@ class RecurrentHead:
             token_ids, positions = np.array(one.token_ids, np.int32), np.array(one.positions, np.int32)
         else:
             starts = [0, *accumulate([len(one.token_ids) for one in drafts])]
-            ranges = _ranges([one.rows for one in drafts], starts)
+            ranges = _with_start_rows([one.rows for one in drafts], starts)
             wanted = [start + row for one, start in zip(drafts, starts, strict=False) for row in one.wanted]
             token_ids = np.array([token for one in drafts for token in one.token_ids], np.int32)
             positions = np.array([position for one in drafts for position in one.positions], np.int32)
@@ -202,8 +204,8 @@ class RecurrentHead:
         features = output.results[FEATURE]
         return PairOutputs(output, features[wanted[0] : wanted[-1] + 1] if isinstance(wanted, range) else features[wanted])
 
-    def _inputs(self, features: FloatArray) -> dict[str, FloatArray]:
-        """Return the features of true pairs by the names of the network's inputs."""
+    def _feature_inputs(self, features: FloatArray) -> dict[str, FloatArray]:
+        """Return the features of true pairs as the network's inputs, by name."""
         if not self.config.boundaries:
             return {FEATURE: features}
         size = self.config.feature_size
@@ -214,9 +216,9 @@ class RecurrentHead:
         return embedding_rows(self._embedding, token_ids, self.config.layers, WeightType.F32)
 
 
-def _ranges(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
+def _with_start_rows(rows: Sequence[RowRange], starts: Sequence[int]) -> tuple[RowRange, ...]:
     return tuple([one._replace(start=start) if start else one for one, start in zip(rows, starts, strict=False)])
 
 
-def _joined(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
+def _concatenate(arrays: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.drafters.draft_sampler import DraftTokens, token_draws
-from paceline.drafters.recurrent_heads.head import DraftedRows
+from paceline.drafters.recurrent_heads.head import DraftPairs
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.runtimes.base import BoolArray, FloatArray, IntArray, RowRange
 from paceline.runtimes.ranking import Draws
@@ -83,12 +83,12 @@ class GrowingDraft:
     is_drawn: bool = field(init=False)
     token_ids: list[int] = field(default_factory=lambda: [-1])
     parents: list[int] = field(default_factory=lambda: [-1])
-    probs: list[float] = field(default_factory=lambda: [1.0])  # of the step from the parent
+    probs: list[float] = field(default_factory=lambda: [1.0])  # probability of each node's token given its parent
     path_probs: list[float] = field(default_factory=lambda: [1.0])
     level: int = 0  # depth of the frontier
-    frontier: Sequence[int] = (0,)  # nodes that are expanded next
+    frontier: Sequence[int] = (0,)  # nodes whose children are drafted next
     draft_probs: dict[int, TokenProbs] = field(default_factory=dict)
-    _features: FloatArray | None = None  # [1, Hd] input feature of a chain's next pair
+    _features: FloatArray | None = None  # [1, Hd] input feature of the next pair, if the draft is a chain
     _rows: _TreeRows | None = None
 
     def __post_init__(self) -> None:
@@ -128,19 +128,19 @@ class GrowingDraft:
         else:
             self._expand(range(first, last), features)
 
-    def frontier_rows(self) -> DraftedRows:
-        """Return the rows of the next pass. A chain adds one row; a tree runs all expanded nodes again."""
-        base = len(self.request.token_ids)  # slots of the true pairs, the root's included
+    def frontier_rows(self) -> DraftPairs:
+        """Return the rows of the next pass. For a chain it is one row; for a tree all expanded nodes run again."""
+        base = len(self.request.token_ids)  # number of slots of true pairs, the root's included
         if self._features is not None:
             rows = RowRange(0, 1, base + self.level - 1, self.block_table, None, self.first_slot)
-            return DraftedRows((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
+            return DraftPairs((self.token_ids[-1],), self._features, (base - 2 + self.level,), rows, range(1))
         tree = self._rows
         if tree is None:
             raise RuntimeError("a draft has no rows before its first level")
         count = len(tree.token_ids)
         rows = RowRange(0, count, base, self.block_table, tree.mask[:count, :count], self.first_slot)
         positions = [base - 2 + depth for depth in tree.depths]
-        return DraftedRows(tree.token_ids, tree.features[:count], positions, rows, range(count - len(self.frontier), count))
+        return DraftPairs(tree.token_ids, tree.features[:count], positions, rows, range(count - len(self.frontier), count))
 
     def to_tree(self, source: str) -> DraftTree | None:
         """Return the tree to propose; None without draft tokens."""
@@ -179,7 +179,7 @@ def frontier_draws(drafts: Sequence[GrowingDraft]) -> Draws | None:
     return token_draws([(draft.request, draft.level) if draft.is_drawn else None for draft in drafts for _ in draft.frontier])
 
 
-def draft_shape(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
+def draft_depth_and_width(budget: DraftBudget, tree_width: int) -> tuple[int, int]:
     """Return depth and width of a draft: a tree only if the budget has rows for branches next to the longest chain."""
     depth = budget.max_tokens
     has_room = budget.row_budget > budget.max_depth + 1 and budget.layout is not TreeLayout.CHAIN

@@ -25,7 +25,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class XLoraMixture:
     """How X-LoRA weights its K adapters, for each row separately.
 
     The ranks of a product are those of all adapters, one adapter after the other. A scaling pass before the real pass computes the hidden
@@ -35,7 +35,7 @@ class Mixture:
         num_adapters: K.
         num_layers: L, the matrices with scalings of their own; 1 = all matrices have the same.
         classifier: weight [out, in] and bias [out] float32 of each linear layer, with ReLU between layers. The last has L * K outputs.
-        temperature: of the softmax over the K outputs of a matrix; None = no softmax.
+        temperature: temperature of the softmax over the K outputs of a matrix; None = no softmax.
         top_k: only the largest `top_k` scalings are kept, the first of equal ones; the others become 0. None = all are kept.
         has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
         pass_scaling: the value of every scaling in the scaling pass.
@@ -70,4 +70,4 @@ class Adapter:
     products: Mapping[str, LowRank]
     biases: Mapping[str, NDArray[np.float32]]
     saved: Mapping[str, NDArray[np.float32]]
-    mixture: Mixture | None = None
+    mixture: XLoraMixture | None = None

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, listed
+from paceline.errors import CheckpointError, name_list
 from paceline.models.families.family import Family
 from paceline.models.storage.stacked_experts import common_expert_name
-from paceline.models.storage.stored_model import IMAGE_PARTS, NESTINGS, plain_name
+from paceline.models.storage.stored_model import ENCODER_PREFIXES, TEXT_MODEL_PREFIXES, plain_name
 from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.small_files import check_regular, is_file
 
@@ -25,7 +25,7 @@ _FLOATS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 
 
 class TensorRole(Enum):
-    """What a tensor is to its module."""
+    """The role of a tensor of an adapter file for the module that it adapts."""
 
     DOWN = "lora_A"
     UP = "lora_B"
@@ -75,7 +75,7 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
     if not of_texts:
         found = "only tensors of image or audio encoders, and texts alone are read" if tensors else "no tensors"
         raise CheckpointError(f"{path} holds {found}: use another adapter")
-    nesting = next((one for one in NESTINGS if any(_without_prefix(name).startswith(one) for name in of_texts)), None)
+    nesting = next((one for one in TEXT_MODEL_PREFIXES if any(_without_prefix(name).startswith(one) for name in of_texts)), None)
     entries: dict[tuple[str, bool], ModuleTensors] = {}
     unknown = []
     for name, tensor in of_texts.items():
@@ -90,7 +90,7 @@ def read_adapter_file(directory: Path, family: Family) -> tuple[Path, list[Modul
             raise CheckpointError(f"{path} holds {name} and {entry.tensors[kind][0]}, which are the same: export the adapter again")
         entry.tensors[kind] = (name, tensor)
     if unknown:
-        raise CheckpointError(f"{path} holds {listed(unknown)} that no plain LoRA adapter has: it may compute something else with them")
+        raise CheckpointError(f"{path} holds {name_list(unknown)} that no plain LoRA adapter has: it may compute something else with them")
     return path, list(entries.values())
 
 
@@ -130,7 +130,7 @@ def _without_prefix(name: str) -> str:
 
 
 def _is_encoder_tensor(name: str) -> bool:
-    return name.removeprefix("model.").startswith(IMAGE_PARTS)
+    return name.removeprefix("model.").startswith(ENCODER_PREFIXES)
 
 
 def _parse_name(name: str) -> tuple[str, TensorRole, bool] | None:
@@ -148,7 +148,7 @@ def _parse_name(name: str) -> tuple[str, TensorRole, bool] | None:
 
 
 def _common_module_name(module: str, family: Family) -> str:
-    """Return the module with the common names of experts. A module of several parameters is mapped by one of them."""
+    """Return a module's name with the experts named as in most families. Of a module with several parameters, one is mapped."""
     plain = without_base_layers(module)
     own = common_expert_name(f"{plain}.weight", family).removesuffix(".weight")
     return own if own != plain else common_expert_name(f"{plain}.down_proj", family).removesuffix(".down_proj")

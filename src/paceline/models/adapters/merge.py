@@ -30,11 +30,11 @@ class MergedWeights(LazyWeights):
 
     Args:
         base: the weights of the model.
-        config: of the model, before merging.
+        config: config of the model, before merging.
         adapter: made for this model.
         weight_type: to which changed matrices are rounded, to nearest even.
         quantised_type: the same for matrices that are quantised in `base`; None = `weight_type`.
-        quantised_next: the caller quantises each matrix as soon as it is computed.
+        is_quantised_next: the caller quantises each matrix as soon as it is computed.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class MergedWeights(LazyWeights):
         adapter: Adapter,
         *,
         weight_type: WeightType,
-        quantised_type: WeightType | None = None,
-        quantised_next: bool = False,
+        type_if_quantised: WeightType | None = None,
+        is_quantised_next: bool = False,
     ) -> None:
         self._base, self._adapter, self._type = base, adapter, weight_type
-        self._quantised_type, self._quantised_next = quantised_type or weight_type, quantised_next
+        self._quantised_type, self._quantised_next = type_if_quantised or weight_type, is_quantised_next
         is_parted = merged_config(config, adapter).tied_embeddings != config.tied_embeddings
         self._sources = {"lm_head.weight": "embedding.weight"} if is_parted else {}
         matrices = [(name, matrix) for name, of_name in network_matrices(config).items() for matrix in of_name]
@@ -58,16 +58,16 @@ class MergedWeights(LazyWeights):
         self._biases = {f"{matrix.name}.bias": (name, matrix) for name, matrix in matrices if name in adapter.biases}
         names = dict.fromkeys((*base.names(), *self._sources, *self._biases))
         super().__init__(names, self._tensor)
-        self.own_head, self.has_encoders, self.container = base.own_head, base.has_encoders, base.container
+        self.bundled_head, self.has_encoders, self.container = base.bundled_head, base.has_encoders, base.container
         self.packed = {name: one for name, one in base.packed.items() if name not in self._changed}
         self.notices = (*base.notices, *self._notices())
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> Floats:
-        return super().rows(name, numbers) if self.changes(name) else self._base.rows(self._sources.get(name, name), numbers)
+        return super().rows(name, numbers) if self.is_changed(name) else self._base.rows(self._sources.get(name, name), numbers)
 
     def info(self, name: str) -> TensorInfo:
         if name in self._biases:
-            size = len(self._added_bias(name))
+            size = len(self._merged_bias(name))
             return TensorInfo((size,), WeightType.F32, None, 4 * size)
         info = self._base.info(self._sources.get(name, name))
         if name not in self._changed:
@@ -77,30 +77,30 @@ class MergedWeights(LazyWeights):
         return replace(info, weight_type=weight_type, bits=None, nbytes=nbytes)
 
     def blocks(self, name: str) -> StoredBlocks | None:
-        return None if self.changes(name) else self._base.blocks(self._sources.get(name, name))
+        return None if self.is_changed(name) else self._base.blocks(self._sources.get(name, name))
 
     @property
     def changed_bytes(self) -> int:
         """Return the bytes in memory of all matrices that the adapter changes."""
         return 0 if self._quantised_next else sum(self.info(name).nbytes for name in self._changed)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         source = self._sources.get(name, name)
-        base = self._base.stored(source) if self._base.has(source) else ()
-        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self.changes(name) else base
+        base = self._base.source_arrays(source) if self._base.has(source) else ()
+        return (*base, np.frombuffer(self._adapter.key, np.uint8)[None]) if self.is_changed(name) else base
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
         source = self._sources.get(name, name)
-        if self._base.has(source):  # false for a bias that only the adapter has
-            self._base.forget(source)
+        if self._base.has(source):  # the model has no such tensor if only the adapter has this bias
+            self._base.free_tensor(source)
 
-    def changes(self, name: str) -> bool:
+    def is_changed(self, name: str) -> bool:
         """Return whether the adapter changes a tensor."""
         return name in self._changed or name in self._biases
 
     def _notices(self) -> Iterable[str]:
-        """Yield that the merged model is another target, and the memory that dequantised matrices take."""
+        """Yield notices: the merged model is another target than the base model, and dequantised matrices take memory."""
         yield f"the adapter {self._adapter.name!r} is merged into the weights: another target than the model with a separate adapter"
         quantised = [name for name in self._changed if self._base.info(self._sources.get(name, name)).bits is not None]
         if quantised and not self._quantised_next:
@@ -114,18 +114,18 @@ class MergedWeights(LazyWeights):
 
     def _tensor(self, name: str) -> AnyTensor:
         if name in self._biases:
-            own = self._added_bias(name)
+            own = self._merged_bias(name)
             values = own + as_float32(self._base[name]) if self._base.has(name) else own
             return Tensor(values, WeightType.F32, values.shape)
         source = self._sources.get(name, name)
         if name not in self._changed:
             return self._base[source]
-        merged = self._merged(name, source)
+        merged = self._merged_matrix(name, source)
         if source == name:
-            self._base.forget(name)
+            self._base.free_tensor(name)
         return merged
 
-    def _merged(self, name: str, source: str) -> Tensor:
+    def _merged_matrix(self, name: str, source: str) -> Tensor:
         changed, matrix = self._changed[name]
         product, saved = self._adapter.products.get(changed), self._adapter.saved.get(changed)
         tensor = self._base[source] if saved is None else Tensor(saved, WeightType.F32, saved.shape)
@@ -139,15 +139,15 @@ class MergedWeights(LazyWeights):
         for start in range(0, tensor.shape[0], step):
             rows = np.arange(start, min(start + step, tensor.shape[0]), dtype=np.int32)
             values = as_float32(tensor, rows)
-            found[rows] = self._rounded(values if product is None else values + product.up[rows] @ product.down, name, weight_type)
+            found[rows] = self._round_to_type(values if product is None else values + product.up[rows] @ product.down, name, weight_type)
         return Tensor(found, weight_type, tensor.shape)
 
-    def _added_bias(self, name: str) -> Floats:
+    def _merged_bias(self, name: str) -> Floats:
         changed, matrix = self._biases[name]
         own = self._adapter.biases[changed]
         return own if matrix.rows is None else own[matrix.rows]
 
-    def _rounded(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
+    def _round_to_type(self, values: Floats, name: str, weight_type: WeightType) -> NDArray[Any]:
         if weight_type is WeightType.BF16:
             return to_bf16(values)
         with np.errstate(over="ignore"):

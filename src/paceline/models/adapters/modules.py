@@ -14,7 +14,7 @@ from paceline.models.tensor_names import checkpoint_names, tensor_shapes
 from paceline.models.weights import half_split_order
 
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
-_OF_CONVOLUTIONS = "conv"
+_CONVOLUTION_MODULE = "conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class NetworkMatrix:
 
 
 def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]]:
-    """Return the network's matrices for every product of `Adapter`: several if the checkpoint fuses several of ours in one matrix."""
+    """Return for each product of `Adapter` the network's matrices: several if the checkpoint fuses several of them in one matrix."""
     shapes, found = tensor_shapes(config), dict[str, tuple[NetworkMatrix, ...]]()
     joined = {
         f"model.layers.{index}.{source}": {f"layers.{index}.{part}": rows for part, rows in parts.items()}
@@ -67,24 +67,24 @@ def network_matrices(config: ModelConfig) -> dict[str, tuple[NetworkMatrix, ...]
             matrices = tuple(NetworkMatrix(stem, rows) for stem, rows in joined[module].items())
         else:
             matrices = tuple(NetworkMatrix(stem, _checkpoint_rows(stem, shapes[f"{stem}.weight"][0], config)) for stem in stems)
-        found[_product_name(module, stems)] = matrices
+        found[_adapter_product_name(module, stems)] = matrices
     return {**found, LM_HEAD: (NetworkMatrix("lm_head"),)}
 
 
 def target_modules(config: ModelConfig) -> dict[str, TargetModule]:
     """Return the matrices that an adapter may name, by their checkpoint names without `.weight`."""
     shapes = tensor_shapes(config)
-    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can untie the head
+    shapes.setdefault("lm_head.weight", shapes["embedding.weight"])  # an adapter can replace a tied lm_head
     by_module = {**_matrices_by_module(config), LM_HEAD: ["lm_head"]}
     sizes = {module: sum(shapes[f"{stem}.weight"][0] for stem in stems) for module, stems in by_module.items()}
     found = {
-        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_product_name(module, stems): None})
+        module: TargetModule((sizes[module], shapes[f"{stems[0]}.weight"][1]), {_adapter_product_name(module, stems): None})
         for module, stems in by_module.items()
     }
     products = {stem: (module, stems) for module, stems in by_module.items() for stem in stems}
     for index, layer in enumerate(config.layers):
-        for source, parts in _fused_in_layer(layer, config).items():
-            named = {_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
+        for source, parts in _fused_modules(layer, config).items():
+            named = {_adapter_product_name(*products[f"layers.{index}.{part}"]): rows for part, rows in parts.items()}
             columns = found[products[f"layers.{index}.{next(iter(parts))}"][0]].shape[1]
             found[f"model.layers.{index}.{source}"] = TargetModule((num_rows(parts), columns), named)
     return found
@@ -116,25 +116,25 @@ def expert_parameters(config: ModelConfig) -> dict[str, ExpertParameter]:
 
 
 def _matrices_by_module(config: ModelConfig) -> dict[str, list[str]]:
-    """Return our matrices in each matrix of the checkpoint."""
+    """Return for each matrix of the checkpoint the internal names of the matrices that it holds."""
     shapes, found = tensor_shapes(config), dict[str, list[str]]()
     for ours, theirs in checkpoint_names(config).items():
         stem, _, kind = ours.rpartition(".")
-        if kind == "weight" and len(shapes[ours]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _OF_CONVOLUTIONS:
+        if kind == "weight" and len(shapes[ours]) == 2 and stem != "layer_embedding" and stem.rpartition(".")[2] != _CONVOLUTION_MODULE:
             found.setdefault(theirs.removesuffix(".weight"), []).append(stem)
     return found
 
 
-def _product_name(module: str, stems: list[str]) -> str:
+def _adapter_product_name(module: str, stems: list[str]) -> str:
     return EMBEDDING if stems == ["embedding"] else module.removeprefix("model.")
 
 
-def _fused_in_layer(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
-    """Return the fused matrices that some checkpoints of the family have: our names in each, with their rows."""
+def _fused_modules(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]:
+    """Return the fused matrices that some checkpoints of the family have: for each, the matrices in it with their rows."""
     family, found = FAMILIES[config.family], dict[str, Parts]()
     if isinstance(layer.mixer, GatedDeltaConfig):
         found |= {f"{family.recurrent_module}.{source}": parts for source, parts in fused_by_key_head(layer.mixer).items()}
-    if family.fuses_projections:
+    if family.has_fused_projections:
         attention = layer.attention
         sizes = {"q_proj": attention.query_size, "k_proj": attention.kv_size, "v_proj": attention.kv_size}
         found["self_attn.qkv_proj"] = consecutive_rows(sizes)
@@ -144,7 +144,7 @@ def _fused_in_layer(layer: LayerConfig, config: ModelConfig) -> dict[str, Parts]
 
 
 def _checkpoint_rows(stem: str, rows: int, config: ModelConfig) -> NDArray[np.int64] | None:
-    """Return the checkpoint's row for each row of the network, where rotary rows are reordered at load; None = the same order."""
+    """Return for each row of a network's matrix its row in the checkpoint, if loading reorders rotary rows; None = the same order."""
     part = stem.rpartition(".")[2]
     if not FAMILIES[config.family].has_interleaved_rope or part not in ("q_proj", "k_proj"):
         return None

@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigError
 from paceline.models.adapters import modules
-from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
+from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
 from paceline.models.adapters.modules import NetworkMatrix, network_matrices
 from paceline.models.config import ModelConfig
 from paceline.models.tensor_names import tensor_shapes
 
 EMBEDDING, LM_HEAD = "embedding", "lm_head"
-_MOST_NAMES = 8  # listed in an error
+_MAX_LISTED_NAMES = 8  # listed in an error
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkAdapter:
-    """The changes of an adapter by our tensor names without `.weight`. The output matrix is `lm_head`, also where embeddings are tied.
+    """The changes of an adapter by internal tensor names without `.weight`. The output matrix is `lm_head`, also where embeddings are tied.
 
     Attributes:
         products, biases, saved, mixture: as in `Adapter`.
@@ -28,10 +28,10 @@ class NetworkAdapter:
     products: Mapping[str, LowRank]
     biases: Mapping[str, NDArray[np.float32]]
     saved: Mapping[str, NDArray[np.float32]]
-    mixture: Mixture | None = None
+    mixture: XLoraMixture | None = None
 
     @property
-    def changes_embedding(self) -> bool:
+    def has_embedding_change(self) -> bool:
         return EMBEDDING in self.products or EMBEDDING in self.saved
 
     def embedding_rows(self, rows: NDArray[np.float32], token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -51,7 +51,7 @@ class NetworkAdapter:
         return rows + added
 
 
-def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
+def to_network_adapter(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     """Return an adapter as the network of `config` needs it.
 
     Raises:
@@ -62,7 +62,9 @@ def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     named = {*adapter.products, *adapter.biases}
     unknown = sorted({*(named - matrices.keys()), *(adapter.saved.keys() - saved.keys()), *(adapter.saved.keys() & named)})
     if unknown:
-        shown = ", ".join(unknown[:_MOST_NAMES]) + (f" and {len(unknown) - _MOST_NAMES} more" if len(unknown) > _MOST_NAMES else "")
+        shown = ", ".join(unknown[:_MAX_LISTED_NAMES]) + (
+            f" and {len(unknown) - _MAX_LISTED_NAMES} more" if len(unknown) > _MAX_LISTED_NAMES else ""
+        )
         raise ConfigError(
             f"the adapter {adapter.name!r} changes {shown}, which only merging can change: load the model with it merged (merge_adapter)"
         )
@@ -84,7 +86,7 @@ def to_network(adapter: Adapter, config: ModelConfig) -> NetworkAdapter:
     return found
 
 
-def _network_mixture(mixture: Mixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> Mixture | None:
+def _network_mixture(mixture: XLoraMixture | None, matrices: Mapping[str, Sequence[NetworkMatrix]]) -> XLoraMixture | None:
     if mixture is None:
         return None
     return replace(mixture, columns={matrix.name: columns for name, columns in mixture.columns.items() for matrix in matrices[name]})
@@ -101,4 +103,4 @@ def _check_shapes(adapter: str, found: NetworkAdapter, config: ModelConfig) -> N
     wrong += [f"the bias of {name}" for name, bias in found.biases.items() if bias.shape != shapes[name][:1]]
     wrong += [f"{name} of shape {list(values.shape)}" for name, values in found.saved.items() if values.shape != shapes[name]]
     if wrong:
-        raise ConfigError(f"the adapter {adapter!r} is another model's: {'; '.join(wrong[:_MOST_NAMES])}")
+        raise ConfigError(f"the adapter {adapter!r} is another model's: {'; '.join(wrong[:_MAX_LISTED_NAMES])}")

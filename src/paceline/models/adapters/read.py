@@ -24,7 +24,7 @@ from paceline.models.weights import Weights
 
 MAX_NAME_LEN = 200
 _CHUNK_ROWS = 4096
-_COPIES = 2  # in float32: as read, and as laid out by a runtime
+_NUM_FLOAT32_COPIES = 2  # float32 copies of an adapter in memory: as read, and as the runtime stores it
 Floats = NDArray[np.float32]
 
 
@@ -53,17 +53,17 @@ def read_adapter(
     check_saved(path, entries, settings, config)
     if memory_bytes is not None:
         _check_memory(path, entries, memory_bytes)
-    reader = _Reader(path, targets, config, weights)
+    reader = _AdapterBuilder(path, targets, config, weights)
     for entry in entries:
-        reader.take(entry)
-    if settings.ties and config.tied_embeddings:
-        reader.tie()
+        reader.read_module(entry)
+    if settings.has_tied_head and config.tied_embeddings:
+        reader.apply_to_tied_head()
     return reader.adapter(name)
 
 
 def _check_memory(path: Path, entries: Sequence[ModuleTensors], memory_bytes: int) -> None:
     """Refuse an adapter that does not fit into memory: the system would kill the process."""
-    size = _COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
+    size = _NUM_FLOAT32_COPIES * 4 * sum(math.prod(tensor.shape) for entry in entries for _, tensor in entry.tensors.values())
     if size > memory_bytes:
         raise CapacityError(
             f"{path} takes {size / 1e9:.3g} GB while it is read, {memory_bytes / 1e9:.3g} GB are free: use an adapter of a lower rank, "
@@ -81,7 +81,7 @@ def check_name(name: object) -> None:
         raise ConfigError(f"the adapter's name is {shortened(name)}: use 1 to {MAX_NAME_LEN} printable characters")
 
 
-class _Reader:
+class _AdapterBuilder:
     """Builds an `Adapter` from the tensors of each module."""
 
     def __init__(self, path: Path, targets: AdapterTargets, config: ModelConfig, weights: Weights | None) -> None:
@@ -90,46 +90,46 @@ class _Reader:
         self._biases: dict[str, Floats] = {}
         self._saved: dict[str, Floats] = {}
 
-    def take(self, entry: ModuleTensors) -> None:
+    def read_module(self, entry: ModuleTensors) -> None:
         """Read the tensors of one module.
 
         Raises:
             CheckpointError: A value is not finite, or a product is adapted twice.
         """
-        target = self._targets.target(entry)
+        target = self._targets.module_target(entry)
         if TensorRole.DOWN in entry.tensors:
-            rank, scale = self._targets.rank(entry)
-            down, up = self._values(entry, TensorRole.DOWN), self._scaled(entry, TensorRole.UP, scale)
+            rank, scale = self._targets.rank_and_scale(entry)
+            down, up = self._read_values(entry, TensorRole.DOWN), self._read_scaled(entry, TensorRole.UP, scale)
             if isinstance(target, ExpertParameter):
-                self._take_stack(target, down, up, rank)
+                self._read_expert_stack(target, down, up, rank)
                 return
             for name, rows in target.parts.items():
-                self._add(name, down, _rows(up, rows))
+                self._add_product(name, down, _select_rows(up, rows))
             if TensorRole.UP_BIAS in entry.tensors:
-                self._add_biases(target, self._scaled(entry, TensorRole.UP_BIAS, scale))
+                self._add_biases(target, self._read_scaled(entry, TensorRole.UP_BIAS, scale))
         if isinstance(target, TargetModule) and TensorRole.BIAS in entry.tensors:
-            self._replace_biases(target, self._values(entry, TensorRole.BIAS))
+            self._replace_biases(target, self._read_values(entry, TensorRole.BIAS))
         if isinstance(target, TargetModule) and TensorRole.WHOLE in entry.tensors:
-            self._save(next(iter(target.parts)), self._values(entry, TensorRole.WHOLE))
+            self._read_whole_matrix(next(iter(target.parts)), self._read_values(entry, TensorRole.WHOLE))
 
-    def tie(self) -> None:
+    def apply_to_tied_head(self) -> None:
         """Apply the changes of the embedding to the tied head."""
         if EMBEDDING in self._saved:
             self._saved.setdefault(LM_HEAD, self._saved[EMBEDDING])
         if EMBEDDING in self._products and LM_HEAD not in self._products:
             own = self._products[EMBEDDING]
-            self._add(LM_HEAD, np.ascontiguousarray(own.up.T), own.down.T)
+            self._add_product(LM_HEAD, np.ascontiguousarray(own.up.T), own.down.T)
 
     def adapter(self, name: str) -> Adapter:
-        """Return the adapter."""
-        return Adapter(name, _digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
+        """Return the adapter built from the modules read so far."""
+        return Adapter(name, _value_digest(self._products, self._biases, self._saved), self._products, self._biases, self._saved)
 
-    def _values(self, entry: ModuleTensors, kind: TensorRole) -> Floats:
+    def _read_values(self, entry: ModuleTensors, kind: TensorRole) -> Floats:
         name, tensor = entry.tensors[kind]
         return as_float32(self._path, name, tensor)
 
-    def _scaled(self, entry: ModuleTensors, kind: TensorRole, scale: float) -> Floats:
-        values = self._values(entry, kind)
+    def _read_scaled(self, entry: ModuleTensors, kind: TensorRole, scale: float) -> Floats:
+        values = self._read_values(entry, kind)
         with np.errstate(over="ignore", invalid="ignore"):
             values *= np.float32(scale)
         if not np.isfinite(values).all():
@@ -138,53 +138,53 @@ class _Reader:
             )
         return values
 
-    def _add(self, name: str, down: Floats, up: Floats) -> None:
+    def _add_product(self, name: str, down: Floats, up: Floats) -> None:
         if name in self._products:
             raise CheckpointError(f"{self._path} adapts {name} twice, alone and in a matrix with others: export the adapter again")
         self._products[name] = LowRank(down, np.ascontiguousarray(up))
 
-    def _take_stack(self, stack: ExpertParameter, down: Floats, up: Floats, rank: int) -> None:
+    def _read_expert_stack(self, stack: ExpertParameter, down: Floats, up: Floats, rank: int) -> None:
         """Add the products of all experts. Experts are consecutive in the rows of `down`, and interleaved in the columns of `up`."""
         for number, parts in enumerate(stack.experts):
             own_down, own_up = down[number * rank : (number + 1) * rank], up[:, number :: len(stack.experts)]
             for name, rows in parts.items():
-                self._add(name, own_down, _rows(own_up, rows))
+                self._add_product(name, own_down, _select_rows(own_up, rows))
 
     def _add_biases(self, module: TargetModule, values: Floats) -> None:
         for name, rows in module.parts.items():
-            own = np.ascontiguousarray(_rows(values, rows))
+            own = np.ascontiguousarray(_select_rows(values, rows))
             if own.any():
                 self._biases[name] = self._biases[name] + own if name in self._biases else own
 
     def _replace_biases(self, module: TargetModule, values: Floats) -> None:
-        """Add biases that replace the target's, as the difference from them."""
+        """Add biases that replace the target's, stored as the difference from the target's biases."""
         if self._weights is None:
             raise ConfigError(f"{self._path} holds biases instead of the model's, which they are compared with: give its weights")
         for name, rows in module.parts.items():
-            own = np.array(_rows(values, rows))
+            own = np.array(_select_rows(values, rows))
             for matrix in self._targets.matrices[name]:
                 chosen = slice(None) if matrix.rows is None else matrix.rows
                 part = own[chosen]
                 own[chosen] = part - self._weights.rows(f"{matrix.name}.bias", np.arange(len(part), dtype=np.int32))
             self._add_biases(TargetModule(module.shape, {name: None}), own)
 
-    def _save(self, name: str, values: Floats) -> None:
+    def _read_whole_matrix(self, name: str, values: Floats) -> None:
         """Keep a whole matrix that replaces the target's. An unchanged matrix is left out."""
-        if self._weights is None or not self._is_own(name, values, self._weights):
+        if self._weights is None or not self._equals_target(name, values, self._weights):
             self._saved[name] = values
 
-    def _is_own(self, name: str, values: Floats, weights: Weights) -> bool:
+    def _equals_target(self, name: str, values: Floats, weights: Weights) -> bool:
         stem = "embedding" if self._config.tied_embeddings else self._targets.matrices[name][0].name
         starts = range(0, len(values), _CHUNK_ROWS)
         parts = (np.arange(start, min(start + _CHUNK_ROWS, len(values)), dtype=np.int32) for start in starts)
         return all(np.array_equal(weights.rows(f"{stem}.weight", part), values[part]) for part in parts)
 
 
-def _rows(values: Floats, rows: Rows | None) -> Floats:
+def _select_rows(values: Floats, rows: Rows | None) -> Floats:
     return values if rows is None else values[rows]
 
 
-def _digest(products: Mapping[str, LowRank], biases: Mapping[str, Floats], saved: Mapping[str, Floats]) -> bytes:
+def _value_digest(products: Mapping[str, LowRank], biases: Mapping[str, Floats], saved: Mapping[str, Floats]) -> bytes:
     digest = hashlib.sha256()
     low_rank = {f"{name} {part}": values for name, one in products.items() for part, values in (("down", one.down), ("up", one.up))}
     others = {f"{name} {part}": values for part, of_part in (("bias", biases), ("saved", saved)) for name, values in of_part.items()}

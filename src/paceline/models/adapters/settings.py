@@ -15,21 +15,21 @@ from paceline.small_files import read_json
 
 CONFIG = "adapter_config.json"
 MAX_RANK = 2**20
-_OTHER_COMPUTATION = (
+_UNSUPPORTED_KEYS = (
     "use_dora", "layer_replication", "alora_invocation_tokens", "alora_invocation_string", "trainable_token_indices", "use_qalora",
     "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config", "megatron_config", "enable_lora",
 )  # fmt: skip
-_WITHOUT_EFFECT = (
+_IGNORED_KEYS = (
     "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library", "revision", "task_type", "inference_mode",
     "peft_version", "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "runtime_config", "qalora_group_size", "merge_weights", "target_modules_to_tie", "modules_to_tie",
 )  # fmt: skip
-_READ = (
+_READ_KEYS = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules", "target_parameters",
     "layers_to_transform", "layers_pattern", "bias", "lora_bias", "modules_to_save", "init_lora_weights", "ensure_weight_tying",
     "fan_in_fan_out",
 )  # fmt: skip
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+_SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that do not change the base model's weights."""
 
 
@@ -46,7 +46,7 @@ class AdapterSettings:
         targets: the modules that it adapts.
         target_parameters: suffixes of parameters that it adapts in addition.
         has_low_rank_biases: every lora_B has a bias.
-        ties: with tied embeddings, an adapted embedding also changes the head.
+        has_tied_head: with tied embeddings, an adapted embedding also changes the head.
     """
 
     path: Path
@@ -59,10 +59,10 @@ class AdapterSettings:
     targets: ModuleSelector
     target_parameters: tuple[str, ...]
     has_low_rank_biases: bool
-    ties: bool
+    has_tied_head: bool
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of a low-rank product."""
+        """Return the factor that multiplies a low-rank product: alpha / rank, or alpha / sqrt(rank)."""
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -80,30 +80,30 @@ def read_settings(directory: Path) -> AdapterSettings:
             "with adapter_model.safetensors"
         )
     fields = JsonFields(values, path)
-    _refuse_others(fields)
+    _refuse_unsupported_settings(fields)
     return AdapterSettings(
         path=path,
-        base=_text_or_none(values.get("base_model_name_or_path")),
+        base=_read_optional_text(values.get("base_model_name_or_path")),
         rank=fields.size("r", 8, most=MAX_RANK),
         alpha=fields.number("lora_alpha", 8.0),
-        rank_pattern={name: _rank(fields, name, value) for name, value in _pattern(fields, "rank_pattern").items()},
-        alpha_pattern={name: _alpha(fields, name, value) for name, value in _pattern(fields, "alpha_pattern").items()},
+        rank_pattern={name: _check_rank(fields, name, value) for name, value in _read_pattern_table(fields, "rank_pattern").items()},
+        alpha_pattern={name: _check_alpha(fields, name, value) for name, value in _read_pattern_table(fields, "alpha_pattern").items()},
         is_rank_stabilized=fields.flag("use_rslora", default=False),
         targets=ModuleSelector(
             path=path,
-            names=_one_or_several(fields, "target_modules"),
-            excluded=_one_or_several(fields, "exclude_modules"),
-            saved=tuple(_names(fields, "modules_to_save")),
-            layers=_layers(fields),
-            layers_pattern=tuple(_names(fields, "layers_pattern")),
+            names=_read_pattern_or_names(fields, "target_modules"),
+            excluded=_read_pattern_or_names(fields, "exclude_modules"),
+            saved=tuple(_read_names(fields, "modules_to_save")),
+            layers=_read_layer_indices(fields),
+            layers_pattern=tuple(_read_names(fields, "layers_pattern")),
         ),
-        target_parameters=tuple(_names(fields, "target_parameters")),
+        target_parameters=tuple(_read_names(fields, "target_parameters")),
         has_low_rank_biases=fields.flag("lora_bias", default=False),
-        ties=fields.flag("ensure_weight_tying", default=False),
+        has_tied_head=fields.flag("ensure_weight_tying", default=False),
     )
 
 
-def _refuse_others(fields: JsonFields) -> None:
+def _refuse_unsupported_settings(fields: JsonFields) -> None:
     kind = fields.values.get("peft_type", "LORA")
     if kind == "XLORA":
         raise CheckpointError(
@@ -114,20 +114,20 @@ def _refuse_others(fields: JsonFields) -> None:
         raise CheckpointError(
             f"{fields.path}: peft_type = {shortened(kind)} is not supported, only 'LORA' and 'XLORA' are: use a plain LoRA adapter"
         )
-    for name in _OTHER_COMPUTATION:
+    for name in _UNSUPPORTED_KEYS:
         if fields.values.get(name):
             raise CheckpointError(
                 f"{fields.path}: {name} = {shortened(fields.values[name])} is not supported: it computes something else than plain LoRA; "
                 "merge the adapter into its model with PEFT (merge_and_unload()) and use the result"
             )
-    unknown = [name for name, value in fields.values.items() if value and name not in (*_OTHER_COMPUTATION, *_WITHOUT_EFFECT, *_READ)]
+    unknown = [name for name, value in fields.values.items() if value and name not in (*_UNSUPPORTED_KEYS, *_IGNORED_KEYS, *_READ_KEYS)]
     if unknown:
         raise CheckpointError(
             f"{fields.path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known LoRA adapter has: they may change what it "
             "computes; remove what does not, or merge the adapter into its model with PEFT"
         )
     start = fields.values.get("init_lora_weights", True)
-    if not any(type(start) is type(one) and start == one for one in (*_PLAIN_STARTS, None)):
+    if not any(type(start) is type(one) and start == one for one in (*_SUPPORTED_INITS, None)):
         raise CheckpointError(
             f"{fields.path}: init_lora_weights = {shortened(start)} changed the model's own weights when training began: save the adapter "
             "again with PEFT's path_initial_model_for_weight_conversion, which makes a plain one of it"
@@ -135,14 +135,14 @@ def _refuse_others(fields: JsonFields) -> None:
     bias = fields.values.get("bias", "none")
     if bias not in ("none", "all", "lora_only", None):
         raise CheckpointError(f"{fields.path}: bias = {shortened(bias)}, expected none, all or lora_only")
-    fields.flag("fan_in_fan_out", default=False)  # for matrices that GPT-2 stores transposed; PEFT ignores it for all supported models
+    fields.flag("fan_in_fan_out", default=False)  # read so that an invalid value is refused; PEFT ignores it for all supported models
 
 
-def _text_or_none(value: object) -> str | None:
+def _read_optional_text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _names(fields: JsonFields, name: str) -> list[str]:
+def _read_names(fields: JsonFields, name: str) -> list[str]:
     """Return a list of names from a list, one name or null."""
     value = fields.values.get(name)
     found = [] if value is None else [value] if isinstance(value, str) else value
@@ -151,13 +151,13 @@ def _names(fields: JsonFields, name: str) -> list[str]:
     return found
 
 
-def _one_or_several(fields: JsonFields, name: str) -> str | tuple[str, ...]:
+def _read_pattern_or_names(fields: JsonFields, name: str) -> str | tuple[str, ...]:
     """Return a pattern, or a tuple of names."""
     value = fields.values.get(name)
-    return value if isinstance(value, str) and value else tuple(_names(fields, name) if value else ())
+    return value if isinstance(value, str) and value else tuple(_read_names(fields, name) if value else ())
 
 
-def _layers(fields: JsonFields) -> tuple[int, ...]:
+def _read_layer_indices(fields: JsonFields) -> tuple[int, ...]:
     value = fields.values.get("layers_to_transform")
     found = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(one) is int and one >= 0 for one in found):
@@ -165,20 +165,20 @@ def _layers(fields: JsonFields) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pattern(fields: JsonFields, name: str) -> Mapping[str, object]:
+def _read_pattern_table(fields: JsonFields, name: str) -> Mapping[str, object]:
     value = fields.values.get(name) or {}
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{fields.path}: {name} = {shortened(value)}, expected an object of modules' names")
     return value
 
 
-def _rank(fields: JsonFields, name: str, value: object) -> int:
+def _check_rank(fields: JsonFields, name: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
         raise CheckpointError(f"{fields.path}: rank_pattern gives {shortened(name)} the rank {shortened(value)}, expected 1 to {MAX_RANK}")
     return value
 
 
-def _alpha(fields: JsonFields, name: str, value: object) -> float:
+def _check_alpha(fields: JsonFields, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise CheckpointError(
             f"{fields.path}: alpha_pattern gives {shortened(name)} the alpha {shortened(value)}, expected a number from -{LARGEST:.3g} to "

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, listed, shortened
-from paceline.models.adapters.adapter import Adapter, LowRank, Mixture
+from paceline.errors import CheckpointError, name_list, shortened
+from paceline.models.adapters.adapter import Adapter, LowRank, XLoraMixture
 from paceline.models.adapters.adapter_file import FILES, adapter_files, as_float32
 from paceline.models.adapters.modules import EMBEDDING, LM_HEAD
 from paceline.models.adapters.read import check_name, read_adapter
@@ -26,23 +26,23 @@ from paceline.models.storage.tensor_file import FileTensor, read_tensors
 from paceline.models.weights import Weights
 from paceline.small_files import is_file, read_json
 
-_TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
+_CLASSIFIER_TENSOR = re.compile(r"(?:base_model\.)?(?:model\.)?internal_xlora_classifier\.layers\.(\d{1,4})\.(weight|bias)")
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a layer in module order, which is the order of layerwise scalings."""
-_OF_LAYER = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
+_LAYER_MATRIX = re.compile(r"layers\.(\d+)\.[a-z_]+\.([a-z_]+)")
 _EXPERTS = ".experts."
-_COPIES = 2  # in float32: as read, and as laid out by a runtime
+_NUM_FLOAT32_COPIES = 2  # float32 copies of an adapter in memory: as read, and as the runtime stores it
 Floats = NDArray[np.float32]
 
 
 MAX_DEPTH, MAX_SIZE, MAX_ADAPTERS = 64, 2**20, 256
-LEAST_TEMPERATURE = 2.0**-126
+MIN_TEMPERATURE = 2.0**-126
 """Smaller temperatures are no normal float32 numbers, in which scalings are computed."""
-_READ = (
+_READ_KEYS = (
     "peft_type", "hidden_size", "adapters", "enable_softmax", "enable_softmax_topk", "layerwise_scalings", "xlora_depth", "xlora_size",
     "xlora_dropout_p", "softmax_temperature", "top_k_lora", "scaling_pass_value", "global_scaling_weight", "use_bias",
 )  # fmt: skip
-_WITHOUT_EFFECT = (
+_IGNORED_KEYS = (
     "auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library", "revision", "task_type", "inference_mode",
     "peft_version", "use_trainable_adapters",
 )  # fmt: skip
@@ -54,12 +54,12 @@ class XLoraSettings:
 
     Attributes:
         path: the adapter_config.json.
-        hidden_size: of the hidden states that the classifier reads.
+        hidden_size: width of the hidden states that the classifier reads.
         adapters: path of each adapter, in the order of the classifier's outputs.
         depth, size: number of linear layers of the classifier, and the width between them.
         has_dropout: layer numbers of the classifier count a dropout between linear layers.
         has_layerwise_scalings: every adapted matrix has scalings of its own.
-        temperature: of the softmax; None = no softmax.
+        temperature: temperature of the softmax over scalings; None = no softmax.
         top_k: number of scalings that are kept; None = all.
         has_softmax_of_top_k: the kept scalings are normalised by a second softmax.
         pass_scaling: every scaling of the scaling pass, after top-k and its softmax.
@@ -99,7 +99,7 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
     path = directory / CONFIG
     values = read_json(path) or {}
     fields = JsonFields(values, path)
-    unknown = [name for name, value in values.items() if value and name not in (*_READ, *_WITHOUT_EFFECT)]
+    unknown = [name for name, value in values.items() if value and name not in (*_READ_KEYS, *_IGNORED_KEYS)]
     if unknown:
         raise CheckpointError(
             f"{path}: {', '.join(map(shortened, unknown[:20]))} are set, which no known X-LoRA adapter has: they may change what it "
@@ -107,7 +107,7 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
         )
     if not fields.flag("use_bias", default=True):
         raise CheckpointError(f"{path}: use_bias is false, and PEFT's classifier has biases: save the adapter again with PEFT 0.21")
-    adapters = _adapters(fields)
+    adapters = _read_adapter_paths(fields)
     top_k = None if values.get("top_k_lora") is None else fields.size("top_k_lora", most=len(adapters))
     has_softmax_of_top_k = fields.flag("enable_softmax_topk", default=False)
     return XLoraSettings(
@@ -118,16 +118,16 @@ def read_xlora_settings(directory: Path) -> XLoraSettings:
         size=fields.size("xlora_size", 2048, most=MAX_SIZE),
         has_dropout=fields.number("xlora_dropout_p", 0.2) > 0.0,
         has_layerwise_scalings=fields.flag("layerwise_scalings", default=False),
-        temperature=_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
+        temperature=_read_temperature(fields) if fields.flag("enable_softmax", default=True) else None,
         top_k=top_k,
         has_softmax_of_top_k=has_softmax_of_top_k,
-        pass_scaling=_pass_scaling(fields, len(adapters), top_k, has_softmax_of_top_k=has_softmax_of_top_k),
+        pass_scaling=_scaling_of_scaling_pass(fields, len(adapters), top_k, has_softmax_of_top_k=has_softmax_of_top_k),
         global_weight=fields.number("global_scaling_weight", 1.0),
     )
 
 
-def _adapters(fields: JsonFields) -> tuple[str, ...]:
-    """Return the paths of the adapters. PEFT loads them under their numbers and looks them up by these names, so both must be equal."""
+def _read_adapter_paths(fields: JsonFields) -> tuple[str, ...]:
+    """Return the paths of the adapters. PEFT loads adapters by number but looks them up by these names, so both must be equal."""
     found = fields.values.get("adapters")
     if not isinstance(found, Mapping) or not found or len(found) > MAX_ADAPTERS or not all(isinstance(one, str) for one in found.values()):
         raise CheckpointError(
@@ -141,16 +141,14 @@ def _adapters(fields: JsonFields) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _temperature(fields: JsonFields) -> float:
+def _read_temperature(fields: JsonFields) -> float:
     temperature = fields.number("softmax_temperature", 1.0)
-    if temperature < LEAST_TEMPERATURE:
-        raise CheckpointError(
-            f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {LEAST_TEMPERATURE:.3g}"
-        )
+    if temperature < MIN_TEMPERATURE:
+        raise CheckpointError(f"{fields.path}: softmax_temperature = {temperature:g}, expected a number of at least {MIN_TEMPERATURE:.3g}")
     return temperature
 
 
-def _pass_scaling(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
+def _scaling_of_scaling_pass(fields: JsonFields, num_adapters: int, top_k: int | None, *, has_softmax_of_top_k: bool) -> float:
     """Return the scaling of the scaling pass, after top-k and its softmax."""
     if "scaling_pass_value" in fields.values and fields.values["scaling_pass_value"] is None:
         raise CheckpointError(
@@ -192,17 +190,17 @@ def read_xlora(
         )
     adapters = []
     for number, given in enumerate(settings.adapters):
-        own = _directory(directory, number, given)
+        own = _adapter_directory(directory, number, given)
         adapters.append(read_adapter(own, name=f"{name} {number}", config=config, weights=weights, memory_bytes=memory_bytes))
-        _check_weighed(own, adapters[-1])
+        _check_scalable(own, adapters[-1])
         if memory_bytes is not None:
-            memory_bytes = max(0, memory_bytes - _COPIES * _nbytes(adapters[-1]))
+            memory_bytes = max(0, memory_bytes - _NUM_FLOAT32_COPIES * _num_bytes(adapters[-1]))
     products = {module: None for adapter in adapters for module in adapter.products}
-    order = _layers(settings, config, list(products)) if settings.has_layerwise_scalings else dict.fromkeys(products, 0)
+    order = _matrix_numbers(settings, config, list(products)) if settings.has_layerwise_scalings else dict.fromkeys(products, 0)
     num_layers = len(order) if settings.has_layerwise_scalings else 1
     classifier = _read_classifier(directory, settings, num_layers * len(adapters))
-    columns = {module: _columns(adapters, module, order[module]) for module in products}
-    mixture = Mixture(
+    columns = {module: _scaling_columns(adapters, module, order[module]) for module in products}
+    mixture = XLoraMixture(
         num_adapters=len(adapters),
         num_layers=num_layers,
         classifier=classifier,
@@ -212,11 +210,11 @@ def read_xlora(
         pass_scaling=settings.pass_scaling,
         columns=columns,
     )
-    joined = {module: _concatenated(adapters, module, settings) for module in products}
-    return Adapter(name, _digest(settings, adapters, mixture), joined, {}, {}, mixture)
+    joined = {module: _concatenate_products(adapters, module, settings) for module in products}
+    return Adapter(name, _value_digest(settings, adapters, mixture), joined, {}, {}, mixture)
 
 
-def _directory(directory: Path, number: int, given: str) -> Path:
+def _adapter_directory(directory: Path, number: int, given: str) -> Path:
     """Return the directory of an adapter: the path in the settings, or the numbered folder."""
     folders = [directory / given] if given else []
     for folder in (*folders, directory / str(number)):
@@ -228,25 +226,27 @@ def _directory(directory: Path, number: int, given: str) -> Path:
     )
 
 
-def _check_weighed(directory: Path, adapter: Adapter) -> None:
-    """Refuse an adapter with parts that have no scaling, or that only merging can apply."""
+def _check_scalable(directory: Path, adapter: Adapter) -> None:
+    """Refuse an X-LoRA adapter with parts that cannot be scaled, or that only merging can apply."""
     whole = [f"the bias of {name}" for name in adapter.biases] + [f"the whole of {name}" for name in adapter.saved]
     if whole:
-        raise CheckpointError(f"{directory} changes {listed(whole, 'part')}, which X-LoRA does not scale: use an adapter of products alone")
+        raise CheckpointError(
+            f"{directory} changes {name_list(whole, 'part')}, which X-LoRA does not scale: use an adapter of products alone"
+        )
     others = [name for name in adapter.products if name in (EMBEDDING, LM_HEAD) or _EXPERTS in name]
     if others or read_settings(directory).target_parameters:
         raise CheckpointError(
-            f"{directory} changes {listed(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not "
+            f"{directory} changes {name_list(others, 'product') if others else 'parameters (target_parameters)'}, where X-LoRA is not "
             "computed: attention and dense MLPs are; use an adapter of these"
         )
 
 
-def _layers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str]) -> dict[str, int]:
-    """Return the index of each product among the adapted matrices, in module order."""
+def _matrix_numbers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str]) -> dict[str, int]:
+    """Return for each product the index of its scalings: the adapted matrices are counted in module order."""
     places = {}
     for name in products:
-        found = _OF_LAYER.fullmatch(name)
-        if found is None or found[2] not in _MODULES or FAMILIES[config.family].fuses_projections:
+        found = _LAYER_MATRIX.fullmatch(name)
+        if found is None or found[2] not in _MODULES or FAMILIES[config.family].has_fused_projections:
             raise CheckpointError(
                 f"{settings.path}: layerwise_scalings with {name} in a {config.family} model: which scalings are whose is known for "
                 f"{', '.join(_MODULES)} as matrices of their own; train with layerwise_scalings=False, or adapt these alone"
@@ -255,12 +255,12 @@ def _layers(settings: XLoraSettings, config: ModelConfig, products: Sequence[str
     return {name: place for place, name in enumerate(sorted(places, key=lambda name: places[name]))}
 
 
-def _columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np.int32]:
+def _scaling_columns(adapters: Sequence[Adapter], module: str, layer: int) -> NDArray[np.int32]:
     ranks = [len(adapter.products[module].down) if module in adapter.products else 0 for adapter in adapters]
     return np.repeat(np.arange(len(adapters), dtype=np.int32) + np.int32(layer * len(adapters)), ranks)
 
 
-def _concatenated(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
+def _concatenate_products(adapters: Sequence[Adapter], module: str, settings: XLoraSettings) -> LowRank:
     """Return the products of all adapters with one matrix, concatenated along the rank."""
     own = [adapter.products[module] for adapter in adapters if module in adapter.products]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -280,15 +280,15 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
     tensors = read_tensors(path, "adapter")
     named: dict[tuple[int, str], tuple[str, FileTensor]] = {}
     for name, tensor in tensors.items():
-        found = _TENSOR.fullmatch(name)
+        found = _CLASSIFIER_TENSOR.fullmatch(name)
         if found is None:
             raise CheckpointError(
-                f"{path} holds {listed([name])} that is none of X-LoRA's classifier: it may compute something else with it"
+                f"{path} holds {name_list([name])} that is none of X-LoRA's classifier: it may compute something else with it"
             )
         if (key := (int(found[1]), found[2])) in named:
             raise CheckpointError(f"{path} holds {name} and {named[key][0]}, which are the same: export the adapter again")
         named[key] = name, tensor
-    step = 3 if settings.has_dropout else 2  # ReLU and dropout have numbers too
+    step = 3 if settings.has_dropout else 2  # ReLU and dropout modules count in the layer numbers too
     sizes = [settings.hidden_size, *[settings.size] * (settings.depth - 1), num_scalings]
     expected = {
         (step * layer, kind): shape
@@ -316,11 +316,11 @@ def _read_classifier(directory: Path, settings: XLoraSettings, num_scalings: int
     return tuple((arrays[number, "weight"], arrays[number, "bias"]) for number in numbers)
 
 
-def _nbytes(adapter: Adapter) -> int:
+def _num_bytes(adapter: Adapter) -> int:
     return sum(low.down.nbytes + low.up.nbytes for low in adapter.products.values())
 
 
-def _digest(settings: XLoraSettings, adapters: Sequence[Adapter], mixture: Mixture) -> bytes:
+def _value_digest(settings: XLoraSettings, adapters: Sequence[Adapter], mixture: XLoraMixture) -> bytes:
     """Return a digest of every value that can change a token."""
     computed = (mixture.num_layers, mixture.temperature, mixture.top_k, mixture.has_softmax_of_top_k, mixture.pass_scaling)
     digest = hashlib.sha256(repr(("x-lora", *computed, settings.global_weight)).encode())

@@ -12,8 +12,8 @@ from paceline.errors import CheckpointError
 from paceline.models.grouped import RUN, GroupedMatrix, pack_nibbles, runs_of_pairs
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
-_GROUPS = (128, 64, 32, 16)
-_MOST_BITS = np.uint32(0x1FF)  # lowest bits of a float32 that must be 0 for exact products and sums of a scale with codes
+_KERNEL_GROUP_SIZES = (128, 64, 32, 16)
+_LOW_MANTISSA_BITS = np.uint32(0x1FF)  # mantissa bits that must be 0, so that `scale * code` and sums of it are exact in float32
 
 Bytes = NDArray[np.uint8]
 
@@ -37,24 +37,24 @@ class AffineRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """The format of an affine matrix, known before it is read.
+    """A matrix of integer codes in a checkpoint, described before its values are read.
 
     Attributes:
         where, shape, arrays: as in `PackedMatrix`.
-        bits: of a stored code.
-        group: columns that share a scale.
-        zero: of all groups; None = each group has its own, or a minimum.
+        bits: bits of a stored code.
+        group_size: columns that share a scale.
+        zero: zero point of all groups; None = each group has its own zero point, or a minimum.
         has_minimums: groups have minimums.
         has_short_scales: scales have at most 15 significant bits, as float16 and bfloat16 do.
         column_groups: [K] group of each column, if they are not in order (GPTQ's g_idx).
-        read: returns some stored rows.
+        read: returns the stored rows with the given indices.
     """
 
     where: str
     shape: tuple[int, int]
     arrays: tuple[NDArray[Any], ...]
     bits: int
-    group: int
+    group_size: int
     zero: int | None = None
     has_minimums: bool = False
     has_short_scales: bool = True
@@ -62,77 +62,77 @@ class Affine:
     read: Callable[[Rows], AffineRows]
 
     def matrix(self) -> PackedMatrix:
-        """Return the matrix in groups with the file's values; in floats if groups are not contiguous or no multiple of 16 columns."""
-        columns, own = self.shape[1], self._group()
-        arrays = (*self.arrays, np.array([[self.bits, self.group, -1 if self.zero is None else self.zero]]))
+        """Return the matrix as groups of codes; as floats if groups are not contiguous or no multiple of 16 columns."""
+        columns, kernel_group_size = self.shape[1], self._kernel_group_size()
+        arrays = (*self.arrays, np.array([[self.bits, self.group_size, -1 if self.zero is None else self.zero]]))
         width = 4 if self.bits <= 4 and columns % RUN == 0 else 8
-        folds = self.zero is None and not self.has_minimums and not self.has_short_scales
-        if own is None or (folds and self.bits > 4):
-            return PackedMatrix(self.where, self.shape, None, 0, arrays, self._values)
-        has_minimums = self.zero is None and not folds
-        width = 8 if folds else width
-        row_bytes = columns * width // 8 + columns // own * (8 if has_minimums else 4)
+        subtracts_zeros = self.zero is None and not self.has_minimums and not self.has_short_scales
+        if kernel_group_size is None or (subtracts_zeros and self.bits > 4):
+            return PackedMatrix(self.where, self.shape, None, 0, arrays, self._dequantize)
+        has_minimums = self.zero is None and not subtracts_zeros
+        width = 8 if subtracts_zeros else width
+        row_bytes = columns * width // 8 + columns // kernel_group_size * (8 if has_minimums else 4)
 
         def read(rows: Rows) -> GroupedMatrix:
-            return self._groups(self.read(rows), own, width, folds=folds)
+            return self._to_grouped_matrix(self.read(rows), kernel_group_size, width, subtracts_zeros=subtracts_zeros)
 
         return PackedMatrix(self.where, self.shape, width, row_bytes, arrays, read)
 
-    def _group(self) -> int | None:
-        """Return the columns of our groups: at most 128, because activations are rounded group by group."""
+    def _kernel_group_size(self) -> int | None:
+        """Return the group size for the kernels: at most 128, because activations are quantised per group; None = use floats."""
         if self.column_groups is not None:
             return None
-        shared = math.gcd(self.group, self.shape[1])
-        return next((group for group in _GROUPS if shared % group == 0), None)
+        shared = math.gcd(self.group_size, self.shape[1])
+        return next((group_size for group_size in _KERNEL_GROUP_SIZES if shared % group_size == 0), None)
 
-    def _groups(self, rows: AffineRows, own: int, width: int, *, folds: bool) -> GroupedMatrix:
-        count = self.shape[1] // own
-        scales = _repeated(rows.scales, count, own, self.group)
-        minimums = None if rows.minimums is None else _repeated(rows.minimums, count, own, self.group)
-        if folds:
+    def _to_grouped_matrix(self, rows: AffineRows, kernel_group_size: int, width: int, *, subtracts_zeros: bool) -> GroupedMatrix:
+        count = self.shape[1] // kernel_group_size
+        scales = _repeat_for_kernel_groups(rows.scales, count, kernel_group_size, self.group_size)
+        minimums = None if rows.minimums is None else _repeat_for_kernel_groups(rows.minimums, count, kernel_group_size, self.group_size)
+        if subtracts_zeros:
             assert not isinstance(rows.zeros, int)
-            zeros = np.repeat(rows.zeros, self.group, 1)[:, : self.shape[1]]
-            return GroupedMatrix((self._codes(rows) - zeros).astype(np.int8), scales, None, 8)
+            zeros = np.repeat(rows.zeros, self.group_size, 1)[:, : self.shape[1]]
+            return GroupedMatrix((self._unpack_codes(rows) - zeros).astype(np.int8), scales, None, 8)
         if self.zero is None and minimums is None:
             assert not isinstance(rows.zeros, int)
-            minimums = -(scales * _repeated(rows.zeros.astype(np.float32), count, own, self.group))
-        if width == 4 and self.bits == 4:  # only the order of the codes differs
+            minimums = -(scales * _repeat_for_kernel_groups(rows.zeros.astype(np.float32), count, kernel_group_size, self.group_size))
+        if width == 4 and self.bits == 4:  # both formats have 4-bit codes; only their order differs
             return GroupedMatrix(runs_of_pairs(rows.stream), scales, minimums, width, self.zero or 0)
-        codes = self._codes(rows)
+        codes = self._unpack_codes(rows)
         codes = pack_nibbles(codes) if width == 4 else codes
         return GroupedMatrix(codes, scales, minimums, width, self.zero or 0)
 
-    def _codes(self, rows: AffineRows) -> Bytes:
-        return unpack_stream(rows.stream, self.bits, self.shape[1])
+    def _unpack_codes(self, rows: AffineRows) -> Bytes:
+        return unpack_codes(rows.stream, self.bits, self.shape[1])
 
-    def _values(self, rows: Rows) -> Floats:
+    def _dequantize(self, rows: Rows) -> Floats:
         found, columns = self.read(rows), self.shape[1]
-        groups = np.arange(columns) // self.group if self.column_groups is None else self.column_groups
-        codes = self._codes(found).astype(np.int32)
+        groups = np.arange(columns) // self.group_size if self.column_groups is None else self.column_groups
+        codes = self._unpack_codes(found).astype(np.int32)
         if found.minimums is not None:
             return found.scales[:, groups] * codes.astype(np.float32) + found.minimums[:, groups]
         zeros = found.zeros if isinstance(found.zeros, int) else found.zeros[:, groups]
         return found.scales[:, groups] * (codes - zeros).astype(np.float32)
 
 
-def is_short(scales: NDArray[Any]) -> bool:
-    """Return whether scales have so few significant bits that minimums are exact."""
-    return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _MOST_BITS).any()
+def has_short_mantissas(scales: NDArray[Any]) -> bool:
+    """Return whether scales have at most 15 significant bits, so that `-scale * zero point` is exact in float32."""
+    return scales.dtype != np.float32 or not (np.ascontiguousarray(scales).view(np.uint32) & _LOW_MANTISSA_BITS).any()
 
 
-def unpack_stream(stream: Bytes, bits: int, count: int) -> Bytes:
+def unpack_codes(stream: Bytes, bits: int, count: int) -> Bytes:
     """Unpack codes of `bits` bits from bytes [n, bytes] to [n, count], lowest bits first. Codes may cross bytes."""
     if bits == 8:
         return np.ascontiguousarray(stream[:, :count])
-    in_cycle = 8 // math.gcd(8, bits)  # codes in the fewest whole bytes
-    cycle_bytes = in_cycle * bits // 8
-    cycles = -(-count // in_cycle)
+    codes_per_cycle = 8 // math.gcd(8, bits)  # number of codes that fill the fewest whole bytes
+    cycle_bytes = codes_per_cycle * bits // 8
+    cycles = -(-count // codes_per_cycle)
     taken = stream[:, : cycles * cycle_bytes]
     if taken.shape[1] < cycles * cycle_bytes:
         taken = np.pad(taken, ((0, 0), (0, cycles * cycle_bytes - taken.shape[1])))
     groups = taken.reshape(len(stream), cycles, cycle_bytes)
-    codes = np.empty((len(stream), cycles, in_cycle), np.uint8)
-    for number in range(in_cycle):
+    codes = np.empty((len(stream), cycles, codes_per_cycle), np.uint8)
+    for number in range(codes_per_cycle):
         begin, shift = divmod(number * bits, 8)
         value = groups[:, :, begin] >> np.uint8(shift)
         if shift + bits > 8:
@@ -141,12 +141,12 @@ def unpack_stream(stream: Bytes, bits: int, count: int) -> Bytes:
     return codes.reshape(len(stream), -1)[:, :count]
 
 
-def as_stream(words: NDArray[np.uint32]) -> Bytes:
-    """Return words [n, words] as bytes of each row."""
+def words_as_bytes(words: NDArray[np.uint32]) -> Bytes:
+    """Return 32-bit words [n, words] as the bytes of each row."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
-def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, where: str) -> NDArray[np.int64] | None:
+def column_group_numbers(groups: NDArray[np.int32], columns: int, group_size: int, count: int, where: str) -> NDArray[np.int64] | None:
     """Return the group of each column (g_idx); None if the groups are contiguous and in order, or all 0.
 
     Raises:
@@ -157,12 +157,12 @@ def order_of(groups: NDArray[np.int32], columns: int, group: int, count: int, wh
             f"{where} has {groups.size} numbers from {groups.min(initial=0)} to {groups.max(initial=0)}, one below {count} is expected for "
             f"each of {columns} columns; the file is damaged, download it again"
         )
-    in_order = np.arange(columns) // group
+    in_order = np.arange(columns) // group_size
     return None if not groups.any() or np.array_equal(groups, in_order) else groups.astype(np.int64)
 
 
-def _repeated(values: Floats, count: int, own: int, group: int) -> Floats:
-    """Repeat numbers of groups for the `count` smaller groups in each."""
+def _repeat_for_kernel_groups(values: Floats, count: int, kernel_group_size: int, group_size: int) -> Floats:
+    """Repeat the numbers of each stored group for the smaller groups that the kernels split it into, `count` in a row."""
     if values.shape[1] == count:
         return values
-    return values[:, np.arange(count) * own // group]
+    return values[:, np.arange(count) * kernel_group_size // group_size]

@@ -10,10 +10,10 @@ from paceline.models.json_fields import JsonFields
 
 _NAME = "AutoRound"
 _PACKINGS: Mapping[str, Callable[[JsonFields], Container]] = {
-    "auto_round": lambda fields: gptq.container(fields, _NAME, is_second=True),
-    "auto_round:gptqmodel": lambda fields: gptq.container(fields, _NAME, is_second=True),
-    "auto_round:auto_gptq": lambda fields: gptq.container(fields, _NAME, is_second=False),
-    "auto_round:gptq": lambda fields: gptq.container(fields, _NAME, is_second=False),
+    "auto_round": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=True),
+    "auto_round:gptqmodel": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=True),
+    "auto_round:auto_gptq": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=False),
+    "auto_round:gptq": lambda fields: gptq.container(fields, _NAME, is_gptq_v2=False),
     "auto_round:auto_awq": lambda fields: awq.container(fields, _NAME),
     "auto_round:awq": lambda fields: awq.container(fields, _NAME),
 }

@@ -14,10 +14,10 @@ from paceline.models.containers.module import Container, PackedModule
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
 
-_STATE = "weight.quant_state.bitsandbytes__"
-_KINDS = ("nf4", "fp4")
-_MOST_STATE_BYTES = 1 << 16
-_ROWS_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
+_QUANT_STATE_SUFFIX = "weight.quant_state.bitsandbytes__"
+_CODE_TYPES = ("nf4", "fp4")
+_MAX_STATE_BYTES = 1 << 16
+_OUTLIER_NOTICE = "outlier columns are multiplied like all others, not in float16 as llm_int8_threshold specifies"
 
 
 def bitsandbytes(fields: JsonFields) -> Container:
@@ -28,13 +28,13 @@ def bitsandbytes(fields: JsonFields) -> Container:
     """
     if fields.flag("load_in_4bit", default=False):
         kind = fields.values.get("bnb_4bit_quant_type", "fp4")
-        return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _four_bits)
+        return Container(f"bitsandbytes, {shortened(kind)}", (".weight.absmax",), _read_4bit)
     if not fields.flag("load_in_8bit", default=False):
         raise CheckpointError(f"{fields.path}: quantization_config of bitsandbytes has neither load_in_4bit nor load_in_8bit")
-    return Container("bitsandbytes, int8", (".SCB",), _eight_bits, notices=(_ROWS_NOTICE,))
+    return Container("bitsandbytes, int8", (".SCB",), _read_int8, notices=(_OUTLIER_NOTICE,))
 
 
-def _eight_bits(module: PackedModule) -> PackedMatrix:
+def _read_int8(module: PackedModule) -> PackedMatrix:
     """Read codes * (row maximum / 127). The quotient is rounded first, at most 2^-23 relative from bitsandbytes' value."""
     where, codes, largest = module.where("weight"), module.take("weight", "I8"), module.take("SCB", "F32", ndim=1)
     if module.has("weight_format"):
@@ -52,16 +52,16 @@ def _eight_bits(module: PackedModule) -> PackedMatrix:
         return AffineRows(codes[rows].view(np.uint8) ^ np.uint8(128), scales, 128)
 
     return Affine(
-        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group=columns, zero=128, read=rows
+        where=where, shape=(outputs, columns), arrays=(codes, largest[:, None]), bits=8, group_size=columns, zero=128, read=rows
     ).matrix()
 
 
-def _four_bits(module: PackedModule) -> PackedMatrix:
+def _read_4bit(module: PackedModule) -> PackedMatrix:
     where = module.where("weight")
-    kind = next((kind for kind in _KINDS if module.has(_STATE + kind)), None)
+    kind = next((kind for kind in _CODE_TYPES if module.has(_QUANT_STATE_SUFFIX + kind)), None)
     if kind is None:
         raise CheckpointError(f"{where} is packed, but lacks its quant_state of nf4 or fp4; download the model again")
-    state = _state(module.take(_STATE + kind, "U8", ndim=1), where)
+    state = _read_quant_state(module.take(_QUANT_STATE_SUFFIX + kind, "U8", ndim=1), where)
     shape, block = state.values.get("shape"), state.size("blocksize", most=1 << 20)
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in shape):
         raise CheckpointError(
@@ -70,7 +70,7 @@ def _four_bits(module: PackedModule) -> PackedMatrix:
     outputs, columns = shape
     packed, table = module.take("weight", "U8", "I8", "F16", "BF16", "F32", ndim=None), module.take("weight.quant_map", "F32", ndim=1)
     packed, size, count = np.ascontiguousarray(packed).reshape(-1).view(np.uint8), outputs * columns, -(-outputs * columns // block)
-    sizes, scales = _scales(module, state, count, where)
+    sizes, scales = _read_block_scales(module, state, count, where)
     if packed.size != -(-size // 2) or table.shape != (16,):
         raise CheckpointError(
             f"{where} has {packed.size} bytes and a table of {table.size}, but {outputs} x {columns} values of 4 bits take "
@@ -88,10 +88,10 @@ def _four_bits(module: PackedModule) -> PackedMatrix:
     return PackedMatrix(where, (outputs, columns), None, 0, (packed[:, None], *sizes), read)
 
 
-def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
-    """Return the JSON stored in a tensor."""
+def _read_quant_state(content: NDArray[np.uint8], where: str) -> JsonFields:
+    """Return the JSON stored as the bytes of a tensor."""
     try:
-        values = json.loads(content[:_MOST_STATE_BYTES].tobytes())
+        values = json.loads(content[:_MAX_STATE_BYTES].tobytes())
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
@@ -99,7 +99,7 @@ def _state(content: NDArray[np.uint8], where: str) -> JsonFields:
     return JsonFields(values, Path(where))
 
 
-def _scales(module: PackedModule, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
+def _read_block_scales(module: PackedModule, state: JsonFields, count: int, where: str) -> tuple[tuple[NDArray[Any], ...], Any]:
     """Return the arrays of block scales, and a function from block numbers to scales, which may be quantised themselves."""
     nested = module.has("weight.nested_absmax")
     stored = module.take("weight.absmax", "U8" if nested else "F32", ndim=1)
@@ -115,8 +115,8 @@ def _scales(module: PackedModule, state: JsonFields, count: int, where: str) -> 
             "download the model again"
         )
 
-    def made(blocks: NDArray[np.int64]) -> Floats:
+    def scales_of_blocks(blocks: NDArray[np.int64]) -> Floats:
         found: Floats = table[stored[blocks]] * largest[blocks // block] + offset
         return found
 
-    return (stored[:, None], largest[:, None]), made
+    return (stored[:, None], largest[:, None]), scales_of_blocks

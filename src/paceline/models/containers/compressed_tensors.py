@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
-from paceline.models.containers.fp8 import block_of
+from paceline.models.containers.affine import Affine, AffineRows, column_group_numbers, has_short_mantissas, words_as_bytes
+from paceline.models.containers.fp8 import read_block_shape
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import nested, one_of, refuse_settings
-from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
+from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_to_float32
 from paceline.models.json_fields import JsonFields
 from paceline.models.mxfp4 import half_scales
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix, Rows
@@ -20,12 +20,12 @@ _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
     "mixed-precision", "dense",
 )  # fmt: skip
-_UNUSED = (
+_IGNORED_SUFFIXES = (
     ".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point", ".k_scale", ".v_scale", ".q_scale",
     ".k_zero_point", ".v_zero_point",
 )  # fmt: skip
 _BITS = (2, 4, 8)
-_ROWS_NOTICE = "activations are rounded as for any quantised matrix here, not as the file's input_activations specify"
+_ACTIVATION_NOTICE = "activations are rounded as for any quantised matrix here, not as the file's input_activations specify"
 _CACHE_NOTICE = "its kv_cache_scheme is left out: keys and values are kept as they are"
 
 
@@ -45,36 +45,36 @@ def compressed_tensors(fields: JsonFields) -> Container:
         group = nested(groups, name)
         one_of(group, "format", _FORMATS, default="pack-quantized")
         weights = nested(group, "weights")
-        block = block_of(weights, "block_structure") or block
+        block = read_block_shape(weights, "block_structure") or block
         rounds_rows = rounds_rows or bool(group.values.get("input_activations"))
         refuse_settings(group, "output_activations")
     if rounds_rows:
-        notices.append(_ROWS_NOTICE)
+        notices.append(_ACTIVATION_NOTICE)
     if fields.values.get("kv_cache_scheme"):
         notices.append(_CACHE_NOTICE)
     name = f"compressed-tensors, {fields.values.get('format', 'pack-quantized')}"
-    return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _UNUSED, tuple(notices))
+    return Container(name, (".weight_packed", ".weight_scale"), partial(_read, block=block), _IGNORED_SUFFIXES, tuple(notices))
 
 
 def _read(module: PackedModule, *, block: tuple[int, int] | None) -> PackedMatrix:
     if module.has("weight_packed"):
-        return _packed(module) if module.type_of("weight_packed") in ("I32", "U32") else _small_floats(module)
+        return _read_packed_integers(module) if module.type_of("weight_packed") in ("I32", "U32") else _read_fp4(module)
     if module.type_of("weight") != "F8_E4M3":
-        return _integers(module)
+        return _read_int8(module)
     kind = module.type_of("weight_scale")
     has_bytes = kind in ("F8_E8M0", "U8")
     found = module.take("weight_scale", str(kind), ndim=None) if has_bytes else module.floats("weight_scale", ndim=None)
-    module.leave_out("weight_zero_point")  # always 0 for floats
-    return scaled_e4m3(module, scales_of(found, kind), block)
+    module.drop_tensors("weight_zero_point")  # always 0 for floats
+    return scaled_e4m3(module, scales_to_float32(found, kind), block)
 
 
-def _integers(module: PackedModule) -> PackedMatrix:
-    """Read one integer per byte."""
+def _read_int8(module: PackedModule) -> PackedMatrix:
+    """Read int8 codes, stored one per byte."""
     where, codes = module.where("weight"), module.take("weight", "I8")
     scales = module.floats("weight_scale", ndim=None)
     zeros = module.take("weight_zero_point", "I8", ndim=None) if module.has("weight_zero_point") else None
-    scales, group = _by_rows(scales, codes.shape, where, "weight_scale")
-    zeros = None if zeros is None else _by_rows(zeros, codes.shape, where, "weight_zero_point")[0]
+    scales, group_size = _expand_to_groups(scales, codes.shape, where, "weight_scale")
+    zeros = None if zeros is None else _expand_to_groups(zeros, codes.shape, where, "weight_zero_point")[0]
 
     def rows(rows: Rows) -> AffineRows:
         own = 128 if zeros is None else zeros[rows].astype(np.int32) + 128
@@ -82,12 +82,12 @@ def _integers(module: PackedModule) -> PackedMatrix:
 
     arrays = (codes, scales) if zeros is None else (codes, scales, zeros)
     return Affine(
-        where=where, shape=_shape(codes), arrays=arrays, bits=8, group=group, zero=128 if zeros is None else None,
-        has_short_scales=is_short(scales), read=rows,
+        where=where, shape=_unpacked_shape(codes), arrays=arrays, bits=8, group_size=group_size, zero=128 if zeros is None else None,
+        has_short_scales=has_short_mantissas(scales), read=rows,
     ).matrix()  # fmt: skip
 
 
-def _packed(module: PackedModule) -> PackedMatrix:
+def _read_packed_integers(module: PackedModule) -> PackedMatrix:
     """Read integers packed along the columns with an offset of 2^(bits - 1), and zero points packed along the rows."""
     where, words = module.where("weight_packed"), module.take("weight_packed", "I32", "U32")
     shape = module.take("weight_shape", "I64", "I32", ndim=1)
@@ -98,14 +98,14 @@ def _packed(module: PackedModule) -> PackedMatrix:
             f"{where} has shape {list(words.shape)}, which holds no matrix of weight_shape {shape.tolist()} in 2, 4 or 8 bits; "
             "download the model again, or use a GGUF file of it"
         )
-    scales, group = _by_rows(module.floats("weight_scale", ndim=None), (outputs, columns), where, "weight_scale")
+    scales, group_size = _expand_to_groups(module.floats("weight_scale", ndim=None), (outputs, columns), where, "weight_scale")
     zeros = module.take("weight_zero_point", "I32", "U32") if module.has("weight_zero_point") else None
     if zeros is not None and zeros.shape != (-(-outputs * bits // 32), scales.shape[1]):
         raise CheckpointError(
             f"{where}: weight_zero_point has shape {list(zeros.shape)}, expected {[-(-outputs * bits // 32), scales.shape[1]]} for "
             f"{outputs} rows of {bits} bits; download the model again"
         )
-    order = _order(module, columns, scales.shape[1], group)
+    order = _read_column_groups(module, columns, scales.shape[1], group_size)
 
     def rows(rows: Rows) -> AffineRows:
         own: NDArray[np.int32] | int = 1 << bits - 1
@@ -113,25 +113,25 @@ def _packed(module: PackedModule) -> PackedMatrix:
             numbers = np.arange(outputs)[rows]
             shifts = (numbers % (32 // bits) * bits).astype(np.uint32)[:, None]
             own = (zeros[numbers * bits // 32] >> shifts & np.uint32(2**bits - 1)).astype(np.int32)
-        return AffineRows(as_stream(words[rows]), scales[rows].astype(np.float32), own)
+        return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), own)
 
     arrays = tuple(array for array in (words, scales, zeros, None if order is None else order[None]) if array is not None)
     return Affine(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group=group, zero=1 << bits - 1 if zeros is None else None,
-        has_short_scales=is_short(scales), column_groups=order, read=rows,
+        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size,
+        zero=1 << bits - 1 if zeros is None else None, has_short_scales=has_short_mantissas(scales), column_groups=order, read=rows,
     ).matrix()  # fmt: skip
 
 
-def _order(module: PackedModule, columns: int, count: int, group: int) -> NDArray[np.int64] | None:
-    """Return the group of each column (g_idx); None if in order."""
+def _read_column_groups(module: PackedModule, columns: int, count: int, group_size: int) -> NDArray[np.int64] | None:
+    """Return the group number of each column (g_idx); None if groups are consecutive columns."""
     if not module.has("weight_g_idx"):
         return None
     where, groups = module.where("weight_g_idx"), module.take("weight_g_idx", "I32", ndim=1).view(np.int32)
-    return order_of(groups, columns, group, count, where)
+    return column_group_numbers(groups, columns, group_size, count, where)
 
 
-def _by_rows(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
-    """Return group numbers as [N, groups], and the columns of a group. A single number is repeated."""
+def _expand_to_groups(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: str) -> tuple[NDArray[Any], int]:
+    """Return scales or zero points as [N, groups], and the group size. A single number is repeated for all groups."""
     outputs, columns = shape
     if numbers.size == 1:
         return np.broadcast_to(numbers.reshape(1, 1), (outputs, 1)), columns
@@ -144,25 +144,25 @@ def _by_rows(numbers: NDArray[Any], shape: tuple[int, ...], where: str, part: st
     return found, columns // found.shape[1]
 
 
-def _small_floats(module: PackedModule) -> PackedMatrix:
+def _read_fp4(module: PackedModule) -> PackedMatrix:
     """Read NVFP4, whose scales are divided by one number for the whole matrix, or MXFP4."""
     where, pairs = module.where("weight_packed"), module.take("weight_packed", "U8")
     if not module.has("weight_global_scale"):
         return e2m1_groups(where, pairs, module.take("weight_scale", "U8", "F8_E8M0"), half_scales)
     scales = module.take("weight_scale", "F8_E4M3")
     divisor = module.floats("weight_global_scale", ndim=None).astype(np.float32).reshape(-1)
-    if divisor.size != 1 or not divisor[0] > 1:  # 1 or less would mean values of 2688 or more
+    if divisor.size != 1 or not divisor[0] > 1:  # a divisor of 1 or less would mean weights of 2688 or more
         raise CheckpointError(
             f"{where}: weight_global_scale = {shortened(divisor.tolist())}, expected one number above 1; download the model again"
         )
 
-    def half(own: NDArray[np.uint8]) -> Floats:
+    def half_scales_of(own: NDArray[np.uint8]) -> Floats:
         found: Floats = E4M3[own] / divisor[0] * np.float32(0.5)
         return found
 
-    return e2m1_groups(where, pairs, scales, half, float(divisor[0]))
+    return e2m1_groups(where, pairs, scales, half_scales_of, float(divisor[0]))
 
 
-def _shape(codes: NDArray[Any]) -> tuple[int, int]:
+def _unpacked_shape(codes: NDArray[Any]) -> tuple[int, int]:
     outputs, columns = codes.shape
     return outputs, columns

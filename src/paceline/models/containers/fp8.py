@@ -5,13 +5,13 @@ from functools import partial
 from paceline.errors import CheckpointError, shortened
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
-from paceline.models.containers.small_floats import scaled_e4m3, scales_of
+from paceline.models.containers.small_floats import scaled_e4m3, scales_to_float32
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix
 
-ROWS_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
+ACTIVATION_NOTICE = "activations are not rounded to 8-bit floats: that is part of other kernels, not of the weights"
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-_UNUSED = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
+_IGNORED_SUFFIXES = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
 
 
 def fp8(fields: JsonFields) -> Container:
@@ -21,17 +21,21 @@ def fp8(fields: JsonFields) -> Container:
         CheckpointError: The block size or the format is not supported.
     """
     one_of(fields, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
-    blocks = block_of(fields, "weight_block_size")
+    blocks = read_block_shape(fields, "weight_block_size")
     name = "FP8" if blocks is None else f"FP8, blocks of {blocks[0]} x {blocks[1]}"
-    return Container(name, (".weight_scale_inv",), partial(_read, part="weight_scale_inv", block=blocks), _UNUSED, (ROWS_NOTICE,))
+    return Container(
+        name, (".weight_scale_inv",), partial(_read, part="weight_scale_inv", block=blocks), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
+    )
 
 
 def fbgemm_fp8(_fields: JsonFields) -> Container:
     """Return the container of FBGEMM's layout, with one scale for each row."""
-    return Container("FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _UNUSED, (ROWS_NOTICE,))
+    return Container(
+        "FP8 of FBGEMM", (".weight_scale",), partial(_read, part="weight_scale", block=None), _IGNORED_SUFFIXES, (ACTIVATION_NOTICE,)
+    )
 
 
-def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
+def read_block_shape(fields: JsonFields, name: str) -> tuple[int, int] | None:
     """Return the rows and columns of a block with one scale; None if the setting is absent.
 
     Raises:
@@ -49,4 +53,4 @@ def block_of(fields: JsonFields, name: str) -> tuple[int, int] | None:
 def _read(module: PackedModule, *, part: str, block: tuple[int, int] | None) -> PackedMatrix:
     kind = module.type_of(part)
     found = module.take(part, *_SCALE_TYPES, ndim=None) if kind in ("F8_E8M0", "U8") else module.floats(part, ndim=None)
-    return scaled_e4m3(module, scales_of(found, kind), block)
+    return scaled_e4m3(module, scales_to_float32(found, kind), block)

@@ -7,24 +7,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import Affine, AffineRows, as_stream, is_short, order_of
+from paceline.models.containers.affine import Affine, AffineRows, column_group_numbers, has_short_mantissas, words_as_bytes
 from paceline.models.containers.module import Container, PackedModule
-from paceline.models.containers.settings import group_size, one_of
+from paceline.models.containers.settings import one_of, read_group_size
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import PackedMatrix, Rows
 
-_BITS = (2, 4, 8)  # other widths cross word boundaries
+_BITS = (2, 4, 8)  # code widths in bits; codes of other widths cross word boundaries
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The settings in config.json. Modules may have other bits and group sizes if `differs` is set."""
+    """The settings in config.json. Modules may have other bits and group sizes if `has_module_overrides` is set."""
 
     bits: int
-    group: int
-    is_second: bool  # format gptq_v2, which stores zero points as they are; the first format stores them minus 1
+    group_size: int
+    is_gptq_v2: bool  # format gptq_v2, which stores zero points as they are; the first format stores them minus 1
     is_symmetric: bool
-    differs: bool
+    has_module_overrides: bool
 
 
 def gptq(fields: JsonFields) -> Container:
@@ -34,21 +34,21 @@ def gptq(fields: JsonFields) -> Container:
         CheckpointError: The bits, the group size or the packing is not supported.
     """
     key = "checkpoint_format" if "checkpoint_format" in fields.values else "format"
-    second = one_of(fields, key, ("gptq", "gptq_v2"), default="gptq") == "gptq_v2"
-    return container(fields, "GPTQ", is_second=second)
+    is_gptq_v2 = one_of(fields, key, ("gptq", "gptq_v2"), default="gptq") == "gptq_v2"
+    return container(fields, "GPTQ", is_gptq_v2=is_gptq_v2)
 
 
-def container(fields: JsonFields, name: str, *, is_second: bool) -> Container:
+def container(fields: JsonFields, name: str, *, is_gptq_v2: bool) -> Container:
     """Return the container of this packing.
 
     Args:
-        name: of the tool that wrote it.
-        is_second: zero points are in the format gptq_v2.
+        name: name of the tool that wrote it.
+        is_gptq_v2: zero points are in the format gptq_v2.
     """
     settings = _Settings(
         one_of(fields, "bits", _BITS, default=4),
-        group_size(fields),
-        is_second,
+        read_group_size(fields),
+        is_gptq_v2,
         fields.flag("sym", default=True),
         bool(fields.values.get("dynamic") or fields.values.get("extra_config")),
     )
@@ -62,52 +62,53 @@ def _read(module: PackedModule, *, settings: _Settings) -> PackedMatrix:
     groups = module.take("g_idx", "I32", ndim=1).view(np.int32) if module.has("g_idx") else None
     outputs = codes.shape[1]
     bits = 32 * zeros.shape[1] // outputs if outputs and zeros.shape[1] else settings.bits
-    bits = bits if settings.differs else settings.bits
+    bits = bits if settings.has_module_overrides else settings.bits
     if bits not in _BITS or codes.shape[0] * 32 % bits:
         raise CheckpointError(f"{where} holds codes of {bits} bits, supported are 2, 4 and 8: use a GGUF file of the model")
     columns = codes.shape[0] * 32 // bits
-    group = columns if settings.group == -1 else settings.group
-    if settings.differs and columns % len(scales) == 0:
-        group = columns // len(scales)
-    count = -(-columns // group)
+    group_size = columns if settings.group_size == -1 else settings.group_size
+    if settings.has_module_overrides and columns % len(scales) == 0:
+        group_size = columns // len(scales)
+    count = -(-columns // group_size)
     for part, shape, wanted in (("qzeros", zeros.shape, (count, -(-outputs * bits // 32))), ("scales", scales.shape, (count, outputs))):
         if shape != wanted:
             raise CheckpointError(
-                f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} with {bits} bits in groups of {settings.group}, "
-                f"but it is {list(shape)}; config.json may belong to another model; otherwise download the model again"
+                f"{where} has shape {list(codes.shape)}, which makes {part} {list(wanted)} with {bits} bits "
+                f"in groups of {settings.group_size}, but it is {list(shape)}; config.json may belong to another model; "
+                "otherwise download the model again"
             )
-    offset = 0 if _is_second(zeros, bits, settings) else 1
+    offset = 0 if _stores_exact_zero_points(zeros, bits, settings) else 1
     words = {int(word) for word in np.unique(zeros)} if zeros.size else set()
-    own = _of_word(words.pop(), bits, offset) if len(words) == 1 else None
+    zero_point = _zero_point_of_word(words.pop(), bits, offset) if len(words) == 1 else None
 
     def rows(rows: Rows) -> AffineRows:
         numbers = np.arange(outputs)[rows]
         shifts = (numbers % (32 // bits) * bits).astype(np.uint32)
         found = (zeros[:, numbers * bits // 32] >> shifts & np.uint32(2**bits - 1)).astype(np.int32) + offset & 2**bits - 1
         own_scales = np.ascontiguousarray(scales[:, rows].T, np.float32)
-        return AffineRows(as_stream(codes[:, rows].T), own_scales, np.ascontiguousarray(found.T))
+        return AffineRows(words_as_bytes(codes[:, rows].T), own_scales, np.ascontiguousarray(found.T))
 
     arrays = (codes, zeros, scales, np.array([[offset]]), *(() if groups is None else (groups[None],)))
-    order = None if groups is None else order_of(groups, columns, group, len(scales), f"{where}: its g_idx")
+    order = None if groups is None else column_group_numbers(groups, columns, group_size, len(scales), f"{where}: its g_idx")
     return Affine(
-        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group=group, zero=own, has_short_scales=is_short(scales),
-        column_groups=order, read=rows,
+        where=where, shape=(outputs, columns), arrays=arrays, bits=bits, group_size=group_size, zero=zero_point,
+        has_short_scales=has_short_mantissas(scales), column_groups=order, read=rows,
     ).matrix()  # fmt: skip
 
 
-def _is_second(zeros: NDArray[np.uint32], bits: int, settings: _Settings) -> bool:
-    """Return whether zero points are stored as they are. Some symmetric files name the wrong format; their zero point is known."""
-    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # 2^(bits - 1) in every field of a word
+def _stores_exact_zero_points(zeros: NDArray[np.uint32], bits: int, settings: _Settings) -> bool:
+    """Return whether zero points are stored unchanged, not minus 1. Some symmetric files name the wrong format, which their value shows."""
+    middle = sum(1 << (bits - 1 + shift) for shift in range(0, 32, bits))  # the zero point 2^(bits - 1) in every field of a 32-bit word
     ones = sum(1 << shift for shift in range(0, 32, bits))
     if settings.is_symmetric and zeros.size:
-        if settings.is_second and (zeros == middle - ones).all():
+        if settings.is_gptq_v2 and (zeros == middle - ones).all():
             return False
-        if not settings.is_second and (zeros == middle).all():
+        if not settings.is_gptq_v2 and (zeros == middle).all():
             return True
-    return settings.is_second
+    return settings.is_gptq_v2
 
 
-def _of_word(word: int, bits: int, offset: int) -> int | None:
-    """Return the zero point of a word with equal fields."""
-    own = {(word >> shift) + offset & 2**bits - 1 for shift in range(0, 32, bits)}
-    return own.pop() if len(own) == 1 else None
+def _zero_point_of_word(word: int, bits: int, offset: int) -> int | None:
+    """Return the zero point that fills all fields of a word; None if the fields differ."""
+    zero_point = {(word >> shift) + offset & 2**bits - 1 for shift in range(0, 32, bits)}
+    return zero_point.pop() if len(zero_point) == 1 else None

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import Affine, AffineRows, as_stream
+from paceline.models.containers.affine import Affine, AffineRows, words_as_bytes
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
 from paceline.models.json_fields import JsonFields
@@ -37,19 +37,25 @@ def _settings(fields: JsonFields) -> tuple[int, int]:
 def _read(module: PackedModule, *, settings: Mapping[str, tuple[int, int]]) -> PackedMatrix:
     where, words = module.where("weight"), module.take("weight", "U32")
     scales, minimums = module.floats("scales"), module.floats("biases")
-    own_name = "." + module.name.removeprefix("model.")  # config.json includes the prefix of a multimodal model
-    bits, group = next((own for name, own in settings.items() if name.endswith(own_name)), settings[""])
+    own_name = "." + module.name.removeprefix("model.")  # config.json names modules with the prefix of a multimodal model
+    bits, group_size = next((own for name, own in settings.items() if name.endswith(own_name)), settings[""])
     outputs, count = scales.shape
-    if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != count * group * bits:
+    if len(words) != outputs or minimums.shape != scales.shape or 32 * words.shape[1] != count * group_size * bits:
         raise CheckpointError(
             f"{where} has shape {list(words.shape)}, scales {list(scales.shape)} and biases {list(minimums.shape)}, which are no matrix of "
-            f"{bits} bits in groups of {group}; config.json may belong to another model; otherwise download the model again"
+            f"{bits} bits in groups of {group_size}; config.json may belong to another model; otherwise download the model again"
         )
 
     def rows(rows: Rows) -> AffineRows:
         own = minimums[rows].astype(np.float32)
-        return AffineRows(as_stream(words[rows]), scales[rows].astype(np.float32), minimums=own)
+        return AffineRows(words_as_bytes(words[rows]), scales[rows].astype(np.float32), minimums=own)
 
     return Affine(
-        where=where, shape=(outputs, count * group), arrays=(words, scales, minimums), bits=bits, group=group, has_minimums=True, read=rows
+        where=where,
+        shape=(outputs, count * group_size),
+        arrays=(words, scales, minimums),
+        bits=bits,
+        group_size=group_size,
+        has_minimums=True,
+        read=rows,
     ).matrix()

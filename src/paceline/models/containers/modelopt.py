@@ -4,14 +4,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError, shortened
-from paceline.models.containers.fp8 import ROWS_NOTICE
+from paceline.models.containers.fp8 import ACTIVATION_NOTICE
 from paceline.models.containers.module import Container, PackedModule
 from paceline.models.containers.settings import one_of
-from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_of
+from paceline.models.containers.small_floats import E4M3, e2m1_groups, scaled_e4m3, scales_to_float32
 from paceline.models.json_fields import JsonFields
 from paceline.models.storage.packed_matrix import Floats, PackedMatrix
 
-_UNUSED = (".input_scale", ".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
+_IGNORED_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", ".k_proj.k_scale", ".v_proj.v_scale")
 _CACHE_NOTICE = "its scheme for the cache is left out: keys and values are kept as they are"
 
 
@@ -23,12 +23,14 @@ def modelopt(fields: JsonFields) -> Container:
     """
     algorithm = one_of(fields, "quant_algo", ("FP8", "NVFP4"))
     has_cache = bool(fields.values.get("kv_cache_scheme") or fields.values.get("kv_cache_quant_algo"))
-    return Container(f"ModelOpt, {algorithm}", (".weight_scale",), _read, _UNUSED, (ROWS_NOTICE, *([_CACHE_NOTICE] if has_cache else [])))
+    return Container(
+        f"ModelOpt, {algorithm}", (".weight_scale",), _read, _IGNORED_SUFFIXES, (ACTIVATION_NOTICE, *([_CACHE_NOTICE] if has_cache else []))
+    )
 
 
 def _read(module: PackedModule) -> PackedMatrix:
     if module.type_of("weight") == "F8_E4M3":
-        return scaled_e4m3(module, scales_of(module.floats("weight_scale", ndim=None), None), None)
+        return scaled_e4m3(module, scales_to_float32(module.floats("weight_scale", ndim=None), None), None)
     where, pairs = module.where("weight"), module.take("weight", "U8")
     scales = module.take("weight_scale", "F8_E4M3")
     factor = module.floats("weight_scale_2", ndim=None).astype(np.float32).reshape(-1)

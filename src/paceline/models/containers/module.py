@@ -21,7 +21,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """The tensors whose names begin with a module's name. Reading a tensor removes it from `stored`.
+    """The tensors whose names begin with a module's name. Reading a tensor removes it from `source_arrays`.
 
     Attributes:
         name: such as `model.layers.0.self_attn.q_proj`.
@@ -42,7 +42,7 @@ class PackedModule:
         return found.dtype if isinstance(found, StoredTensor) else None
 
     def where(self, part: str) -> str:
-        """Return the file and the tensor, for errors."""
+        """Return the file and the name of a tensor, for error messages."""
         found = self.stored.get(f"{self.name}.{part}")
         return f"{found.path}: tensor {self.name}.{part}" if isinstance(found, StoredTensor) else f"{self.name}.{part}"
 
@@ -75,7 +75,7 @@ class PackedModule:
         array = self.take(part, *(types or ("F32", "F16", "BF16")), ndim=ndim)
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bf16 else array
 
-    def leave_out(self, *parts: str) -> None:
+    def drop_tensors(self, *parts: str) -> None:
         """Drop tensors that do not affect the weights."""
         for part in parts:
             self.stored.pop(f"{self.name}.{part}", None)

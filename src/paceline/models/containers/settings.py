@@ -6,7 +6,7 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.json_fields import JsonFields
 
-_NEVER_NULL = "bits"  # without it, a file's words could be read with a wrong width
+_NEVER_NULL = "bits"  # a null for this setting is refused: codes would be read with a wrong width
 
 
 def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: Any = None) -> Any:
@@ -23,7 +23,7 @@ def one_of(fields: JsonFields, name: str, known: tuple[Any, ...], *, default: An
     return value
 
 
-def group_size(fields: JsonFields, name: str = "group_size", *, default: int = 128) -> int:
+def read_group_size(fields: JsonFields, name: str = "group_size", *, default: int = 128) -> int:
     """Return the columns that share a scale; -1 = a whole row.
 
     Raises:

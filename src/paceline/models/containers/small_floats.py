@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
-from paceline.models.containers.affine import unpack_stream
+from paceline.models.containers.affine import unpack_codes
 from paceline.models.containers.module import PackedModule
 from paceline.models.grouped import RUN, GroupedMatrix, runs_of_pairs
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
@@ -39,7 +39,7 @@ def scaled_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | N
     """
     where, codes = module.where("weight"), module.take("weight", "F8_E4M3")
     outputs, columns = codes.shape
-    rows_of, columns_of = _spread(scales, codes.shape, block, where)
+    rows_of, columns_of = _scale_indices(scales, codes.shape, block, where)
     grid = np.ascontiguousarray(scales).reshape(-1, columns_of.max(initial=0) + 1)
 
     def read(rows: Rows) -> Floats:
@@ -50,16 +50,16 @@ def scaled_e4m3(module: PackedModule, scales: Floats, block: tuple[int, int] | N
     return PackedMatrix(where, (outputs, columns), None, 0, (codes, grid), read)
 
 
-def scales_of(array: NDArray[Any], type_name: str | None) -> Floats:
+def scales_to_float32(array: NDArray[Any], type_name: str | None) -> Floats:
     """Return scales as float32. E8M0 and bytes are powers of two."""
     found: Floats = half_scales(array) * np.float32(2) if type_name in ("F8_E8M0", "U8") else np.asarray(array, np.float32)
     return found
 
 
-def _spread(
+def _scale_indices(
     scales: Floats, shape: tuple[int, ...], block: tuple[int, int] | None, where: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row and the column in the grid of scales, for each row and column of a matrix."""
+    """Return the index in the 2D array of scales of each row, and of each column, of a matrix."""
     outputs, columns = shape
     if scales.size == 1:
         return np.zeros(outputs, np.int64), np.zeros(columns, np.int64)
@@ -75,14 +75,14 @@ def _spread(
 
 
 def e2m1_groups(
-    where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half: Callable[[NDArray[Any]], Floats], factor: float = 1.0
+    where: str, pairs: NDArray[np.uint8], scales: NDArray[Any], half_scales: Callable[[NDArray[Any]], Floats], factor: float = 1.0
 ) -> PackedMatrix:
     """Return E2M1 codes in groups of 16 or 32 columns, from two codes in a byte with the first in the low half.
 
     Args:
         pairs: [N, K / 2].
         scales: [N, groups], as stored.
-        half: converts them to half of the scales, as float32.
+        half_scales: converts stored scales to half their value, as float32.
         factor: multiplies or divides the scales.
 
     Raises:
@@ -90,8 +90,8 @@ def e2m1_groups(
     """
     outputs, columns = pairs.shape[0], 2 * pairs.shape[1]
     count = scales.shape[1] if scales.ndim == 2 else 0
-    group = columns // count if count and columns % count == 0 else 0
-    if group not in (16, 32) or len(scales) != outputs:
+    group_size = columns // count if count and columns % count == 0 else 0
+    if group_size not in (16, 32) or len(scales) != outputs:
         raise CheckpointError(
             f"{where} of shape {list(pairs.shape)} has scales of shape {list(scales.shape)}, expected one for 16 or 32 of "
             f"{columns} columns; download the model again"
@@ -100,11 +100,11 @@ def e2m1_groups(
     arrays = (pairs, scales, np.array([[factor]]))
 
     def groups(rows: Rows) -> GroupedMatrix:
-        return GroupedMatrix(runs_of_pairs(pairs[rows]), half(scales[rows]), None, 4, table=TWICE_THE_VALUES)
+        return GroupedMatrix(runs_of_pairs(pairs[rows]), half_scales(scales[rows]), None, 4, table=TWICE_THE_VALUES)
 
     def values(rows: Rows) -> Floats:
-        codes = unpack_stream(pairs[rows], 4, columns)
-        return TWICE_THE_VALUES[codes].astype(np.float32) * np.repeat(half(scales[rows]), group, 1)
+        codes = unpack_codes(pairs[rows], 4, columns)
+        return TWICE_THE_VALUES[codes].astype(np.float32) * np.repeat(half_scales(scales[rows]), group_size, 1)
 
     if columns % RUN:
         return PackedMatrix(where, (outputs, columns), None, 0, arrays, values)

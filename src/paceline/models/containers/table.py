@@ -31,12 +31,12 @@ class Method:
 
     Attributes:
         title: for the table in docs/models.md.
-        held: the form in memory, for the same table.
+        in_memory: how its matrices are stored in memory, for the same table.
         container: returns the container for the settings.
     """
 
     title: str
-    held: str
+    in_memory: str
     container: Callable[[JsonFields], Container]
 
 
@@ -59,8 +59,8 @@ METHODS: Mapping[str, Method] = {
 }
 """By `quant_method`. MLX files have no such field."""
 
-_OTHER_NAMES = {"intel/auto-round": "auto-round", "autoround": "auto-round", "nvfp4": "modelopt", "modelopt_fp4": "modelopt"}
-_SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_METHOD_ALIASES = {"intel/auto-round": "auto-round", "autoround": "auto-round", "nvfp4": "modelopt", "modelopt_fp4": "modelopt"}
+_SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Settings files of AutoGPTQ and AutoAWQ, read if config.json has no settings."""
 _PACKED_TYPES = ("I32", "U32", "U8", "I8", "F8_E4M3", "F8_E5M2")
 
@@ -76,11 +76,11 @@ def find_container(values: Mapping[str, Any], path: Path, family: Family, *, rea
     Raises:
         CheckpointError: The method or a setting is not supported.
     """
-    found = _settings(values, path) or (_side_file_settings(path) if reads_side_files else None)
+    found = _quantization_settings(values, path) or (_side_file_settings(path) if reads_side_files else None)
     if found is None or (found[0] == "mxfp4" and family.has_mxfp4_experts):
         return None
     name, settings = found
-    method = METHODS.get(_OTHER_NAMES.get(name, name))
+    method = METHODS.get(_METHOD_ALIASES.get(name, name))
     if method is None:
         raise CheckpointError(
             f"{path}: the weights are quantised ({shortened(name)}); supported are {', '.join(METHODS)}, f32, f16 and bf16: "
@@ -89,8 +89,8 @@ def find_container(values: Mapping[str, Any], path: Path, family: Family, *, rea
     return method.container(settings)
 
 
-def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
-    """Return the name of the method and its settings."""
+def _quantization_settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] | None:
+    """Return the name of the quantisation method and its settings, from config.json or a settings file."""
     for key in ("quantization_config", "compression_config", "quantization"):
         found = values.get(key)
         if found is None or found == {}:
@@ -107,8 +107,8 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[str, JsonFields] |
 
 
 def _side_file_settings(path: Path) -> tuple[str, JsonFields] | None:
-    """Return the settings in a file of an older tool."""
-    for file, name in _SIDE_FILES.items():
+    """Return the quantisation settings from the settings file of an older tool, such as quantize_config.json."""
+    for file, name in _SETTINGS_FILES.items():
         beside = path.with_name(file)
         own = read_json(beside)
         if own:

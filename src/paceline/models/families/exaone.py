@@ -9,14 +9,14 @@ from paceline.models.layers import LayerConfig, NormOrder, QKNorm
 Layers = tuple[LayerConfig, ...]
 
 
-def _exaone4(build: LayerBuilder) -> Layers:
+def _exaone4_layers(build: LayerBuilder) -> Layers:
     attention, mlp = build.attention(qk_norm=QKNorm.HEAD), build.mlp()
     if build.fields.values.get("sliding_window") is None:
         return build.layers(attention, mlp, norm_order=NormOrder.POST)
-    slides = build.sliding_layers()
-    layers = build.layers(attention, mlp, norm_order=NormOrder.POST, slides=slides)
-    unturned = LayerConfig(mixer=replace(attention, rotates=False), mlp=mlp, norm_order=NormOrder.POST)
-    return tuple(layer if is_local else unturned for layer, is_local in zip(layers, slides, strict=True))
+    is_sliding = build.sliding_layers()
+    layers = build.layers(attention, mlp, norm_order=NormOrder.POST, is_sliding=is_sliding)
+    unturned = LayerConfig(mixer=replace(attention, has_rope_embedding=False), mlp=mlp, norm_order=NormOrder.POST)
+    return tuple(layer if is_local else unturned for layer, is_local in zip(layers, is_sliding, strict=True))
 
 
 FAMILIES = (
@@ -24,7 +24,7 @@ FAMILIES = (
         name="exaone4",
         architecture="Exaone4ForCausalLM",
         models="EXAONE 4",
-        layers=_exaone4,
+        layers=_exaone4_layers,
         defaults={
             "max_position_embeddings": 2048,
             "num_key_value_heads": 32,

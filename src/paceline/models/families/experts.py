@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from paceline.errors import CheckpointError, shortened
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import DenseMLP, ExpertMLP, Routing, Scoring
+from paceline.models.layers import DenseMLP, ExpertMLP, ExpertRouting, RouterScoring
 
 
-def sparse_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
+def expert_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | ExpertMLP]:
     """Return the MLPs: experts in every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     fields, step = build.fields, build.fields.size("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
@@ -17,7 +17,7 @@ def sparse_layers(build: LayerBuilder, experts: ExpertMLP) -> list[DenseMLP | Ex
     return [experts if chooses else build.mlp() for chooses in has_experts]
 
 
-def grouped_routing(build: LayerBuilder) -> Routing:
+def grouped_routing(build: LayerBuilder) -> ExpertRouting:
     """Return DeepSeek-V3's routing: experts in groups, selected with a correction bias.
 
     Raises:
@@ -25,14 +25,18 @@ def grouped_routing(build: LayerBuilder) -> Routing:
     """
     fields, routing = build.fields, build.routing()
     groups, chosen_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
-    if routing.num_experts % groups or chosen_groups > groups or routing.num_chosen > routing.num_experts // groups * chosen_groups:
+    if (
+        routing.num_experts % groups
+        or chosen_groups > groups
+        or routing.num_experts_per_token > routing.num_experts // groups * chosen_groups
+    ):
         raise CheckpointError(
             f"{fields.path}: {routing.num_experts} experts in n_group = {groups} groups, of which topk_group = {chosen_groups} are chosen, "
-            f"cannot give num_experts_per_tok = {routing.num_chosen}"
+            f"cannot give num_experts_per_tok = {routing.num_experts_per_token}"
         )
     return replace(
         routing,
-        scoring=Scoring.SIGMOID,
+        scoring=RouterScoring.SIGMOID,
         epsilon=1e-20 if routing.is_normalized else 0.0,
         factor=fields.number("routed_scaling_factor", 1.0),
         num_groups=groups,

@@ -10,8 +10,8 @@ from paceline.models.layer_builder import LayerBuilder
 from paceline.models.layers import LayerConfig
 
 
-def no_more_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nothing: what all GGUF files hold is enough."""
+def no_family_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return no further config.json fields: those that all GGUF files have are enough for the family."""
     return {}
 
 
@@ -36,7 +36,7 @@ class GgufFormat:
 
     architectures: tuple[str, ...]
     matches: Callable[[GgufFields], bool] | None = None
-    read_config: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_more_fields
+    read_config: Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]] = no_family_fields
     metadata_keys: Mapping[str, str] = field(default_factory=dict)
     module_names: Mapping[str, str] = field(default_factory=dict)
     has_interleaved_rope: bool = False
@@ -72,14 +72,14 @@ class Family:
         module_names: what checkpoints call modules of a layer, or single tensors, where it differs from `tensor_names.py`.
         mlp_module: what checkpoints call the module of the experts, if not `mlp`.
         mlp_tensors: names of tensors in `mlp_module`, with what they are called in `mlp` by most families.
-        fuses_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
+        has_fused_projections: checkpoints hold q, k and v in one matrix, gate and up in another.
         recurrent_module: what checkpoints call the mixer of a recurrent layer; empty = there is none.
         count_layers: returns how many layers config.json describes; None = `num_hidden_layers`.
         field_aliases: other names of config.json fields. If both are given, the alias counts.
         has_mxfp4_experts: checkpoints hold all experts of a layer in two tensors, transposed or in MXFP4.
-        norm_offset: see `ModelConfig`.
-        scales_embedding: embedding rows are multiplied by the square root of the hidden size.
-        caps_logits: `final_logit_softcapping` is applied to logits.
+        has_norm_offset: see `ModelConfig`.
+        has_scaled_embedding: embedding rows are multiplied by the square root of the hidden size.
+        has_logit_soft_cap: `final_logit_softcapping` is applied to logits.
         has_multipliers: embedding rows are multiplied by `embedding_multiplier`, logits divided by `logits_scaling`.
     """
 
@@ -103,12 +103,12 @@ class Family:
     module_names: Mapping[str, str] = field(default_factory=dict)
     mlp_module: str = ""
     mlp_tensors: Mapping[str, str] = field(default_factory=dict)
-    fuses_projections: bool = False
+    has_fused_projections: bool = False
     recurrent_module: str = ""
     count_layers: Callable[[JsonFields], int] | None = None
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     has_mxfp4_experts: bool = False
-    norm_offset: bool = False
-    scales_embedding: bool = False
-    caps_logits: bool = False
+    has_norm_offset: bool = False
+    has_scaled_embedding: bool = False
+    has_logit_soft_cap: bool = False
     has_multipliers: bool = False

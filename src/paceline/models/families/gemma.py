@@ -15,33 +15,35 @@ _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 """The 27B models scale scores by hidden_size / num_heads; llama.cpp recognises them by their number of layers."""
 
 
-def _gemma2(build: LayerBuilder) -> Layers:
-    return _gemma(build, pattern=2, soft_cap=build.soft_cap("attn_logit_softcapping"))
+def _gemma2_layers(build: LayerBuilder) -> Layers:
+    return _gemma_layers(build, pattern=2, soft_cap=build.soft_cap("attn_logit_softcapping"))
 
 
-def _gemma3(build: LayerBuilder) -> Layers:
-    return _gemma(build, qk_norm=QKNorm.HEAD)
+def _gemma3_layers(build: LayerBuilder) -> Layers:
+    return _gemma_layers(build, qk_norm=QKNorm.HEAD)
 
 
-def _gemma(build: LayerBuilder, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None) -> Layers:
+def _gemma_layers(
+    build: LayerBuilder, *, pattern: int | None = None, qk_norm: QKNorm = QKNorm.NONE, soft_cap: float | None = None
+) -> Layers:
     if build.flag("use_bidirectional_attention"):
         raise CheckpointError(f"{build.fields.path}: use_bidirectional_attention is set: the model embeds text, it does not generate")
     bias, scale = build.flag("attention_bias"), build.fields.positive("query_pre_attn_scalar") ** -0.5
     attention = build.attention(bias=bias, output_bias=bias, qk_norm=qk_norm, scale=scale, soft_cap=soft_cap)
-    return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH, slides=build.sliding_layers(pattern))
+    return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH, is_sliding=build.sliding_layers(pattern))
 
 
-def _gemma_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what GGUF files leave out because llama.cpp has it in its code: the scale of scores and which layers slide."""
+def _gemma_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json fields that GGUF files lack because llama.cpp's code has them: the attention scale and the sliding layers."""
     is_27b = config["num_hidden_layers"] == _LAYERS_OF_27B[fields.architecture]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     given = {
         **fields.read_layer_types(config["num_hidden_layers"]),
-        "sliding_window": fields.of_model("attention.sliding_window"),
-        "rope_local_base_freq": fields.of_model("rope.freq_base_swa"),
+        "sliding_window": fields.architecture_value("attention.sliding_window"),
+        "rope_local_base_freq": fields.architecture_value("rope.freq_base_swa"),
     }
     if fields.architecture == "gemma2":
-        given |= {key: fields.of_model(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        given |= {key: fields.architecture_value(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
     return {"query_pre_attn_scalar": scalar, **{name: value for name, value in given.items() if value is not None}}
 
 
@@ -61,7 +63,7 @@ FAMILIES = (
         name="gemma2",
         architecture="Gemma2ForCausalLM",
         models="Gemma 2",
-        layers=_gemma2,
+        layers=_gemma2_layers,
         defaults={
             **_DEFAULTS,
             "max_position_embeddings": 8192,
@@ -69,16 +71,16 @@ FAMILIES = (
             "final_logit_softcapping": 30.0,
         },
         activation_field="hidden_activation",
-        norm_offset=True,
-        scales_embedding=True,
-        caps_logits=True,
-        gguf=GgufFormat(architectures=("gemma2",), read_config=_gemma_gguf),
+        has_norm_offset=True,
+        has_scaled_embedding=True,
+        has_logit_soft_cap=True,
+        gguf=GgufFormat(architectures=("gemma2",), read_config=_gemma_gguf_fields),
     ),
     Family(
         name="gemma3_text",
         architecture="Gemma3ForCausalLM",
         models="Gemma 3 (text)",
-        layers=_gemma3,
+        layers=_gemma3_layers,
         defaults={
             **_DEFAULTS,
             "vocab_size": 262208,
@@ -87,10 +89,10 @@ FAMILIES = (
             "rope_theta": 1e6,
         },
         activation_field="hidden_activation",
-        norm_offset=True,
-        scales_embedding=True,
-        caps_logits=True,
+        has_norm_offset=True,
+        has_scaled_embedding=True,
+        has_logit_soft_cap=True,
         has_local_rope=True,
-        gguf=GgufFormat(architectures=("gemma3",), read_config=_gemma_gguf),
+        gguf=GgufFormat(architectures=("gemma3",), read_config=_gemma_gguf_fields),
     ),
 )

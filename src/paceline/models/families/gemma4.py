@@ -13,28 +13,28 @@ from paceline.models.gguf.fields import GgufFields
 from paceline.models.gguf.file import GgufFile
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
-from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, LayerInput, NormOrder, QKNorm
+from paceline.models.layers import AttentionConfig, DenseMLP, ExpertMLP, LayerConfig, NormOrder, PerLayerInput, QKNorm
 from paceline.models.rope_config import read_rope
 
 ASSISTANT_ARCHITECTURES = ("gemma4-assistant", "gemma4_assistant")
 """`general.architecture` of the drafters that Google trained for Gemma 4: llama.cpp's name, and that of older converters."""
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_ROPE = {
+_DEFAULT_ROPE_PARAMETERS = {
     _LOCAL: {"rope_type": "default", "rope_theta": 1e4},
     _GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-_SIZES = ("num_key_value_heads", "head_dim")
-_PATTERN = 6  # every how many-th layer has full attention, where a file does not say
-_NO_ROTATION = 1e20  # llama.cpp's divisors of pairs that do not rotate are at least this large
+_PER_LAYER_SIZE_KEYS = ("num_key_value_heads", "head_dim")
+_DEFAULT_GLOBAL_INTERVAL = 6  # every 6th layer has full attention if the file does not state it
+_MIN_UNROTATED_DIVISOR = 1e20  # llama.cpp disables the rotation of a pair by a divisor of at least this size
 
 
-def _gemma4(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+def _gemma4_layers(build: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers of a text model.
 
     Source: Gemma 4's model in transformers 5.23.
     """
-    slides = sliding_layers(build)
-    return build_layers(build, slides, _kv_layers(build, slides))
+    is_sliding = sliding_layers(build)
+    return build_layers(build, is_sliding, _kv_layers(build, is_sliding))
 
 
 def sliding_layers(build: LayerBuilder) -> list[bool]:
@@ -46,11 +46,11 @@ def sliding_layers(build: LayerBuilder) -> list[bool]:
     return [*build.sliding_layers(6)[:-1], False]
 
 
-def build_layers(build: LayerBuilder, slides: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
+def build_layers(build: LayerBuilder, is_sliding: Sequence[bool], kv_layers: Sequence[int | None]) -> tuple[LayerConfig, ...]:
     """Return the layers.
 
     Args:
-        slides: for each layer whether it has a sliding window.
+        is_sliding: for each layer whether it has a sliding window.
         kv_layers: for each layer the one whose keys and values it reads; None = its own.
 
     Raises:
@@ -60,27 +60,28 @@ def build_layers(build: LayerBuilder, slides: Sequence[bool], kv_layers: Sequenc
     fields, mlp = build.fields, build.mlp()
     wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size) if build.flag("use_double_wide_mlp") else mlp
     mlps = _with_experts(build, (mlp, wide)) if build.flag("enable_moe_block") else (mlp, wide)
-    size = _count_or_zero(fields, "hidden_size_per_layer_input")
-    taken_in = LayerInput(size=size, activation=mlp.activation) if size else None
-    attentions = {
-        is_local: _attention(build, is_local=is_local, sizes=_sizes(build, slides, is_local=is_local)) for is_local in set(slides)
+    size = _read_count_or_zero(fields, "hidden_size_per_layer_input")
+    taken_in = PerLayerInput(size=size, activation=mlp.activation) if size else None
+    attention_layers = {
+        is_local: _attention(build, is_local=is_local, sizes=_attention_sizes(build, is_sliding, is_local=is_local))
+        for is_local in set(is_sliding)
     }
     made = [
         LayerConfig(
-            mixer=replace(attentions[is_local], kv_layer=kv_layer),
+            mixer=replace(attention_layers[is_local], kv_layer=kv_layer),
             mlp=mlps[kv_layer is not None],
             norm_order=NormOrder.SANDWICH,
             input=taken_in,
-            scales_output=True,
+            has_output_scale=True,
         )
-        for is_local, kv_layer in zip(slides, kv_layers, strict=True)
+        for is_local, kv_layer in zip(is_sliding, kv_layers, strict=True)
     ]
     shared: dict[LayerConfig, LayerConfig] = {}
     return tuple(shared.setdefault(layer, layer) for layer in made)
 
 
 def _with_experts(build: LayerBuilder, dense: Sequence[DenseMLP]) -> list[ExpertMLP]:
-    """Return MLPs with experts next to each of these dense ones."""
+    """Return mixture-of-experts MLPs that also contain the given dense MLPs as shared experts."""
     routing = replace(build.routing(chosen=("top_k_experts",)), is_normalized=True, has_scales=True)
     expert, scale = build.mlp(size="moe_intermediate_size"), float(build.fields.size("hidden_size") ** -0.5)
     return [ExpertMLP(routing=routing, expert=expert, shared=shared, has_own_norms=True, router_scale=scale) for shared in dense]
@@ -93,23 +94,23 @@ def _refuse_bidirectional(build: LayerBuilder) -> None:
         raise CheckpointError(f"{fields.path}: use_bidirectional_attention = {shortened(sees)}: it embeds text, it does not generate")
 
 
-def _kv_layers(build: LayerBuilder, slides: Sequence[bool]) -> list[int | None]:
-    """Return the layer whose keys and values each of the last layers reads: the last one of its type before them."""
-    fields, count = build.fields, _count_or_zero(build.fields, "num_kv_shared_layers")
+def _kv_layers(build: LayerBuilder, is_sliding: Sequence[bool]) -> list[int | None]:
+    """Return for each layer the layer whose keys and values it reads; the last ones read those of an earlier layer of their type."""
+    fields, count = build.fields, _read_count_or_zero(build.fields, "num_kv_shared_layers")
     first = build.num_layers - count
     if first < 1:
         raise CheckpointError(f"{fields.path}: num_kv_shared_layers = {count}, expected fewer than num_hidden_layers = {build.num_layers}")
-    owners = {is_local: index for index, is_local in enumerate(slides[:first])}
-    for is_local in slides[first:]:
+    owners = {is_local: index for index, is_local in enumerate(is_sliding[:first])}
+    for is_local in is_sliding[first:]:
         if is_local not in owners:
             raise CheckpointError(
                 f"{fields.path}: num_kv_shared_layers = {count}: no {_LOCAL if is_local else _GLOBAL} layer before them "
                 "has keys and values to share"
             )
-    return [None] * first + [owners[is_local] for is_local in slides[first:]]
+    return [None] * first + [owners[is_local] for is_local in is_sliding[first:]]
 
 
-def _count_or_zero(fields: JsonFields, name: str) -> int:
+def _read_count_or_zero(fields: JsonFields, name: str) -> int:
     """Return a count of 0 or more; null = 0."""
     return 0 if fields.values.get(name) in (None, 0) else fields.size(name)
 
@@ -122,45 +123,45 @@ def _attention(build: LayerBuilder, *, is_local: bool, sizes: tuple[int, int]) -
         build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD, scale=1.0),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rope=read_rope(_with_ropes(fields), build.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
+        rope=read_rope(_with_default_ropes(fields), build.family, head_size=head_size, layer_type=_LOCAL if is_local else _GLOBAL),
         window=None if window is None or window >= build.max_positions else window,
-        norms_values=True,
-        keys_are_values=not is_local and build.flag("attention_k_eq_v"),
+        has_value_norm=True,
+        has_keys_as_values=not is_local and build.flag("attention_k_eq_v"),
     )
 
 
-def _with_ropes(fields: JsonFields) -> JsonFields:
-    ropes = fields.values.get("rope_parameters") or _ROPE
-    if not isinstance(ropes, Mapping) or any(not isinstance(ropes.get(kind), Mapping) for kind in _ROPE):
+def _with_default_ropes(fields: JsonFields) -> JsonFields:
+    ropes = fields.values.get("rope_parameters") or _DEFAULT_ROPE_PARAMETERS
+    if not isinstance(ropes, Mapping) or any(not isinstance(ropes.get(kind), Mapping) for kind in _DEFAULT_ROPE_PARAMETERS):
         raise CheckpointError(f"{fields.path}: rope_parameters = {shortened(ropes)}, expected those of {_LOCAL} and of {_GLOBAL}")
     return JsonFields({**fields.values, "rope_parameters": ropes}, fields.path)
 
 
-def _sizes(build: LayerBuilder, slides: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
-    """Return the number of key heads and the head size of the layers of one type."""
+def _attention_sizes(build: LayerBuilder, is_sliding: Sequence[bool], *, is_local: bool) -> tuple[int, int]:
+    """Return the number of key heads and the head size of all layers with this attention type."""
     fields, listed = build.fields, build.fields.values.get("per_layer_config")
     if listed is None:
-        own = {} if is_local else _global_sizes(build)
-        return _checked(build, JsonFields({**fields.values, **own}, fields.path))
+        own = {} if is_local else _global_attention_fields(build)
+        return _checked_attention_sizes(build, JsonFields({**fields.values, **own}, fields.path))
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{fields.path}: per_layer_config = {shortened(listed)}, expected what differs by layer")
     if unknown := listed.keys() - {str(index) for index in range(build.num_layers)}:
         raise CheckpointError(f"{fields.path}: per_layer_config names layer {shortened(min(unknown))}, there are {build.num_layers} layers")
     found = set()
-    for index in [index for index, other in enumerate(slides) if other == is_local]:
+    for index in [index for index, other in enumerate(is_sliding) if other == is_local]:
         own = listed.get(str(index)) or {}
-        if not isinstance(own, Mapping) or not own.keys() <= set(_SIZES):
+        if not isinstance(own, Mapping) or not own.keys() <= set(_PER_LAYER_SIZE_KEYS):
             raise CheckpointError(
-                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_SIZES)} may differ"
+                f"{fields.path}: per_layer_config of layer {index} = {shortened(own)}, only {' and '.join(_PER_LAYER_SIZE_KEYS)} may differ"
             )
-        found.add(_checked(build, JsonFields({**fields.values, **own}, fields.path)))
+        found.add(_checked_attention_sizes(build, JsonFields({**fields.values, **own}, fields.path)))
     if len(found) > 1:
         kind = _LOCAL if is_local else _GLOBAL
         raise CheckpointError(f"{fields.path}: per_layer_config gives {kind} layers different sizes, {sorted(found)}: they must be alike")
     return found.pop()
 
 
-def _global_sizes(build: LayerBuilder) -> dict[str, Any]:
+def _global_attention_fields(build: LayerBuilder) -> dict[str, Any]:
     fields = build.fields
     sizes: dict[str, Any] = {"head_dim": fields.size("global_head_dim", 512)}
     if build.flag("attention_k_eq_v") and fields.values.get("num_global_key_value_heads") is not None:
@@ -168,7 +169,7 @@ def _global_sizes(build: LayerBuilder) -> dict[str, Any]:
     return sizes
 
 
-def _checked(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
+def _checked_attention_sizes(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
     num_kv_heads, head_size = fields.size("num_key_value_heads"), fields.size("head_dim", most=MAX_HEAD_SIZE)
     if build.num_heads % num_kv_heads or head_size % 2:
         raise CheckpointError(
@@ -178,9 +179,9 @@ def _checked(build: LayerBuilder, fields: JsonFields) -> tuple[int, int]:
     return num_kv_heads, head_size
 
 
-def _gemma4_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     num_layers = config["num_hidden_layers"]
-    num_shared = fields.of_model("attention.shared_kv_layers") or 0
+    num_shared = fields.architecture_value("attention.shared_kv_layers") or 0
     if not isinstance(num_shared, int) or isinstance(num_shared, bool) or not 0 <= num_shared < num_layers:
         fields.refuse("attention.shared_kv_layers", num_shared, f"fewer than {num_layers} layers")
     return _GgufLayers(fields, num_layers, num_shared).config()
@@ -197,7 +198,7 @@ def assistant_config(file: GgufFile) -> dict[str, Any]:
     if count > len(file.tensors):
         fields.refuse("block_count", count, f"at most as many as the file has tensors, {len(file.tensors)}")
     for key in ("attention.shared_kv_layers", "nextn_predict_layers"):
-        if (found := fields.of_model(key)) not in (None, 0, count):
+        if (found := fields.architecture_value(key)) not in (None, 0, count):
             fields.refuse(key, found, f"all {count} layers")
     layers = _GgufLayers(fields, count, count)
     table, hidden_size = file.tensors.get("token_embd.weight"), fields.count("embedding_length")
@@ -224,61 +225,61 @@ class _GgufLayers:
         self._num_owners = num_layers - num_shared
 
     def config(self) -> dict[str, Any]:
-        """Return the config.json fields that are particular to Gemma 4."""
-        fields, slides = self._fields, self._slides()
+        """Return the config.json fields that only Gemma 4 has."""
+        fields, is_sliding = self._fields, self._sliding_layers()
         global_size = fields.count("attention.key_length")
         local_size = fields.count("attention.key_length_swa", global_size)
         for key, expected in (("value_length", global_size), ("value_length_swa", local_size)):
-            if (size := fields.of_model(f"attention.{key}")) not in (None, expected):
+            if (size := fields.architecture_value(f"attention.{key}")) not in (None, expected):
                 fields.refuse(f"attention.{key}", size, f"the size of keys, {expected}")
         table = fields.file.tensors.get("per_layer_token_embd.weight")
-        full_layers = [layer for layer in range(self._num_owners) if not slides[layer]]
-        soft_cap = fields.of_model("final_logit_softcapping")
+        full_layers = [layer for layer in range(self._num_owners) if not is_sliding[layer]]
+        soft_cap = fields.architecture_value("final_logit_softcapping")
         values = {
-            "layer_types": [_LOCAL if is_local else _GLOBAL for is_local in slides],
+            "layer_types": [_LOCAL if is_local else _GLOBAL for is_local in is_sliding],
             "num_kv_shared_layers": self._num_shared,
             "attention_k_eq_v": any(not fields.has(f"blk.{layer}.attn_v.weight") for layer in full_layers),
-            "hidden_size_per_layer_input": fields.of_model("embedding_length_per_layer_input") or 0,
+            "hidden_size_per_layer_input": fields.architecture_value("embedding_length_per_layer_input") or 0,
             "vocab_size_per_layer_input": None if table is None else table.shape[0],
-            "enable_moe_block": bool(fields.of_model("expert_count")),
+            "enable_moe_block": bool(fields.architecture_value("expert_count")),
             "final_logit_softcapping": None if soft_cap is None else fields.number("final_logit_softcapping"),
-            "per_layer_config": self._kv_sizes(slides, global_size, local_size),
+            "per_layer_config": self._kv_head_fields(is_sliding, global_size, local_size),
             "head_dim": local_size,
-            "rope_parameters": self._ropes(global_size, local_size),
-            **self._widths(),
-            **self._experts(),
+            "rope_parameters": self._rope_fields(global_size, local_size),
+            **self._mlp_width_fields(),
+            **self._expert_fields(),
         }
-        return {**values, "sliding_window": fields.count("attention.sliding_window")} if any(slides) else values
+        return {**values, "sliding_window": fields.count("attention.sliding_window")} if any(is_sliding) else values
 
     def sizes(self, key: str) -> Sequence[int]:
-        """Return the size of each layer, which the metadata may give once for all."""
-        value = self._fields.of_model(key)
+        """Return the size of each layer; the metadata may give one number for all layers."""
+        value = self._fields.architecture_value(key)
         sizes = value if isinstance(value, list) else [value] * self._num_layers
         if len(sizes) != self._num_layers or not all(isinstance(one, int) and not isinstance(one, bool) for one in sizes):
             self._fields.refuse(key, value, f"a whole number, or one for each of {self._num_layers} layers")
         return sizes
 
-    def _slides(self) -> list[bool]:
+    def _sliding_layers(self) -> list[bool]:
         key = "attention.sliding_window_pattern"
-        pattern = self._fields.of_model(key)
-        pattern = _PATTERN if pattern is None else pattern
+        pattern = self._fields.architecture_value(key)
+        pattern = _DEFAULT_GLOBAL_INTERVAL if pattern is None else pattern
         if isinstance(pattern, list) and len(pattern) == self._num_layers and all(one in (0, 1) for one in pattern):
             return [bool(one) for one in pattern]
         if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
             return [layer % pattern < pattern - 1 for layer in range(self._num_layers)]
         self._fields.refuse(key, pattern, f"for each of {self._num_layers} layers whether it has a sliding window")
 
-    def _kv_sizes(self, slides: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
-        """Return the sizes of keys and values of each layer. A layer without keys of its own has those of its type."""
+    def _kv_head_fields(self, is_sliding: Sequence[bool], global_size: int, local_size: int) -> dict[str, dict[str, int]]:
+        """Return the fields for number and size of key heads per layer. A layer without keys of its own has those of its type."""
         counts, sizes = self.sizes("attention.head_count_kv"), dict[str, dict[str, int]]()
-        of_type = dict(zip(slides[: self._num_owners], counts, strict=False))
-        for layer, is_local in enumerate(slides):
+        of_type = dict(zip(is_sliding[: self._num_owners], counts, strict=False))
+        for layer, is_local in enumerate(is_sliding):
             count = counts[layer] if layer < self._num_owners else of_type.get(is_local, counts[layer])
             sizes[str(layer)] = {"head_dim": local_size if is_local else global_size, "num_key_value_heads": count}
         return sizes
 
-    def _widths(self) -> dict[str, Any]:
-        """Return the width of MLPs. Those of the layers without keys of their own may be twice as wide."""
+    def _mlp_width_fields(self) -> dict[str, Any]:
+        """Return the fields for MLP widths. Layers without keys of their own may be twice as wide."""
         widths = self.sizes("feed_forward_length")
         is_double = self._num_shared > 0 and widths[-1] == 2 * widths[0]
         expected = [widths[0]] * self._num_owners + [widths[0] * (1 + is_double)] * self._num_shared
@@ -286,26 +287,26 @@ class _GgufLayers:
             self._fields.refuse("feed_forward_length", list(widths), "the same for every layer, or twice as much for those that share keys")
         return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
 
-    def _experts(self) -> dict[str, Any]:
-        if not self._fields.of_model("expert_count"):
+    def _expert_fields(self) -> dict[str, Any]:
+        if not self._fields.architecture_value("expert_count"):
             return {}
         keys = {"num_experts": "expert_count", "top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
         return {name: self._fields.count(key) for name, key in keys.items()}
 
-    def _ropes(self, global_size: int, local_size: int) -> dict[str, Any]:
+    def _rope_fields(self, global_size: int, local_size: int) -> dict[str, Any]:
         fields = self._fields
         for key, size in (("dimension_count", global_size), ("dimension_count_swa", local_size)):
-            if (rotated := fields.of_model(f"rope.{key}")) not in (None, size):
+            if (rotated := fields.architecture_value(f"rope.{key}")) not in (None, size):
                 fields.refuse(f"rope.{key}", rotated, f"the whole head, {size}")
-        if (kind := fields.of_model("rope.scaling.type") or "none") != "none":
+        if (kind := fields.architecture_value("rope.scaling.type") or "none") != "none":
             fields.refuse("rope.scaling.type", kind, "none")
         proportional = {"rope_type": "proportional", "rope_theta": fields.number("rope.freq_base", 1e6)}
         return {
             _LOCAL: {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 1e4)},
-            _GLOBAL: {**proportional, **self._rotated_pairs(global_size)},
+            _GLOBAL: {**proportional, **self._rotated_fraction_and_divisor(global_size)},
         }
 
-    def _rotated_pairs(self, head_size: int) -> dict[str, float]:
+    def _rotated_fraction_and_divisor(self, head_size: int) -> dict[str, float]:
         """Return which fraction of the pairs of a global head rotates, and the divisor of their frequencies.
 
         The other pairs have huge divisors.
@@ -314,7 +315,7 @@ class _GgufLayers:
         if tensor is None:
             return {"partial_rotary_factor": 1.0}
         divisors = tensor.data.view("<f4") if tensor.block_type.name == "F32" and tensor.shape == (num_pairs,) else np.zeros(1, np.float32)
-        count = int(np.count_nonzero(divisors < _NO_ROTATION))
+        count = int(np.count_nonzero(divisors < _MIN_UNROTATED_DIVISOR))
         if not count or not np.isfinite(divisors).all() or divisors[0] <= 0 or not (divisors[:count] == divisors[0]).all():
             raise CheckpointError(
                 f"{self._fields.file.path}: rope_freqs.weight of type {tensor.block_type.name} and shape {list(tensor.shape)} is not "
@@ -348,7 +349,7 @@ _GEMMA4 = Family(
     architecture="Gemma4ForCausalLM",
     models="Gemma 4 (text)",
     bundled_drafters=("gemma4_assistant",),
-    layers=_gemma4,
+    layers=_gemma4_layers,
     defaults={
         **_DEFAULTS,
         "sliding_window": 512,
@@ -357,8 +358,8 @@ _GEMMA4 = Family(
         "vocab_size_per_layer_input": 262144,
     },
     activation_field="hidden_activation",
-    scales_embedding=True,
-    caps_logits=True,
+    has_scaled_embedding=True,
+    has_logit_soft_cap=True,
     has_layer_sizes=True,
     has_local_rope=True,
     module_names={
@@ -373,7 +374,7 @@ _GEMMA4 = Family(
     },
     gguf=GgufFormat(
         architectures=("gemma4",),
-        read_config=_gemma4_gguf,
+        read_config=_gemma4_gguf_fields,
         metadata_keys=METADATA_KEYS,
         module_names={"shared_expert": ""},
         has_rope=False,

@@ -13,18 +13,18 @@ from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
 Layers = tuple[LayerConfig, ...]
 
 
-def _glm4(build: LayerBuilder) -> Layers:
+def _glm4_layers(build: LayerBuilder) -> Layers:
     attention = build.attention(bias=build.fields.flag("attention_bias", default=True))
     return build.layers(attention, build.mlp(), norm_order=NormOrder.SANDWICH)
 
 
-def _glm4_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    if (sections := fields.of_model("rope.dimension_sections")) is not None:
+def _glm4_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if (sections := fields.architecture_value("rope.dimension_sections")) is not None:
         fields.refuse("rope.dimension_sections", sections, "none: images are not read")
     return {}
 
 
-def _glm4_moe(build: LayerBuilder) -> Layers:
+def _glm4_moe_layers(build: LayerBuilder) -> Layers:
     fields, routing = build.fields, grouped_routing(build)
     expert, num_shared = build.mlp(size="moe_intermediate_size"), fields.number("n_shared_experts", 1)
     shared = replace(expert, intermediate_size=int(expert.intermediate_size * num_shared)) if num_shared else None
@@ -35,12 +35,12 @@ def _glm4_moe(build: LayerBuilder) -> Layers:
     return build.layers(attention, mlps)
 
 
-def _glm4_moe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _glm4_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **fields.read_experts(width=config["intermediate_size"], gating=(GatingFunction.SIGMOID,)),
-        "num_hidden_layers": fields.without_mtp(config["num_hidden_layers"]),
-        "first_k_dense_replace": fields.of_model("leading_dense_block_count") or 0,
-        "n_shared_experts": fields.of_model("expert_shared_count") or 0,
+        "num_hidden_layers": fields.num_layers_without_mtp(config["num_hidden_layers"]),
+        "first_k_dense_replace": fields.architecture_value("leading_dense_block_count") or 0,
+        "n_shared_experts": fields.architecture_value("expert_shared_count") or 0,
         "n_group": fields.count("expert_group_count", 1),
         "topk_group": fields.count("expert_group_used_count", 1),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
@@ -53,7 +53,7 @@ FAMILIES = (
         name="glm4",
         architecture="Glm4ForCausalLM",
         models="GLM-4-0414",
-        layers=_glm4,
+        layers=_glm4_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 2,
@@ -69,15 +69,15 @@ FAMILIES = (
             "mlp_norm": "post_attention_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         },
-        fuses_projections=True,
-        gguf=GgufFormat(architectures=("glm4",), read_config=_glm4_gguf, has_interleaved_rope=True),
+        has_fused_projections=True,
+        gguf=GgufFormat(architectures=("glm4",), read_config=_glm4_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="glm4_moe",
         architecture="Glm4MoeForCausalLM",
         models="GLM-4.5, GLM-4.6",
         bundled_drafters=("mtp",),
-        layers=_glm4_moe,
+        layers=_glm4_moe_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -89,6 +89,6 @@ FAMILIES = (
         },
         has_partial_rope=True,
         module_names={"shared_expert": "mlp.shared_experts"},
-        gguf=GgufFormat(architectures=("glm4moe",), read_config=_glm4_moe_gguf, module_names={"mlp_norm": "post_attention_norm"}),
+        gguf=GgufFormat(architectures=("glm4moe",), read_config=_glm4_moe_gguf_fields, module_names={"mlp_norm": "post_attention_norm"}),
     ),
 )

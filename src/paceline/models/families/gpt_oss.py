@@ -13,7 +13,7 @@ from paceline.models.layers import ClampedSwiGLU, DenseMLP, ExpertMLP, LayerConf
 Layers = tuple[LayerConfig, ...]
 
 
-def _gpt_oss(build: LayerBuilder) -> Layers:
+def _gpt_oss_layers(build: LayerBuilder) -> Layers:
     fields = build.fields
     if not any(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         raise CheckpointError(f"{fields.path} has no 'rope_scaling', which a gpt_oss needs")
@@ -24,10 +24,10 @@ def _gpt_oss(build: LayerBuilder) -> Layers:
         routing=replace(build.routing(chosen=("num_experts_per_tok", "experts_per_token")), is_normalized=True, bias=True), expert=expert
     )
     attention = build.attention(bias=bias, output_bias=bias, has_sinks=True)
-    return build.layers(attention, experts, slides=build.sliding_layers(2))
+    return build.layers(attention, experts, is_sliding=build.sliding_layers(2))
 
 
-def _gpt_oss_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     gating = (GatingFunction.SOFTMAX, GatingFunction.SOFTMAX_OF_CHOSEN)
     experts, scaling = fields.read_experts(width=config["intermediate_size"], gating=gating), config.get("rope_scaling")
     return {
@@ -45,7 +45,7 @@ FAMILIES = (
         architecture="GptOssForCausalLM",
         models="gpt-oss",
         published_heads=("eagle3",),
-        layers=_gpt_oss,
+        layers=_gpt_oss_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -61,7 +61,7 @@ FAMILIES = (
         has_mxfp4_experts=True,
         gguf=GgufFormat(
             architectures=("gpt-oss",),
-            read_config=_gpt_oss_gguf,
+            read_config=_gpt_oss_gguf_fields,
             module_names={"mlp_norm": "post_attention_norm"},
             has_untied_output=True,
         ),

@@ -13,7 +13,7 @@ from paceline.models.families.hybrids import (
     Mixer,
     gguf_layer_count,
     layers_with_attention,
-    mamba_gguf,
+    mamba_gguf_fields,
     mamba_mixer,
     mixed_layers,
 )
@@ -22,20 +22,20 @@ from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, Mamba2Config
 
 
-def _granite(build: LayerBuilder) -> Layers:
+def _granite_layers(build: LayerBuilder) -> Layers:
     bias, scale = build.flag("attention_bias"), build.fields.positive("attention_multiplier", 1.0)
     layers = build.layers(build.attention(bias=bias, output_bias=bias, scale=scale), build.mlp(bias=build.flag("mlp_bias")))
     return (replace(layers[0], residual_scale=build.fields.positive("residual_multiplier", 1.0)),) * build.num_layers
 
 
-def _granite_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    has_rope = fields.of_model("rope.scaling.finetuned")
-    if has_rope is not None and not has_rope:  # llama.cpp's mark of models without rotary embeddings
+def _granite_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_rope = fields.architecture_value("rope.scaling.finetuned")
+    if has_rope is not None and not has_rope:  # llama.cpp writes False for models without rotary embeddings
         fields.refuse("rope.scaling.finetuned", has_rope, "true")
-    return _multipliers(fields, config)
+    return _multiplier_fields(fields, config)
 
 
-def _multipliers(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _multiplier_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
@@ -44,14 +44,14 @@ def _multipliers(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _granite_hybrid(build: LayerBuilder) -> Layers:
+def _granite_hybrid_layers(build: LayerBuilder) -> Layers:
     fields, bias = build.fields, build.flag("attention_bias")
     embedding = fields.values.get("position_embedding_type")
     if embedding not in (None, "nope", "rope"):
         raise CheckpointError(f"{fields.path}: position_embedding_type = {shortened(embedding)} is not supported, only rope and nope are")
     attention = build.attention(bias=bias, output_bias=bias, scale=fields.positive("attention_multiplier", 1.0))
-    attention = replace(attention, rotates=embedding == "rope")
-    mamba, mlp = _granite_mamba(build), build.mlp(size="shared_intermediate_size")
+    attention = replace(attention, has_rope_embedding=embedding == "rope")
+    mamba, mlp = _granite_mamba_mixer(build), build.mlp(size="shared_intermediate_size")
     mlps: list[MLP] = [mlp] * build.num_layers
     if fields.values.get("num_local_experts") != 0:
         mlps = [ExpertMLP(routing=replace(build.routing(), is_normalized=True), expert=build.mlp(), shared=mlp)] * build.num_layers
@@ -60,7 +60,7 @@ def _granite_hybrid(build: LayerBuilder) -> Layers:
     return mixed_layers(build, mixers, mlps, kinds=kinds, residual_scale=fields.positive("residual_multiplier", 1.0))
 
 
-def _granite_mamba(build: LayerBuilder) -> Mamba2Config:
+def _granite_mamba_mixer(build: LayerBuilder) -> Mamba2Config:
     fields = build.fields
     width, heads = fields.size("mamba_expand") * fields.size("hidden_size"), fields.size("mamba_n_heads", most=MAX_HEADS)
     given = fields.values.get("mamba_d_head")
@@ -74,21 +74,21 @@ def _granite_mamba(build: LayerBuilder) -> Mamba2Config:
     return mamba_mixer(build, names, head_size=size, conv_bias=conv_bias, bias=build.flag("mamba_proj_bias"))
 
 
-def _hybrid_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _hybrid_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
-    has_experts = bool(fields.of_model("expert_count"))
+    has_experts = bool(fields.architecture_value("expert_count"))
     inner, hidden = fields.count("ssm.inner_size"), fields.count("embedding_length")
     if inner % hidden:
         fields.refuse("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
-    has_rope = fields.of_model("rope.scaling.finetuned")
-    shared = fields.rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
+    has_rope = fields.architecture_value("rope.scaling.finetuned")
+    shared = fields.num_rows_of("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     values: dict[str, Any] = {
         **count,
-        **_multipliers(fields, config),
+        **_multiplier_fields(fields, config),
         "layer_types": ["attention" if has else "mamba" for has in layers_with_attention(fields, num_layers)],
         "position_embedding_type": "rope" if has_rope is None or has_rope else "nope",
-        **mamba_gguf(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+        **mamba_gguf_fields(fields, num_layers, "mamba_n_heads", "mamba_d_head", "mamba_d_state"),
         "mamba_expand": inner // hidden,
         "shared_intermediate_size": shared,
         "num_local_experts": 0,
@@ -103,16 +103,16 @@ FAMILIES = (
         name="granite",
         architecture="GraniteForCausalLM",
         models="Granite 3",
-        layers=_granite,
+        layers=_granite_layers,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         has_multipliers=True,
-        gguf=GgufFormat(architectures=("granite",), read_config=_granite_gguf, has_interleaved_rope=True),
+        gguf=GgufFormat(architectures=("granite",), read_config=_granite_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
         models="Granite 4",
-        layers=_granite_hybrid,
+        layers=_granite_hybrid_layers,
         defaults={
             "max_position_embeddings": 2048,
             "num_local_experts": 8,
@@ -145,7 +145,7 @@ FAMILIES = (
         field_aliases={"layers_block_type": "layer_types"},
         gguf=GgufFormat(
             architectures=("granitehybrid",),
-            read_config=_hybrid_gguf,
+            read_config=_hybrid_gguf_fields,
             metadata_keys={
                 "mamba_n_heads": "ssm.time_step_rank",
                 "mamba_n_groups": "ssm.group_count",

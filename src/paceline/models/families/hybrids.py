@@ -45,7 +45,7 @@ def mixed_layers(
 
 
 def mamba_mixer(build: LayerBuilder, names: Mapping[str, str], *, head_size: int, conv_bias: bool, bias: bool) -> Mamba2Config:
-    """Return a Mamba-2 mixer, with sizes from the fields of these names."""
+    """Return a Mamba-2 mixer, with sizes from the config.json fields whose names are given."""
     fields = build.fields
     heads, groups = (fields.size(names[count], most=MAX_HEADS) for count in ("heads", "groups"))
     if heads % groups:
@@ -80,18 +80,18 @@ def _dt_limits(fields: JsonFields) -> tuple[float, float]:
 def gguf_layer_count(fields: GgufFields, num_blocks: int) -> dict[str, int]:
     """Return `num_hidden_layers` without modules for multi-token prediction, which `block_count` may include."""
     modules = [block for block in range(num_blocks) if fields.has(f"blk.{block}.{MTP_TENSOR}")]
-    return {"num_hidden_layers": fields.without_mtp(num_blocks, num_blocks - modules[0] if modules else 0)}
+    return {"num_hidden_layers": fields.num_layers_without_mtp(num_blocks, num_blocks - modules[0] if modules else 0)}
 
 
 def layers_with_attention(fields: GgufFields, num_layers: int) -> list[bool]:
-    """Return for each layer whether it has key and value heads, and so attention."""
-    counts = fields.of_model("attention.head_count_kv")
-    if not isinstance(counts, list) or len(counts) < num_layers:  # it may include modules for multi-token prediction
+    """Return for each layer whether its number of key and value heads is above 0, so that it has attention."""
+    counts = fields.architecture_value("attention.head_count_kv")
+    if not isinstance(counts, list) or len(counts) < num_layers:  # the list may include layers of modules for multi-token prediction
         fields.refuse("attention.head_count_kv", counts, f"a number for each of {num_layers} layers, 0 for those without attention")
     return [count != 0 for count in counts[:num_layers]]
 
 
-def mamba_gguf(fields: GgufFields, num_layers: int, heads: str, size: str, state: str) -> dict[str, Any]:
+def mamba_gguf_fields(fields: GgufFields, num_layers: int, heads: str, size: str, state: str) -> dict[str, Any]:
     """Return the config.json fields of Mamba-2 mixers. The names of three of them differ between families."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:

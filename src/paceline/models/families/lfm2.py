@@ -9,10 +9,10 @@ from paceline.models.families.family import Family, GgufFormat
 from paceline.models.families.hybrids import MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, layers_with_attention, mixed_layers
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.layer_builder import LayerBuilder
-from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, Scoring, ShortConvConfig
+from paceline.models.layers import DenseMLP, ExpertMLP, QKNorm, RouterScoring, ShortConvConfig
 
 
-def _lfm2(build: LayerBuilder) -> Layers:
+def _lfm2_dense_layers(build: LayerBuilder) -> Layers:
     return _lfm2_layers(build, [_adjusted_mlp(build)] * build.num_layers)
 
 
@@ -34,11 +34,11 @@ def _adjusted_mlp(build: LayerBuilder) -> DenseMLP:
     return replace(mlp, intermediate_size=-(-int(width) // multiple) * multiple)
 
 
-def _lfm2_moe(build: LayerBuilder) -> Layers:
+def _lfm2_moe_layers(build: LayerBuilder) -> Layers:
     fields, routing = build.fields, build.routing()
     routing = replace(
         routing,
-        scoring=Scoring.SIGMOID,
+        scoring=RouterScoring.SIGMOID,
         epsilon=1e-6 if routing.is_normalized else 0.0,
         factor=fields.number("routed_scaling_factor", 1.0),
         has_correction_bias=fields.flag("use_expert_bias", default=True),
@@ -61,10 +61,10 @@ def _lfm2_layers(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     return mixed_layers(build, {"conv": convolution, "full_attention": build.attention(qk_norm=QKNorm.HEAD)}, mlps, kinds=kinds)
 
 
-def _lfm2_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _lfm2_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_layers = count["num_hidden_layers"]
-    if window := fields.of_model("attention.sliding_window"):
+    if window := fields.architecture_value("attention.sliding_window"):
         fields.refuse("attention.sliding_window", window, "none")
     values: dict[str, Any] = {
         **count,
@@ -77,7 +77,7 @@ def _lfm2_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     if fields.architecture == "lfm2moe":
         values |= {
             **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
-            "num_dense_layers": fields.of_model("leading_dense_block_count") or 0,
+            "num_dense_layers": fields.architecture_value("leading_dense_block_count") or 0,
             "use_expert_bias": fields.has_in_any_block("exp_probs_b.bias", num_layers),
             "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
         }
@@ -86,7 +86,7 @@ def _lfm2_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
 
 _GGUF = GgufFormat(
     architectures=("lfm2",),
-    read_config=_lfm2_gguf,
+    read_config=_lfm2_gguf_fields,
     metadata_keys={"conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count"},
     module_names={"final_norm": "token_embd_norm"},
     allows_zero_sizes=True,
@@ -95,7 +95,7 @@ _LFM2 = Family(
     name="lfm2",
     architecture="Lfm2ForCausalLM",
     models="LFM2, LFM2.5",
-    layers=_lfm2,
+    layers=_lfm2_dense_layers,
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -128,7 +128,7 @@ FAMILIES = (
         name="lfm2_moe",
         architecture="Lfm2MoeForCausalLM",
         models="LFM2-MoE",
-        layers=_lfm2_moe,
+        layers=_lfm2_moe_layers,
         defaults={**_LFM2.defaults, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True},
         mlp_module="feed_forward",
         mlp_tensors={

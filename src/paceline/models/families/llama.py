@@ -13,60 +13,60 @@ from paceline.models.layers import ExpertMLP, LayerConfig
 Layers = tuple[LayerConfig, ...]
 
 
-def _llama(build: LayerBuilder) -> Layers:
+def _llama_layers(build: LayerBuilder) -> Layers:
     bias = build.flag("attention_bias")
     return build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(bias=build.flag("mlp_bias")))
 
 
-def _mistral(build: LayerBuilder) -> Layers:
-    return build.layers(build.attention(), build.mlp(), slides=[True] * build.num_layers)
+def _mistral_layers(build: LayerBuilder) -> Layers:
+    return build.layers(build.attention(), build.mlp(), is_sliding=[True] * build.num_layers)
 
 
-def _ministral3(build: LayerBuilder) -> Layers:
+def _ministral3_layers(build: LayerBuilder) -> Layers:
     if not any(build.fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
         raise CheckpointError(f"{build.fields.path} has no 'rope_parameters', which a ministral3 needs")
-    return _mistral(build)
+    return _mistral_layers(build)
 
 
-def _ministral3_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings with the temperature of queries, whose length is that of the rotary scaling."""
-    original, length = config.get("original_max_position_embeddings"), fields.of_model("attention.temperature_length")
-    beta = fields.of_model("attention.temperature_scale") or 0.0
+def _ministral3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings, including the query temperature, whose length is that of the rotary scaling."""
+    original, length = config.get("original_max_position_embeddings"), fields.architecture_value("attention.temperature_length")
+    beta = fields.architecture_value("attention.temperature_scale") or 0.0
     if beta and length not in (None, original):
         fields.refuse("attention.temperature_length", length, f"the original context length, {original}")
     rope = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {}), "llama_4_scaling_beta": beta}
     return {"rope_parameters": rope, "rope_scaling": None}
 
 
-def _mixtral(build: LayerBuilder) -> Layers:
+def _mixtral_layers(build: LayerBuilder) -> Layers:
     experts = ExpertMLP(routing=replace(build.routing(), is_normalized=True), expert=build.mlp())
-    return build.layers(build.attention(), experts, slides=[True] * build.num_layers)
+    return build.layers(build.attention(), experts, is_sliding=[True] * build.num_layers)
 
 
-def _mixtral_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _mixtral_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     experts = fields.read_experts(width=config["intermediate_size"])
     return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
 
 
-def _phi3_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": fields.of_model("attention.sliding_window") or None}  # 0 = none
+def _phi3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": fields.architecture_value("attention.sliding_window") or None}  # 0 = none
 
 
-def _smollm3(build: LayerBuilder) -> Layers:
-    bias, rotates = build.flag("attention_bias"), build.rotating_layers()
+def _smollm3_layers(build: LayerBuilder) -> Layers:
+    bias, has_rope_embedding = build.flag("attention_bias"), build.layers_with_rope()
     is_listed = build.fields.values.get("layer_types") is not None
-    slides = build.sliding_layers() if is_listed else [build.flag("use_sliding_window") and not turned for turned in rotates]
-    layers = build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(bias=build.flag("mlp_bias")), slides=slides)
-    unturned = {layer: replace(layer, mixer=replace(layer.attention, rotates=False)) for layer in dict.fromkeys(layers)}
-    return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, rotates, strict=True))
+    is_sliding = build.sliding_layers() if is_listed else [build.flag("use_sliding_window") and not turned for turned in has_rope_embedding]
+    layers = build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(bias=build.flag("mlp_bias")), is_sliding=is_sliding)
+    unturned = {layer: replace(layer, mixer=replace(layer.attention, has_rope_embedding=False)) for layer in dict.fromkeys(layers)}
+    return tuple(layer if turned else unturned[layer] for layer, turned in zip(layers, has_rope_embedding, strict=True))
 
 
-def _seed_oss(build: LayerBuilder) -> Layers:
+def _seed_oss_layers(build: LayerBuilder) -> Layers:
     attention = build.attention(bias=build.fields.flag("attention_bias", default=True), output_bias=build.flag("attention_out_bias"))
     return build.layers(attention, build.mlp(bias=build.flag("mlp_bias")))
 
 
-def _arcee(build: LayerBuilder) -> Layers:
+def _arcee_layers(build: LayerBuilder) -> Layers:
     bias = build.flag("attention_bias")
     return build.layers(build.attention(bias=bias, output_bias=bias), build.mlp(has_gate=False))
 
@@ -77,7 +77,7 @@ FAMILIES = (
         architecture="LlamaForCausalLM",
         models="Llama 1 to 3.3, and what has their shape (Vicuna, TinyLlama, SmolLM2, Yi)",
         published_heads=("medusa", "eagle", "eagle3"),
-        layers=_llama,
+        layers=_llama_layers,
         defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
         gguf=GgufFormat(architectures=("llama",), has_interleaved_rope=True),
     ),
@@ -85,7 +85,7 @@ FAMILIES = (
         name="mistral",
         architecture="MistralForCausalLM",
         models="Mistral 7B, Mistral Nemo, Mistral Small 3 (text)",
-        layers=_mistral,
+        layers=_mistral_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -99,7 +99,7 @@ FAMILIES = (
         name="ministral3",
         architecture="Ministral3ForCausalLM",
         models="Ministral 3 (text)",
-        layers=_ministral3,
+        layers=_ministral3_layers,
         defaults={
             "max_position_embeddings": 262144,
             "num_key_value_heads": 8,
@@ -109,14 +109,14 @@ FAMILIES = (
             "eos_token_id": 2,
         },
         has_temperature_tuning=True,
-        gguf=GgufFormat(architectures=("mistral3",), read_config=_ministral3_gguf, has_interleaved_rope=True),
+        gguf=GgufFormat(architectures=("mistral3",), read_config=_ministral3_gguf_fields, has_interleaved_rope=True),
     ),
     Family(
         name="mixtral",
         architecture="MixtralForCausalLM",
         models="Mixtral",
         published_heads=("eagle",),
-        layers=_mixtral,
+        layers=_mixtral_layers,
         defaults={
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -131,8 +131,8 @@ FAMILIES = (
         mlp_tensors={"gate.weight": "gate.weight"},
         gguf=GgufFormat(
             architectures=("llama",),
-            matches=lambda fields: bool(fields.of_model("expert_count")),
-            read_config=_mixtral_gguf,
+            matches=lambda fields: bool(fields.architecture_value("expert_count")),
+            read_config=_mixtral_gguf_fields,
             has_interleaved_rope=True,
         ),
     ),
@@ -140,7 +140,7 @@ FAMILIES = (
         name="phi3",
         architecture="Phi3ForCausalLM",
         models="Phi-3, Phi-3.5, Phi-4-mini",
-        layers=_mistral,
+        layers=_mistral_layers,
         defaults={
             "max_position_embeddings": 4096,
             "original_max_position_embeddings": 4096,
@@ -149,15 +149,15 @@ FAMILIES = (
             "eos_token_id": 32000,
         },
         has_partial_rope=True,
-        fuses_projections=True,
+        has_fused_projections=True,
         rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # in early checkpoints
-        gguf=GgufFormat(architectures=("phi3",), read_config=_phi3_gguf),
+        gguf=GgufFormat(architectures=("phi3",), read_config=_phi3_gguf_fields),
     ),
     Family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
         models="SmolLM3",
-        layers=_smollm3,
+        layers=_smollm3_layers,
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
@@ -172,7 +172,7 @@ FAMILIES = (
         name="seed_oss",
         architecture="SeedOssForCausalLM",
         models="Seed-OSS",
-        layers=_seed_oss,
+        layers=_seed_oss_layers,
         defaults={
             "max_position_embeddings": 524288,
             "num_key_value_heads": 8,
@@ -186,7 +186,7 @@ FAMILIES = (
         name="arcee",
         architecture="ArceeForCausalLM",
         models="Arcee AFM",
-        layers=_arcee,
+        layers=_arcee_layers,
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,

@@ -7,17 +7,17 @@ from typing import Any
 from paceline.errors import CheckpointError, shortened
 from paceline.models.families.experts import grouped_routing
 from paceline.models.families.family import Family, GgufFormat
-from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf, mamba_mixer
+from paceline.models.families.hybrids import gguf_layer_count, layers_with_attention, mamba_gguf_fields, mamba_mixer
 from paceline.models.gguf.fields import GatingFunction, GgufFields
 from paceline.models.json_fields import JsonFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, MAX_LAYERS, LayerBuilder
 from paceline.models.layers import ExpertMLP, LayerConfig, Mamba2Config
 
-_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-_OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_LETTER_TYPES = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLD_TYPE_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
+def _nemotron_h_layers(build: LayerBuilder) -> tuple[LayerConfig, ...]:
     """Return the layers that config.json lists.
 
     Source: Nemotron-H's model in transformers 5.23. Deviation: no lower limit of dt in prefill, which its own decoding does not have.
@@ -28,10 +28,10 @@ def _nemotron_h(build: LayerBuilder) -> tuple[LayerConfig, ...]:
     known: dict[str, LayerConfig] = {}
     for kind in dict.fromkeys(kinds):
         if kind in ("mlp", "moe"):
-            known[kind] = LayerConfig(mixer=None, mlp=_experts(build) if kind == "moe" else build.mlp(has_gate=False))
+            known[kind] = LayerConfig(mixer=None, mlp=_expert_mlp(build) if kind == "moe" else build.mlp(has_gate=False))
         else:
-            attention = replace(build.attention(), rotates=False)
-            known[kind] = LayerConfig(mixer=_mamba(build) if kind == "linear_attention" else attention, mlp=None)
+            attention = replace(build.attention(), has_rope_embedding=False)
+            known[kind] = LayerConfig(mixer=_mamba_mixer(build) if kind == "linear_attention" else attention, mlp=None)
     return tuple(known[kind] for kind in kinds)
 
 
@@ -40,19 +40,19 @@ def _layer_types(fields: JsonFields) -> list[str]:
     listed = fields.values.get("layers_block_type", fields.values.get("layer_types"))
     pattern = fields.values.get("hybrid_override_pattern")
     if listed is None and isinstance(pattern, str):
-        listed = [_TYPES.get(letter, letter) for letter in pattern]
+        listed = [_LETTER_TYPES.get(letter, letter) for letter in pattern]
     if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_LAYERS:
         raise CheckpointError(f"{fields.path}: layers_block_type = {shortened(listed)}, expected a list of 1 to {MAX_LAYERS} layers")
-    kinds = [_OLDER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+    kinds = [_OLD_TYPE_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in _TYPES.values():
+        if not isinstance(kind, str) or kind not in _LETTER_TYPES.values():
             raise CheckpointError(
-                f"{fields.path} names a layer {shortened(kind)}, which is not supported; supported are {', '.join(_TYPES.values())}"
+                f"{fields.path} names a layer {shortened(kind)}, which is not supported; supported are {', '.join(_LETTER_TYPES.values())}"
             )
     return kinds
 
 
-def _mamba(build: LayerBuilder) -> Mamba2Config:
+def _mamba_mixer(build: LayerBuilder) -> Mamba2Config:
     fields = build.fields
     if fields.values.get("mamba_hidden_act") not in (None, "silu", "swish"):
         raise CheckpointError(
@@ -63,7 +63,7 @@ def _mamba(build: LayerBuilder) -> Mamba2Config:
     return mamba_mixer(build, names, head_size=size, conv_bias=fields.flag("use_conv_bias", default=True), bias=build.flag("use_bias"))
 
 
-def _experts(build: LayerBuilder) -> ExpertMLP:
+def _expert_mlp(build: LayerBuilder) -> ExpertMLP:
     latent = build.fields.values.get("moe_latent_size")
     return ExpertMLP(
         routing=grouped_routing(build),
@@ -73,10 +73,10 @@ def _experts(build: LayerBuilder) -> ExpertMLP:
     )
 
 
-def _nemotron_h_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _nemotron_h_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json fields. A layer with key heads has attention, one with neither these nor an MLP width has a Mamba-2 mixer."""
     count = gguf_layer_count(fields, config["num_hidden_layers"])
-    num_layers, widths = count["num_hidden_layers"], fields.of_model("feed_forward_length")
+    num_layers, widths = count["num_hidden_layers"], fields.architecture_value("feed_forward_length")
     if not isinstance(widths, list) or len(widths) < num_layers:
         fields.refuse("feed_forward_length", widths, f"a number for each of {num_layers} layers, 0 for those without an MLP")
     kinds = []
@@ -86,15 +86,15 @@ def _nemotron_h_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str,
     values: dict[str, Any] = {
         **count,
         "layers_block_type": kinds,
-        **mamba_gguf(fields, num_layers, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+        **mamba_gguf_fields(fields, num_layers, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
     }
     values["use_bias"] = values.pop("mamba_proj_bias")
-    if fields.of_model("expert_count"):
+    if fields.architecture_value("expert_count"):
         num_groups = fields.count("expert_group_count", 1)
         values |= {
             **fields.read_experts(normalizes=True, gating=(GatingFunction.SIGMOID,)),
             "moe_shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
-            "moe_latent_size": fields.of_model("moe_latent_size") or None,
+            "moe_latent_size": fields.architecture_value("moe_latent_size") or None,
             "n_group": num_groups,
             "topk_group": fields.count("expert_group_used_count", 1 if num_groups == 1 else None),
             "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
@@ -107,7 +107,7 @@ FAMILIES = (
         name="nemotron_h",
         architecture="NemotronHForCausalLM",
         models="Nemotron-H, Nemotron Nano 2, Nemotron 3",
-        layers=_nemotron_h,
+        layers=_nemotron_h_layers,
         defaults={
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
@@ -151,7 +151,7 @@ FAMILIES = (
         },
         gguf=GgufFormat(
             architectures=("nemotron_h", "nemotron_h_moe"),
-            read_config=_nemotron_h_gguf,
+            read_config=_nemotron_h_gguf_fields,
             metadata_keys={
                 "mamba_num_heads": "ssm.time_step_rank",
                 "mamba_head_dim": "ssm.inner_size",

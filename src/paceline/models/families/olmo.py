@@ -12,21 +12,21 @@ from paceline.models.layers import ExpertMLP, LayerConfig, NormOrder, QKNorm
 Layers = tuple[LayerConfig, ...]
 
 
-def _olmo2(build: LayerBuilder, slides: Sequence[bool] = ()) -> Layers:
+def _olmo2(build: LayerBuilder, is_sliding: Sequence[bool] = ()) -> Layers:
     bias = build.flag("attention_bias")
     attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.WIDTH)
-    return build.layers(attention, build.mlp(), norm_order=NormOrder.POST, slides=slides)
+    return build.layers(attention, build.mlp(), norm_order=NormOrder.POST, is_sliding=is_sliding)
 
 
-def _olmo3(build: LayerBuilder) -> Layers:
+def _olmo3_layers(build: LayerBuilder) -> Layers:
     return _olmo2(build, build.sliding_layers(4))
 
 
-def _olmo3_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmo3_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields.read_windows(config["num_hidden_layers"]), "rope_local_base_freq": config["rope_theta"]}
 
 
-def _olmoe(build: LayerBuilder) -> Layers:
+def _olmoe_layers(build: LayerBuilder) -> Layers:
     if build.fields.values.get("clip_qkv") is not None:
         raise CheckpointError(
             f"{build.fields.path}: clip_qkv = {shortened(build.fields.values['clip_qkv'])} is not supported, only null is"
@@ -36,7 +36,7 @@ def _olmoe(build: LayerBuilder) -> Layers:
     return build.layers(attention, ExpertMLP(routing=build.routing(), expert=build.mlp()))
 
 
-def _olmoe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _olmoe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     experts = fields.read_experts(width=config["intermediate_size"])
     return {**experts, "intermediate_size": experts["moe_intermediate_size"]}
 
@@ -58,7 +58,7 @@ FAMILIES = (
         name="olmo3",
         architecture="Olmo3ForCausalLM",
         models="OLMo 3",
-        layers=_olmo3,
+        layers=_olmo3_layers,
         defaults={
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-5,
@@ -71,8 +71,8 @@ FAMILIES = (
         needs_local_rope=True,
         gguf=GgufFormat(
             architectures=("olmo2",),
-            matches=lambda fields: bool(fields.of_model("attention.sliding_window")),
-            read_config=_olmo3_gguf,
+            matches=lambda fields: bool(fields.architecture_value("attention.sliding_window")),
+            read_config=_olmo3_gguf_fields,
             has_untied_output=True,
         ),
     ),
@@ -80,7 +80,7 @@ FAMILIES = (
         name="olmoe",
         architecture="OlmoeForCausalLM",
         models="OLMoE",
-        layers=_olmoe,
+        layers=_olmoe_layers,
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
@@ -88,6 +88,6 @@ FAMILIES = (
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
-        gguf=GgufFormat(architectures=("olmoe",), read_config=_olmoe_gguf, has_untied_output=True),
+        gguf=GgufFormat(architectures=("olmoe",), read_config=_olmoe_gguf_fields, has_untied_output=True),
     ),
 )

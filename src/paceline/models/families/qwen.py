@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.models.families.experts import sparse_layers
+from paceline.models.families.experts import expert_layers
 from paceline.models.families.family import Family, GgufFormat
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import LayerBuilder
@@ -12,14 +12,14 @@ from paceline.models.layers import ExpertMLP, LayerConfig, QKNorm
 Layers = tuple[LayerConfig, ...]
 
 
-def _qwen2(build: LayerBuilder) -> Layers:
-    return build.layers(build.attention(bias=True), build.mlp(), slides=_sliding_layers(build))
+def _qwen2_layers(build: LayerBuilder) -> Layers:
+    return build.layers(build.attention(bias=True), build.mlp(), is_sliding=_sliding_layers(build))
 
 
-def _qwen3(build: LayerBuilder) -> Layers:
+def _qwen3_layers(build: LayerBuilder) -> Layers:
     bias = build.flag("attention_bias")
     attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
-    return build.layers(attention, build.mlp(), slides=_sliding_layers(build))
+    return build.layers(attention, build.mlp(), is_sliding=_sliding_layers(build))
 
 
 def _sliding_layers(build: LayerBuilder) -> Sequence[bool]:
@@ -27,40 +27,40 @@ def _sliding_layers(build: LayerBuilder) -> Sequence[bool]:
     if not build.flag("use_sliding_window"):
         return ()
     types = build.fields.values.get("layer_types")
-    if isinstance(types, list):  # pruned models may keep the whole list
+    if isinstance(types, list):  # pruned models may keep the whole list of the original model
         kinds = [*types[: build.num_layers], *["full_attention"] * (build.num_layers - len(types))]
         return [kind == "sliding_attention" for kind in kinds]
     first = build.fields.number("max_window_layers", 28)
     return [layer >= first for layer in range(build.num_layers)]
 
 
-def _qwen2_moe(build: LayerBuilder) -> Layers:
+def _qwen2_moe_layers(build: LayerBuilder) -> Layers:
     experts = ExpertMLP(
         routing=build.routing(),
         expert=build.mlp(size="moe_intermediate_size"),
         shared=build.mlp(size="shared_expert_intermediate_size"),
-        gates_shared=True,
+        has_shared_gate=True,
     )
     is_listed = build.fields.values.get("layer_types") is not None
     last = build.fields.number("max_window_layers", 28)
-    slides = [layer % 2 == 0 and layer < last for layer in range(build.num_layers)] if not is_listed else build.sliding_layers()
+    is_sliding = [layer % 2 == 0 and layer < last for layer in range(build.num_layers)] if not is_listed else build.sliding_layers()
     attention = build.attention(bias=build.fields.flag("qkv_bias", default=True))
-    return build.layers(attention, sparse_layers(build, experts), slides=slides if build.flag("use_sliding_window") else ())
+    return build.layers(attention, expert_layers(build, experts), is_sliding=is_sliding if build.flag("use_sliding_window") else ())
 
 
-def _qwen3_moe(build: LayerBuilder) -> Layers:
-    bias, slides = build.flag("attention_bias"), build.flag("use_sliding_window")
+def _qwen3_moe_layers(build: LayerBuilder) -> Layers:
+    bias, is_sliding = build.flag("attention_bias"), build.flag("use_sliding_window")
     attention = build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD)
     experts = ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"))
-    return build.layers(attention, sparse_layers(build, experts), slides=[slides] * build.num_layers)
+    return build.layers(attention, expert_layers(build, experts), is_sliding=[is_sliding] * build.num_layers)
 
 
-def _qwen2_moe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
-    shared = fields.count("expert_shared_feed_forward_length", fields.rows_of("blk.0.ffn_gate_shexp.weight"))
+def _qwen2_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
     return {**fields.read_experts(width=config["intermediate_size"]), "shared_expert_intermediate_size": shared}
 
 
-def _qwen3_moe_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3_moe_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return fields.read_experts(width=config["intermediate_size"], normalizes=True)
 
 
@@ -72,7 +72,7 @@ FAMILIES = (
         architecture="Qwen2ForCausalLM",
         models="Qwen2, Qwen2.5",
         published_heads=("eagle",),
-        layers=_qwen2,
+        layers=_qwen2_layers,
         defaults=_DENSE,
         gguf=GgufFormat(architectures=("qwen2",)),
     ),
@@ -81,23 +81,23 @@ FAMILIES = (
         architecture="Qwen3ForCausalLM",
         models="Qwen3",
         published_heads=("eagle3",),
-        layers=_qwen3,
+        layers=_qwen3_layers,
         defaults={**_DENSE, "head_dim": 128},
         gguf=GgufFormat(architectures=("qwen3",)),
     ),
     Family(
-        name="mimo",  # a Qwen2 with a module for multi-token prediction
+        name="mimo",  # MiMo is a Qwen2 with a module for multi-token prediction
         architecture="MiMoForCausalLM",
         models="MiMo 7B",
         bundled_drafters=("mtp",),
-        layers=_qwen2,
+        layers=_qwen2_layers,
         defaults=_DENSE,
     ),
     Family(
         name="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         models="Qwen1.5-MoE, Qwen2-MoE",
-        layers=_qwen2_moe,
+        layers=_qwen2_moe_layers,
         defaults={
             **_EXPERTS,
             "num_key_value_heads": 16,
@@ -106,14 +106,14 @@ FAMILIES = (
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        gguf=GgufFormat(architectures=("qwen2moe",), read_config=_qwen2_moe_gguf, has_untied_output=True),
+        gguf=GgufFormat(architectures=("qwen2moe",), read_config=_qwen2_moe_gguf_fields, has_untied_output=True),
     ),
     Family(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         models="Qwen3-MoE",
-        layers=_qwen3_moe,
+        layers=_qwen3_moe_layers,
         defaults={**_EXPERTS, "num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        gguf=GgufFormat(architectures=("qwen3moe",), read_config=_qwen3_moe_gguf),
+        gguf=GgufFormat(architectures=("qwen3moe",), read_config=_qwen3_moe_gguf_fields),
     ),
 )

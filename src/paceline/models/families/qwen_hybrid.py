@@ -5,45 +5,45 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CheckpointError
-from paceline.models.families.experts import sparse_layers
+from paceline.models.families.experts import expert_layers
 from paceline.models.families.family import Family, GgufFormat
 from paceline.models.families.hybrids import MAX_HEADS, MAX_KERNEL_SIZE, MLP, Layers, gguf_layer_count, mixed_layers
 from paceline.models.gguf.fields import GgufFields
 from paceline.models.layer_builder import MAX_HEAD_SIZE, LayerBuilder
 from paceline.models.layers import ExpertMLP, GatedDeltaConfig, QKNorm
 
-_INTERVAL = 4  # every how many-th layer has attention, if the file has no `full_attention_interval`
+_DEFAULT_ATTENTION_INTERVAL = 4  # every 4th layer has attention if config.json has no `full_attention_interval`
 
 
-def _qwen3_5(build: LayerBuilder) -> Layers:
-    return _qwen_hybrid(build, [build.mlp()] * build.num_layers)
+def _qwen3_5_layers(build: LayerBuilder) -> Layers:
+    return _qwen_hybrid_layers(build, [build.mlp()] * build.num_layers)
 
 
-def _qwen3_5_moe(build: LayerBuilder) -> Layers:
+def _qwen3_5_moe_layers(build: LayerBuilder) -> Layers:
     experts = _shared_experts(build)
-    return _qwen_hybrid(build, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * build.num_layers)
+    return _qwen_hybrid_layers(build, [replace(experts, routing=replace(experts.routing, is_normalized=True))] * build.num_layers)
 
 
-def _qwen3_next(build: LayerBuilder) -> Layers:
-    return _qwen_hybrid(build, sparse_layers(build, _shared_experts(build)))
+def _qwen3_next_layers(build: LayerBuilder) -> Layers:
+    return _qwen_hybrid_layers(build, expert_layers(build, _shared_experts(build)))
 
 
 def _shared_experts(build: LayerBuilder) -> ExpertMLP:
     shared = build.mlp(size="shared_expert_intermediate_size")
-    return ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"), shared=shared, gates_shared=True)
+    return ExpertMLP(routing=build.routing(), expert=build.mlp(size="moe_intermediate_size"), shared=shared, has_shared_gate=True)
 
 
-def _qwen_hybrid(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
+def _qwen_hybrid_layers(build: LayerBuilder, mlps: Sequence[MLP]) -> Layers:
     fields, bias = build.fields, build.flag("attention_bias")
     if not fields.flag("attn_output_gate", default=True):
         raise CheckpointError(f"{fields.path}: attn_output_gate = false is not supported: attention of a {build.family.name} has a gate")
     attention = replace(build.attention(bias=bias, output_bias=bias, qk_norm=QKNorm.HEAD), is_gated=True)
     interval = fields.size("full_attention_interval", 4)
     kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(build.num_layers)]
-    return mixed_layers(build, {"linear_attention": _delta(build), "full_attention": attention}, mlps, kinds=kinds)
+    return mixed_layers(build, {"linear_attention": _delta_net_mixer(build), "full_attention": attention}, mlps, kinds=kinds)
 
 
-def _delta(build: LayerBuilder) -> GatedDeltaConfig:
+def _delta_net_mixer(build: LayerBuilder) -> GatedDeltaConfig:
     fields = build.fields
     key_heads, value_heads = (fields.size(f"linear_num_{part}_heads", most=MAX_HEADS) for part in ("key", "value"))
     if value_heads % key_heads:
@@ -59,7 +59,7 @@ def _delta(build: LayerBuilder) -> GatedDeltaConfig:
     )
 
 
-def _qwen_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen_gguf_fields(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     count = gguf_layer_count(fields, config["num_hidden_layers"])
     num_values, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_values:
@@ -73,17 +73,17 @@ def _qwen_gguf(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
         "linear_value_head_dim": inner // num_values,
         "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
     }
-    if fields.of_model("expert_count"):
-        shared = fields.count("expert_shared_feed_forward_length", fields.rows_of("blk.0.ffn_gate_shexp.weight"))
+    if fields.architecture_value("expert_count"):
+        shared = fields.count("expert_shared_feed_forward_length", fields.num_rows_of("blk.0.ffn_gate_shexp.weight"))
         values |= {**fields.read_experts(), "shared_expert_intermediate_size": shared, "norm_topk_prob": True}
     return values
 
 
 def _layer_types(fields: GgufFields, num_layers: int) -> list[str]:
     key = "attention.recurrent_layers"
-    marks = fields.of_model(key)
+    marks = fields.architecture_value(key)
     if marks is None:
-        interval = fields.count("full_attention_interval", _INTERVAL)
+        interval = fields.count("full_attention_interval", _DEFAULT_ATTENTION_INTERVAL)
         marks = [(layer + 1) % interval > 0 for layer in range(num_layers)]
     if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
         fields.refuse(key, marks, f"whether each of {num_layers} layers is recurrent")
@@ -104,7 +104,7 @@ _DEFAULTS = {
 _EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_key_value_heads": 2}
 _GGUF = GgufFormat(
     architectures=("qwen35",),
-    read_config=_qwen_gguf,
+    read_config=_qwen_gguf_fields,
     metadata_keys={
         "linear_num_key_heads": "ssm.group_count",
         "linear_num_value_heads": "ssm.time_step_rank",
@@ -120,10 +120,10 @@ _QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     models="Qwen3.5, Qwen3.6 (text)",
     bundled_drafters=("mtp",),
-    layers=_qwen3_5,
+    layers=_qwen3_5_layers,
     defaults={**_DEFAULTS, "num_key_value_heads": 4},
     has_partial_rope=True,
-    norm_offset=True,
+    has_norm_offset=True,
     recurrent_module="linear_attn",
     gguf=_GGUF,
 )
@@ -133,7 +133,7 @@ FAMILIES = (
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         models="Qwen3-Next, Qwen3-Coder-Next",
-        layers=_qwen3_next,
+        layers=_qwen3_next_layers,
         defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
         gguf=replace(_GGUF, architectures=("qwen3next",), has_tiled_value_heads=False),
     ),
@@ -143,7 +143,7 @@ FAMILIES = (
         name="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
         models="Qwen3.5-MoE, Qwen3.6-MoE (text)",
-        layers=_qwen3_5_moe,
+        layers=_qwen3_5_moe_layers,
         defaults={**_DEFAULTS, **_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
         gguf=replace(_GGUF, architectures=("qwen35moe",)),
     ),

@@ -13,18 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
+from paceline.models.gguf import codebook_blocks as codebook
 from paceline.models.gguf.header import BlockType
 from paceline.models.grouped import SUPER_BLOCK, GroupedMatrix, SuperBlocks, pack_nibbles, super_blocks_size
 from paceline.models.mxfp4 import TWICE_THE_VALUES, half_scales
 
-_CHUNK_ITEMS = 1 << 17  # elements converted at a time, so that temporaries are small compared with the matrix
+_CHUNK_ITEMS = 1 << 17  # elements converted at a time: temporaries stay small compared with the matrix
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
-Parts = tuple[Codes, Floats, Floats | None]
+BlockParts = tuple[Codes, Floats, Floats | None]
 """For n blocks: codes as `GroupedMatrix` stores them, scales [n, groups of a block], and minimums of the same shape."""
-Factors = tuple[NDArray[Any], ...]
+ScaleFactors = tuple[NDArray[Any], ...]
 """For n super-blocks: the arrays of `SuperBlocks`, [n, 1] float16 and [n, groups] factors alternately."""
 
 
@@ -34,7 +35,7 @@ class StoredBlocks:
 
     Attributes:
         raw: [stored rows, bytes of a row].
-        block_type: of the blocks.
+        block_type: type of the quantised blocks.
         where: the file and the tensor, for errors.
         order: [N] stored row of each row; None = the same.
         runs: [K / 32] stored run of 32 columns for each run; None = the same.
@@ -53,7 +54,7 @@ class StoredBlocks:
         return num_rows, self.raw.shape[1] // self.block_type.num_bytes * self.block_type.num_items
 
     def rows(self, numbers: NDArray[np.int32] | slice) -> "StoredBlocks":
-        """Return the matrix of some rows, without reading them."""
+        """Return the matrix of the given rows; nothing is read yet."""
         if self.order is None and isinstance(numbers, slice):
             return replace(self, raw=self.raw[numbers])
         return replace(self, order=(np.arange(len(self.raw)) if self.order is None else self.order)[numbers])
@@ -62,26 +63,26 @@ class StoredBlocks:
         """Return the matrix in groups.
 
         Raises:
-            CheckpointError: As in `group_blocks`.
+            CheckpointError: As in `convert_blocks_to_groups`.
         """
-        matrix = group_blocks(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
+        matrix = convert_blocks_to_groups(self.raw, self.block_type, self.where, self.order, num_threads=num_threads)
         return matrix if self.runs is None else matrix.reorder_runs(self.runs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """How blocks of one type become groups. `read` takes [n, bytes of a block], and so does `factors` for super-blocks."""
+class _BlockLayout:
+    """How blocks of one GGUF type become `GroupedMatrix` groups. `read` and, for super-blocks, `factors` take [n, bytes of a block]."""
 
-    read: Callable[[Bytes], Parts]
+    read: Callable[[Bytes], BlockParts]
     bits: int
-    group: int
+    group_size: int
     zero_point: int = 0
     table: NDArray[np.int8] | None = None
     code_bits: int = 0
-    factors: Callable[[Bytes], Factors] | None = None
+    factors: Callable[[Bytes], ScaleFactors] | None = None
 
 
-def group_blocks(
+def convert_blocks_to_groups(
     raw: Bytes, block_type: BlockType, where: str, order: NDArray[np.int64] | None = None, *, num_threads: int = 1
 ) -> GroupedMatrix:
     """Return the matrix stored as `raw` [N, bytes of a row]; with `order`, the stored rows that it lists.
@@ -92,9 +93,9 @@ def group_blocks(
     Raises:
         CheckpointError: The type is not in `GROUPED_TYPES`, or a scale is not finite.
     """
-    layout = _layout_of(block_type, where)
+    layout = _block_layout(block_type, where)
     num_rows, columns = len(raw if order is None else order), raw.shape[1] // block_type.num_bytes * block_type.num_items
-    matrix = _empty(layout, block_type, num_rows, columns)
+    matrix = _empty_matrix(layout, block_type, num_rows, columns)
     arrays = (*matrix.arrays, *(() if matrix.super_blocks is None else matrix.super_blocks.arrays))
     step = max(1, _CHUNK_ITEMS // columns)
 
@@ -102,10 +103,10 @@ def group_blocks(
         rows = slice(start, start + step)
         taken = raw[rows] if order is None else raw[order[rows]]
         blocks = taken.reshape(-1, block_type.num_bytes)
-        with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused later
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that are not finite are refused later
             parts: tuple[NDArray[Any] | None, ...] = layout.read(blocks)
         if not all(np.isfinite(part).all() for part in parts[1:] if part is not None):
-            raise not_finite(where, start, start + len(taken) - 1)
+            raise not_finite_error(where, start, start + len(taken) - 1)
         parts = (*parts, *(() if layout.factors is None else layout.factors(blocks)))
         for stored, part in zip(arrays, (part for part in parts if part is not None), strict=True):
             stored[rows] = part.reshape(len(taken), -1)
@@ -119,12 +120,12 @@ def group_blocks(
     return matrix
 
 
-def not_finite(where: str, first: int, last: int) -> CheckpointError:
-    """Return the error for rows `first` to `last`."""
+def not_finite_error(where: str, first: int, last: int) -> CheckpointError:
+    """Return the error for scales that are not finite in rows `first` to `last`."""
     return CheckpointError(f"{where} has a scale that is not finite in rows {first} to {last}; the file is damaged, download it again")
 
 
-def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
+def _empty_matrix(layout: _BlockLayout, block_type: BlockType, num_rows: int, columns: int) -> GroupedMatrix:
     def empty(part: NDArray[Any]) -> NDArray[Any]:
         return np.empty((num_rows, columns // block_type.num_items * part.size), part.dtype)
 
@@ -134,21 +135,21 @@ def _empty(layout: _Layout, block_type: BlockType, num_rows: int, columns: int) 
     return GroupedMatrix(codes, scales, minimums[0] if minimums else None, layout.bits, layout.zero_point, layout.table, blocks)
 
 
-def grouped_size(shape: tuple[int, ...], block_type: BlockType, where: str, block: int | None = SUPER_BLOCK) -> tuple[int, int]:
+def grouped_matrix_size(shape: tuple[int, ...], block_type: BlockType, where: str, block: int | None = SUPER_BLOCK) -> tuple[int, int]:
     """Return the bits of a code, and the bytes of the matrix in groups.
 
     Args:
-        block: as `block_of` returns it; None = scales are stored one by one.
+        block: as `columns_per_float16_scale` returns it; None = scales are stored one by one.
     """
-    layout = _layout_of(block_type, where)
+    layout = _block_layout(block_type, where)
     has_minimums = layout.read(np.zeros((1, block_type.num_bytes), np.uint8))[2] is not None
     num_items = shape[0] * shape[1]
     if layout.factors is not None and block is not None:
         return layout.bits, super_blocks_size(num_items, layout.code_bits, block, has_minimums=has_minimums)
-    return layout.bits, num_items * layout.bits // 8 + num_items // layout.group * (8 if has_minimums else 4)
+    return layout.bits, num_items * layout.bits // 8 + num_items // layout.group_size * (8 if has_minimums else 4)
 
 
-def _layout_of(block_type: BlockType, where: str) -> _Layout:
+def _block_layout(block_type: BlockType, where: str) -> _BlockLayout:
     layout = _LAYOUTS.get(block_type.name)
     if layout is None:
         raise CheckpointError(
@@ -157,155 +158,176 @@ def _layout_of(block_type: BlockType, where: str) -> _Layout:
     return layout
 
 
-def _half(blocks: Bytes, start: int) -> Floats:
+def _read_float16_as_float32(blocks: Bytes, start: int) -> Floats:
     """Return the float16 at byte `start` of every block, as float32 [n, 1]."""
-    return _float16(blocks, start).astype(np.float32)
+    return _read_float16(blocks, start).astype(np.float32)
 
 
-def _float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
+def _read_float16(blocks: Bytes, start: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
 
 
-def _shifted(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
+def _shift_right(values: Bytes, shifts: tuple[int, ...]) -> Bytes:
     """Return [n, p, 1, w] shifted right by each of `shifts`: [n, p, len(shifts), w]."""
     return values >> np.array(shifts, np.uint8)[:, None]
 
 
-def _nibbles(values: Bytes) -> Bytes:
+def _unpack_nibbles(values: Bytes) -> Bytes:
     """Return [n, 16] bytes as [n, 32] codes: low halves, then high halves."""
     return np.concatenate([values & np.uint8(15), values >> np.uint8(4)], axis=1)
 
 
-def _signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
+def _to_signed(codes: Bytes, zero_point: int) -> NDArray[np.int8]:
     return codes.view(np.int8) - np.int8(zero_point)
 
 
-def _q4_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:], _half(blocks, 0), None  # same packing as ours
+def _q4_0(blocks: Bytes) -> BlockParts:
+    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None  # already packed as in `GroupedMatrix`
 
 
-def _q4_1(blocks: Bytes) -> Parts:
-    return blocks[:, 4:], _half(blocks, 0), _half(blocks, 2)
+def _q4_1(blocks: Bytes) -> BlockParts:
+    return blocks[:, 4:], _read_float16_as_float32(blocks, 0), _read_float16_as_float32(blocks, 2)
 
 
-def _five_bits(high: Bytes, low: Bytes) -> Bytes:
+def _unpack_5_bit_codes(high: Bytes, low: Bytes) -> Bytes:
     """Return 32 codes from [n, 4] bytes with their fifth bits and [n, 16] with their low four."""
-    return _nibbles(low) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
+    return _unpack_nibbles(low) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
 
 
-def _q5_0(blocks: Bytes) -> Parts:
-    return _signed(_five_bits(blocks[:, 2:6], blocks[:, 6:]), 16), _half(blocks, 0), None
+def _q5_0(blocks: Bytes) -> BlockParts:
+    return _to_signed(_unpack_5_bit_codes(blocks[:, 2:6], blocks[:, 6:]), 16), _read_float16_as_float32(blocks, 0), None
 
 
-def _q5_1(blocks: Bytes) -> Parts:
-    return _five_bits(blocks[:, 4:8], blocks[:, 8:]).view(np.int8), _half(blocks, 0), _half(blocks, 2)
+def _q5_1(blocks: Bytes) -> BlockParts:
+    return (
+        _unpack_5_bit_codes(blocks[:, 4:8], blocks[:, 8:]).view(np.int8),
+        _read_float16_as_float32(blocks, 0),
+        _read_float16_as_float32(blocks, 2),
+    )
 
 
-def _q8_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:].view(np.int8), _half(blocks, 0), None
+def _q8_0(blocks: Bytes) -> BlockParts:
+    return blocks[:, 2:].view(np.int8), _read_float16_as_float32(blocks, 0), None
 
 
-def _two_bits(values: Bytes) -> Bytes:
+def _unpack_2_bit_codes(values: Bytes) -> Bytes:
     """Return [n, 64] bytes as [n, 256] codes: of each 32 bytes the lowest two bits of all, then the next two, and so on."""
-    return (_shifted(values.reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & np.uint8(3)).reshape(-1, 256)
+    return (_shift_right(values.reshape(-1, 2, 1, 32), (0, 2, 4, 6)) & np.uint8(3)).reshape(-1, 256)
 
 
-def _q2_k(blocks: Bytes) -> Parts:
-    return pack_nibbles(_two_bits(blocks[:, 16:80])), *_scales_and_minimums(_four_bits(blocks))
+def _q2_k(blocks: Bytes) -> BlockParts:
+    return pack_nibbles(_unpack_2_bit_codes(blocks[:, 16:80])), *_multiply_factors(_q2_k_factors(blocks))
 
 
-def _four_bits(blocks: Bytes) -> Factors:
-    return _float16(blocks, 80), blocks[:, :16] & np.uint8(15), _float16(blocks, 82), blocks[:, :16] >> np.uint8(4)
+def _q2_k_factors(blocks: Bytes) -> ScaleFactors:
+    return _read_float16(blocks, 80), blocks[:, :16] & np.uint8(15), _read_float16(blocks, 82), blocks[:, :16] >> np.uint8(4)
 
 
-def _q3_k(blocks: Bytes) -> Parts:
-    third_bits = _shifted(blocks[:, None, None, :32], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
-    return pack_nibbles(_two_bits(blocks[:, 32:96]) | third_bits << np.uint8(2)), _scales(_signed_factors(blocks)), None
+def _q3_k(blocks: Bytes) -> BlockParts:
+    third_bits = _shift_right(blocks[:, None, None, :32], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
+    return (
+        pack_nibbles(_unpack_2_bit_codes(blocks[:, 32:96]) | third_bits << np.uint8(2)),
+        _multiply_scale_factors(_q3_k_factors(blocks)),
+        None,
+    )
 
 
-def _signed_factors(blocks: Bytes) -> Factors:
+def _q3_k_factors(blocks: Bytes) -> ScaleFactors:
     factors = blocks[:, 96:108]
-    high = _shifted(factors[:, None, None, 8:], (0, 2, 4, 6)).reshape(-1, 16) & np.uint8(3)
-    return _float16(blocks, 108), _signed(_nibbles(factors[:, :8]) | high << np.uint8(4), 32)
+    high = _shift_right(factors[:, None, None, 8:], (0, 2, 4, 6)).reshape(-1, 16) & np.uint8(3)
+    return _read_float16(blocks, 108), _to_signed(_unpack_nibbles(factors[:, :8]) | high << np.uint8(4), 32)
 
 
-def _six_bits(blocks: Bytes) -> Factors:
+def _q4_k_q5_k_factors(blocks: Bytes) -> ScaleFactors:
     """Return the eight 6-bit factors of scales and of minimums of Q4_K and Q5_K, from 12 bytes after the two float16."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     top = np.uint8(6)
     factors = np.concatenate([first & np.uint8(63), third & np.uint8(15) | first >> top << np.uint8(4)], axis=1)
     offsets = np.concatenate([second & np.uint8(63), third >> np.uint8(4) | second >> top << np.uint8(4)], axis=1)
-    return _float16(blocks, 0), factors, _float16(blocks, 2), offsets
+    return _read_float16(blocks, 0), factors, _read_float16(blocks, 2), offsets
 
 
-def _scales_and_minimums(factors: Factors) -> tuple[Floats, Floats]:
-    return _scales(factors[:2]), -_scales(factors[2:])
+def _multiply_factors(factors: ScaleFactors) -> tuple[Floats, Floats]:
+    return _multiply_scale_factors(factors[:2]), -_multiply_scale_factors(factors[2:])
 
 
-def _scales(factors: Factors) -> Floats:
+def _multiply_scale_factors(factors: ScaleFactors) -> Floats:
     halves, whole = (part.astype(np.float32) for part in factors)
     products: Floats = halves * whole
     return products
 
 
-def _q4_k(blocks: Bytes) -> Parts:
-    # 32 bytes hold one run in their low halves and the next in their high halves; ours hold one run in 16 bytes.
+def _q4_k(blocks: Bytes) -> BlockParts:
+    # In the file 32 bytes hold one run of 32 codes in their low nibbles, the next in their high ones. `GroupedMatrix` needs 16 bytes a run.
     front, back = np.moveaxis(blocks[:, 16:].reshape(-1, 4, 2, 16), 2, 0)
     packed = np.stack([front & np.uint8(15) | back << np.uint8(4), front >> np.uint8(4) | back & np.uint8(240)], axis=2)
-    return packed.reshape(-1, 128), *_scales_and_minimums(_six_bits(blocks))
+    return packed.reshape(-1, 128), *_multiply_factors(_q4_k_q5_k_factors(blocks))
 
 
-def _q5_k(blocks: Bytes) -> Parts:
-    low = (_shifted(blocks[:, 48:].reshape(-1, 4, 1, 32), (0, 4)) & np.uint8(15)).reshape(-1, 256)
-    fifth_bits = _shifted(blocks[:, None, None, 16:48], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
-    return (low | fifth_bits << np.uint8(4)).view(np.int8), *_scales_and_minimums(_six_bits(blocks))
+def _q5_k(blocks: Bytes) -> BlockParts:
+    low = (_shift_right(blocks[:, 48:].reshape(-1, 4, 1, 32), (0, 4)) & np.uint8(15)).reshape(-1, 256)
+    fifth_bits = _shift_right(blocks[:, None, None, 16:48], tuple(range(8))).reshape(-1, 256) & np.uint8(1)
+    return (low | fifth_bits << np.uint8(4)).view(np.int8), *_multiply_factors(_q4_k_q5_k_factors(blocks))
 
 
-def _q6_k(blocks: Bytes) -> Parts:
-    low = (_shifted(blocks[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & np.uint8(15)).reshape(-1, 256)
-    codes = low | _two_bits(blocks[:, 128:192]) << np.uint8(4)
-    return _signed(codes, 32), _scales(_eight_bits(blocks)), None
+def _q6_k(blocks: Bytes) -> BlockParts:
+    low = (_shift_right(blocks[:, :128].reshape(-1, 2, 1, 64), (0, 4)) & np.uint8(15)).reshape(-1, 256)
+    codes = low | _unpack_2_bit_codes(blocks[:, 128:192]) << np.uint8(4)
+    return _to_signed(codes, 32), _multiply_scale_factors(_q6_k_factors(blocks)), None
 
 
-def _eight_bits(blocks: Bytes) -> Factors:
-    return _float16(blocks, 208), blocks[:, 192:208].view(np.int8)
+def _q6_k_factors(blocks: Bytes) -> ScaleFactors:
+    return _read_float16(blocks, 208), blocks[:, 192:208].view(np.int8)
 
 
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
-def _iq4_nl(blocks: Bytes) -> Parts:
-    return blocks[:, 2:], _half(blocks, 0), None
+def _iq4_nl(blocks: Bytes) -> BlockParts:
+    return blocks[:, 2:], _read_float16_as_float32(blocks, 0), None
 
 
-def _iq4_xs(blocks: Bytes) -> Parts:
-    return blocks[:, 8:], _scales(_split_factors(blocks)), None
+def _iq4_xs(blocks: Bytes) -> BlockParts:
+    return blocks[:, 8:], _multiply_scale_factors(_iq4_xs_factors(blocks)), None
 
 
-def _split_factors(blocks: Bytes) -> Factors:
-    low = _shifted(blocks[:, 4:8].reshape(-1, 4, 1, 1), (0, 4)).reshape(-1, 8) & np.uint8(15)
-    high = _shifted(blocks[:, 2:4].reshape(-1, 2, 1, 1), (0, 2, 4, 6)).reshape(-1, 8) & np.uint8(3)
-    return _float16(blocks, 0), _signed(low | high << np.uint8(4), 32)
+def _iq4_xs_factors(blocks: Bytes) -> ScaleFactors:
+    low = _shift_right(blocks[:, 4:8].reshape(-1, 4, 1, 1), (0, 4)).reshape(-1, 8) & np.uint8(15)
+    high = _shift_right(blocks[:, 2:4].reshape(-1, 2, 1, 1), (0, 2, 4, 6)).reshape(-1, 8) & np.uint8(3)
+    return _read_float16(blocks, 0), _to_signed(low | high << np.uint8(4), 32)
 
 
-def _mxfp4(blocks: Bytes) -> Parts:
+def _mxfp4(blocks: Bytes) -> BlockParts:
     return blocks[:, 1:], half_scales(blocks[:, :1]), None
 
 
-_LAYOUTS: Mapping[str, _Layout] = {
-    "Q4_0": _Layout(_q4_0, 4, 32, 8),
-    "Q4_1": _Layout(_q4_1, 4, 32),
-    "Q5_0": _Layout(_q5_0, 8, 32),
-    "Q5_1": _Layout(_q5_1, 8, 32),
-    "Q8_0": _Layout(_q8_0, 8, 32),
-    "Q2_K": _Layout(_q2_k, 4, 16, code_bits=2, factors=_four_bits),
-    "Q3_K": _Layout(_q3_k, 4, 16, 4, code_bits=3, factors=_signed_factors),
-    "Q4_K": _Layout(_q4_k, 4, 32, code_bits=4, factors=_six_bits),
-    "Q5_K": _Layout(_q5_k, 8, 32, code_bits=5, factors=_six_bits),
-    "Q6_K": _Layout(_q6_k, 8, 16, code_bits=6, factors=_eight_bits),
-    "IQ4_NL": _Layout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
-    "IQ4_XS": _Layout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_split_factors),
-    "MXFP4": _Layout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
+_LAYOUTS: Mapping[str, _BlockLayout] = {
+    "Q4_0": _BlockLayout(_q4_0, 4, 32, 8),
+    "Q4_1": _BlockLayout(_q4_1, 4, 32),
+    "Q5_0": _BlockLayout(_q5_0, 8, 32),
+    "Q5_1": _BlockLayout(_q5_1, 8, 32),
+    "Q8_0": _BlockLayout(_q8_0, 8, 32),
+    "Q2_K": _BlockLayout(_q2_k, 4, 16, code_bits=2, factors=_q2_k_factors),
+    "Q3_K": _BlockLayout(_q3_k, 4, 16, 4, code_bits=3, factors=_q3_k_factors),
+    "Q4_K": _BlockLayout(_q4_k, 4, 32, code_bits=4, factors=_q4_k_q5_k_factors),
+    "Q5_K": _BlockLayout(_q5_k, 8, 32, code_bits=5, factors=_q4_k_q5_k_factors),
+    "Q6_K": _BlockLayout(_q6_k, 8, 16, code_bits=6, factors=_q6_k_factors),
+    "IQ4_NL": _BlockLayout(_iq4_nl, 4, 32, table=_IQ4_VALUES),
+    "IQ4_XS": _BlockLayout(_iq4_xs, 4, 32, table=_IQ4_VALUES, code_bits=4, factors=_iq4_xs_factors),
+    "MXFP4": _BlockLayout(_mxfp4, 4, 32, table=TWICE_THE_VALUES),
+    "NVFP4": _BlockLayout(codebook.nvfp4, 4, 16, table=codebook.NVFP4_VALUES),
+    "IQ2_XXS": _BlockLayout(codebook.iq2_xxs, 4, 32, table=codebook.IQ2_VALUES),
+    "IQ2_XS": _BlockLayout(codebook.iq2_xs, 4, 16, table=codebook.IQ2_VALUES),
+    "IQ2_S": _BlockLayout(codebook.iq2_s, 4, 16, table=codebook.IQ2_VALUES),
+    "IQ3_XXS": _BlockLayout(codebook.iq3_xxs, 4, 32, table=codebook.IQ3_XXS_VALUES),
+    "IQ3_S": _BlockLayout(codebook.iq3_s, 4, 32, table=codebook.IQ3_S_VALUES),
+    "IQ1_S": _BlockLayout(codebook.iq1_s, 4, 32, table=codebook.IQ1_VALUES),
+    "IQ1_M": _BlockLayout(codebook.iq1_m, 4, 16, table=codebook.IQ1_VALUES),
+    "TQ1_0": _BlockLayout(codebook.tq1_0, 4, 32, 1),
+    "TQ2_0": _BlockLayout(codebook.tq2_0, 4, 32, 1),
+    "Q1_0": _BlockLayout(codebook.q1_0, 4, 32, table=codebook.Q1_VALUES),
 }
 GROUPED_TYPES = tuple(_LAYOUTS)
 """Names of the supported block types."""
+CONVERTED_TYPES = frozenset(name for name, layout in _LAYOUTS.items() if layout.read.__module__ == codebook.__name__)
+"""Those whose blocks no kernel reads: they become groups before they are packed."""

@@ -85,7 +85,7 @@ def with_metadata_keys(error: CheckpointError, architecture: str, keys: Mapping[
 
 
 def _family_of(fields: GgufFields) -> Family:
-    """Return the family of a file. Of several with its architecture, one that matches the metadata is chosen first."""
+    """Return the family of a GGUF file. If several have its architecture, one whose `matches` accepts the metadata is chosen first."""
     if fields.architecture in ASSISTANT_ARCHITECTURES:
         raise CheckpointError(f"{fields.file.path} holds an assistant, a drafter for a Gemma 4 model: pass it as the drafter of that model")
     formats = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
@@ -100,7 +100,7 @@ def _family_of(fields: GgufFields) -> Family:
 
 
 def _weight_type(file: GgufFile) -> WeightType:
-    """Return the type that most bytes are stored in."""
+    """Return the float type that most bytes of the file are stored in."""
     num_bytes: Counter[str] = Counter()
     for tensor in file.tensors.values():
         num_bytes[tensor.block_type.name] += tensor.data.nbytes
@@ -108,34 +108,36 @@ def _weight_type(file: GgufFile) -> WeightType:
 
 
 class _ConfigReader(GgufFields):
-    """Reads the config.json fields of one file."""
+    """Derives the config.json fields from the metadata of one GGUF file."""
 
     def __init__(self, file: GgufFile, family: Family) -> None:
         super().__init__(file)
         self._family, self._format = family, gguf_format(family)
 
     def values(self) -> dict[str, Any]:
-        """Return the config.json fields that all architectures have, and those of the family."""
+        """Return all config.json fields: those of every architecture and those of the family."""
         sizes = {"allows_zero": self._format.allows_zero_sizes, "allows_mixed": self._format.allows_mixed_sizes}
-        hidden_size, num_heads = self.count("embedding_length"), self.size_of_layers("attention.head_count", **sizes)
+        hidden_size, num_heads = self.count("embedding_length"), self.size_of_all_layers("attention.head_count", **sizes)
         head_size = self._head_size(hidden_size, num_heads)
         max_positions, num_blocks = self.count("context_length"), self._num_blocks()
         values: dict[str, Any] = {
             "model_type": self._family.name,
             "vocab_size": self._vocab_size(hidden_size),
             "hidden_size": hidden_size,
-            "intermediate_size": self.size_of_layers("feed_forward_length", self.of_model("expert_feed_forward_length"), **sizes),
+            "intermediate_size": self.size_of_all_layers(
+                "feed_forward_length", self.architecture_value("expert_feed_forward_length"), **sizes
+            ),
             "num_hidden_layers": num_blocks,
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self.size_of_layers("attention.head_count_kv", num_heads, **sizes),
+            "num_key_value_heads": self.size_of_all_layers("attention.head_count_kv", num_heads, **sizes),
             "head_dim": head_size,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.of_model(self._format.norm_eps_key)),
+            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", self.architecture_value(self._format.norm_eps_key)),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": not self.has("output.weight") and not self._format.has_untied_output,
             "attention_bias": self.has_in_any_block("attn_q.bias", num_blocks),
             "attention_out_bias": self.has_in_any_block("attn_output.bias", num_blocks),
             "mlp_bias": self.has_in_any_block("ffn_up.bias", num_blocks),
-            "bos_token_id": self.plain("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self.metadata_value("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._end_token_ids(),
         }
         values |= self._rope(head_size, max_positions) if self._format.has_rope else {}
@@ -149,7 +151,7 @@ class _ConfigReader(GgufFields):
         return size
 
     def _num_blocks(self) -> int:
-        """Return `block_count`, checked against the number of tensors before anything per layer is built."""
+        """Return `block_count`, checked against the number of tensors before any list of that length is built."""
         num_layers = self.count("block_count")
         if num_layers > len(self.file.tensors):
             self.refuse("block_count", num_layers, f"at most as many as the file has tensors, {len(self.file.tensors)}")
@@ -166,7 +168,7 @@ class _ConfigReader(GgufFields):
 
     def _end_token_ids(self) -> list[Any]:
         """Return the end tokens. The config reader checks them; ids outside the vocabulary are never sampled."""
-        ids = [self.plain(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        ids = [self.metadata_value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return [token_id for index, token_id in enumerate(ids) if token_id is not None and token_id not in ids[:index]]
 
     def _rope(self, head_size: int, max_positions: int) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class _ConfigReader(GgufFields):
         return {**values, "rope_scaling": scaling, "original_max_position_embeddings": original}
 
     def _scaling(self, theta: float, rotated: int, original: int, max_positions: int) -> dict[str, Any] | None:
-        kind = self.of_model("rope.scaling.type") or "none"
+        kind = self.architecture_value("rope.scaling.type") or "none"
         factor = self.number("rope.scaling.factor", 1.0)
         if self.has("rope_factors_short.weight") or self.has("rope_factors_long.weight"):
             return self._longrope(rotated, original, max_positions)
@@ -204,10 +206,10 @@ class _ConfigReader(GgufFields):
         )
 
     def _yarn(self, factor: float, original: int) -> dict[str, Any]:
-        betas = {name: self.of_model(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        betas = {name: self.architecture_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         scaling |= {name: beta for name, beta in betas.items() if beta is not None}
-        if (multiplier := self.of_model("rope.scaling.yarn_log_multiplier")) is not None:
+        if (multiplier := self.architecture_value("rope.scaling.yarn_log_multiplier")) is not None:
             return {**scaling, "mscale": 1.0, "mscale_all_dim": multiplier}
         extra = self.number("rope.scaling.attn_factor", 1.0)
         if extra != 1.0 and factor > 1:
@@ -225,12 +227,12 @@ class _ConfigReader(GgufFields):
         ratio = max_positions / original
         implied = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
         stated = self.number("rope.scaling.attn_factor", implied)
-        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file holds the implied factor rounded to float32
+        if not math.isclose(stated, implied, rel_tol=1e-6):  # the file stores the implied factor rounded to float32
             scaling["attention_factor"] = stated
         return scaling
 
     def _frequency_factors(self, theta: float, rotated: int, max_positions: int) -> dict[str, Any]:
-        """Return Llama 3's rule if the stored divisors are its values in float32; otherwise the divisors themselves."""
+        """Return Llama 3's scaling parameters if they reproduce the stored divisors in float32; otherwise the divisors themselves."""
         divisors = self._divisors("rope_freqs.weight", rotated)
         factor = max(divisors)
         if factor > 1:

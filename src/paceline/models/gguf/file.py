@@ -81,9 +81,9 @@ def _open_part(path: Path) -> GgufFile:
     if len(file_bytes) < 24:
         raise CheckpointError(f"{path} has {len(file_bytes)} bytes, a GGUF file has at least 24: truncated, download it again")
     header = Header(path, file_bytes)
-    num_tensors, num_keys = header.begin()
+    num_tensors, num_keys = header.read_counts()
     metadata = Metadata(header, header.metadata_positions(num_keys))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment > 1 << 20 or alignment & (alignment - 1):
-        header.fail(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")
+        header.raise_damaged(f"general.alignment is {shortened(alignment)}, expected a power of two up to {1 << 20}")
     return GgufFile(path, metadata, header.tensors(num_tensors, alignment))

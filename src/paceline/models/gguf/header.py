@@ -28,7 +28,7 @@ MAX_TEXT_BYTES = 64 << 20
 MAX_NAME_BYTES = 1024
 """Of a metadata key or a tensor name. Real ones have a few dozen."""
 MAX_DIMENSIONS = 4
-_MIN_ENTRY_BYTES = 13  # an empty key, a type and a value
+_MIN_ENTRY_BYTES = 13  # minimum size of a metadata entry: an empty key, a type and a value
 
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -38,7 +38,7 @@ _FIXED_BYTES = {kind: struct.calcsize(layout) for kind, layout in _NUMBERS.items
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A storage type: `num_bytes` for every `num_items` consecutive elements of a row."""
+    """A GGUF storage type: every `num_items` consecutive elements of a row take `num_bytes` bytes."""
 
     name: str
     num_items: int
@@ -78,9 +78,9 @@ class GgufTensor:
 class Metadata(Mapping[str, Any]):
     """Metadata by key: int, float, bool, str, or a list of them. Decoded on first use, because vocabularies are long."""
 
-    def __init__(self, header: "Header", places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, header: "Header", positions: Mapping[str, tuple[int, int]]) -> None:
         self._header = header
-        self._places = places
+        self._places = positions
 
     def __getitem__(self, key: str) -> Any:
         kind, start = self._places[key]
@@ -106,39 +106,39 @@ class Header:
         self._position = 0
         self._items_left = MAX_ITEMS
 
-    def fail(self, problem: str) -> NoReturn:
+    def raise_damaged(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: {problem}; the file is damaged, download it again")
 
-    def begin(self) -> tuple[int, int]:
+    def read_counts(self) -> tuple[int, int]:
         """Read the number of tensors and of metadata keys."""
         magic = bytes(self._view[:4])
         if magic != MAGIC:
             raise CheckpointError(f"{self._path} begins with {magic!r}, a GGUF file with {MAGIC!r}: it is none, give another file")
         self._position = 4
-        version = self._number("<I", "the version")
+        version = self._read_number("<I", "the version")
         if version not in VERSIONS:
             raise CheckpointError(
                 f"{self._path} is GGUF version {version}, supported are {VERSIONS[0]} and {VERSIONS[1]}, little-endian; "
                 "get a newer conversion of the model"
             )
-        counts = self._number("<Q", "the number of tensors"), self._number("<Q", "the number of metadata keys")
+        counts = self._read_number("<Q", "the number of tensors"), self._read_number("<Q", "the number of metadata keys")
         limit = min(MAX_ENTRIES, len(self._bytes) // _MIN_ENTRY_BYTES)
-        for what, count in zip(("tensors", "metadata keys"), counts, strict=True):
+        for field_name, count in zip(("tensors", "metadata keys"), counts, strict=True):
             if count > limit:
-                self.fail(f"{count} {what} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
+                self.raise_damaged(f"{count} {field_name} in a file of {len(self._bytes)} bytes, at most {limit} are possible")
         return counts
 
     def metadata_positions(self, count: int) -> dict[str, tuple[int, int]]:
         """Read each key, with the type and position of its value."""
-        places: dict[str, tuple[int, int]] = {}
+        positions: dict[str, tuple[int, int]] = {}
         for _ in range(count):
-            key = self._text("a metadata key", MAX_NAME_BYTES)
-            if key in places:
-                self.fail(f"metadata key {key!r} appears twice")
-            kind = self._number("<I", key)
-            places[key] = kind, self._position
-            self._skip(kind, key)
-        return places
+            key = self._read_text("a metadata key", MAX_NAME_BYTES)
+            if key in positions:
+                self.raise_damaged(f"metadata key {key!r} appears twice")
+            kind = self._read_number("<I", key)
+            positions[key] = kind, self._position
+            self._skip_value(kind, key)
+        return positions
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read the tensor table, with each tensor's bytes."""
@@ -148,133 +148,133 @@ class Header:
         spans: list[tuple[int, int, str]] = []
         for name, shape, block_type, offset in table:
             if name in tensors:
-                self.fail(f"tensor {name!r} appears twice")
+                self.raise_damaged(f"tensor {name!r} appears twice")
             if offset % alignment:
-                self.fail(f"tensor {name!r} is at offset {offset}, which is no multiple of the alignment {alignment}")
+                self.raise_damaged(f"tensor {name!r} is at offset {offset}, which is no multiple of the alignment {alignment}")
             begin = data_start + offset
             end = begin + math.prod(shape) // block_type.num_items * block_type.num_bytes
             if end > len(self._bytes):
-                self.fail(
+                self.raise_damaged(
                     f"tensor {name!r} of type {block_type.name} and shape {list(shape)} is at bytes {begin} to {end} of {len(self._bytes)}"
                 )
             tensors[name] = GgufTensor(self._path, name, block_type, shape, self._bytes[begin:end])
             spans.append((begin, end, name))
         for (_, end, first), (begin, _, second) in pairwise(sorted(spans)):
             if begin < end:
-                self.fail(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
+                self.raise_damaged(f"tensors {first!r} and {second!r} overlap at byte {begin} (the first ends at {end})")
         return tensors
 
     def value_at(self, start: int, kind: int, key: str) -> Any:
         """Return the value at a checked position, without moving the cursor."""
         begun, self._position = self._position, start
         try:
-            return self._value(kind, key)
+            return self._read_value(kind, key)
         finally:
             self._position = begun
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], BlockType, int]:
-        name = self._text("a tensor's name", MAX_NAME_BYTES)
-        num_dimensions = self._number("<I", name)
+        name = self._read_text("a tensor's name", MAX_NAME_BYTES)
+        num_dimensions = self._read_number("<I", name)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            self.fail(f"tensor {name!r} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
-        shape = tuple(self._number("<Q", name) for _ in range(num_dimensions))[::-1]
-        number = self._number("<I", name)
-        offset = self._number("<Q", name)
+            self.raise_damaged(f"tensor {name!r} has {num_dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+        shape = tuple(self._read_number("<Q", name) for _ in range(num_dimensions))[::-1]
+        number = self._read_number("<I", name)
+        offset = self._read_number("<Q", name)
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
             raise CheckpointError(f"{self._path}: tensor {name!r} is of type {number}, which is not known; get the model in another type")
         if 0 in shape or shape[-1] % block_type.num_items:
-            self.fail(
+            self.raise_damaged(
                 f"tensor {name!r} has shape {list(shape)}; every size must be at least 1, "
                 f"and rows of type {block_type.name} a multiple of {block_type.num_items}"
             )
         return name, shape, block_type, offset
 
-    def _advance(self, num_bytes: int, what: str) -> int:
-        """Skip `num_bytes` and return the position before."""
+    def _skip_bytes(self, num_bytes: int, field_name: str) -> int:
+        """Advance the cursor by `num_bytes` and return its position before."""
         start = self._position
         if num_bytes > len(self._bytes) - start:
-            self.fail(f"{what!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")
+            self.raise_damaged(f"{field_name!r} at byte {start} needs {num_bytes} bytes of a file of {len(self._bytes)}")
         self._position = start + num_bytes
         return start
 
-    def _number(self, layout: str, what: str) -> Any:
-        return struct.unpack_from(layout, self._view, self._advance(struct.calcsize(layout), what))[0]
+    def _read_number(self, layout: str, field_name: str) -> Any:
+        return struct.unpack_from(layout, self._view, self._skip_bytes(struct.calcsize(layout), field_name))[0]
 
-    def _text(self, what: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
-        num_bytes = self._number("<Q", what)
+    def _read_text(self, field_name: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+        num_bytes = self._read_number("<Q", field_name)
         if num_bytes > max_bytes:
-            self.fail(f"{what!r} at byte {self._position} has {num_bytes} bytes, at most {max_bytes} are possible")
-        start = self._advance(num_bytes, what)
-        return self._decoded(start, self._position, what)
+            self.raise_damaged(f"{field_name!r} at byte {self._position} has {num_bytes} bytes, at most {max_bytes} are possible")
+        start = self._skip_bytes(num_bytes, field_name)
+        return self._decode_text(start, self._position, field_name)
 
-    def _spans(self, count: int, what: str) -> Iterator[tuple[int, int]]:
+    def _string_spans(self, count: int, field_name: str) -> Iterator[tuple[int, int]]:
         """Return begin and end of each of `count` strings. An inlined loop, because vocabularies have hundreds of thousands."""
         view, position = self._view, self._position
         last = min(len(self._bytes), position + MAX_TEXT_BYTES) - _LENGTH.size
         for _ in range(count):
             if position > last:
-                self.fail(
-                    f"the strings of {what!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}, "
+                self.raise_damaged(
+                    f"the strings of {field_name!r} reach byte {position + _LENGTH.size} of a file of {len(self._bytes)}, "
                     f"all of them may have {MAX_TEXT_BYTES}"
                 )
             start = position + _LENGTH.size
             position = start + _LENGTH.unpack_from(view, position)[0]
             yield start, position
         self._position = position
-        self._advance(0, what)
+        self._skip_bytes(0, field_name)
 
-    def _decoded(self, start: int, end: int, what: str) -> str:
+    def _decode_text(self, start: int, end: int, field_name: str) -> str:
         try:
             return str(self._view[start:end], "utf-8")
         except UnicodeDecodeError as error:
-            self.fail(f"{what!r} at byte {start} is not UTF-8 text ({error.reason})")
+            self.raise_damaged(f"{field_name!r} at byte {start} is not UTF-8 text ({error.reason})")
 
-    def _array(self, what: str, depth: int) -> tuple[int, int]:
+    def _read_array_header(self, field_name: str, depth: int) -> tuple[int, int]:
         """Read the element type and the length of an array."""
         if depth >= MAX_NESTING:
-            self.fail(f"{what!r} nests arrays more than {MAX_NESTING} deep")
-        return self._number("<I", what), self._number("<Q", what)
+            self.raise_damaged(f"{field_name!r} nests arrays more than {MAX_NESTING} deep")
+        return self._read_number("<I", field_name), self._read_number("<Q", field_name)
 
-    def _skip(self, kind: int, what: str, depth: int = 0) -> None:
+    def _skip_value(self, kind: int, field_name: str, depth: int = 0) -> None:
         if kind == _STRING:
-            self._advance(self._number("<Q", what), what)
+            self._skip_bytes(self._read_number("<Q", field_name), field_name)
         elif kind == _ARRAY:
-            element, count = self._array(what, depth)
+            element, count = self._read_array_header(field_name, depth)
             if element in _FIXED_BYTES:
-                self._advance(count * _FIXED_BYTES[element], what)
+                self._skip_bytes(count * _FIXED_BYTES[element], field_name)
                 return
             self._items_left -= count
             if self._items_left < 0:
-                self.fail(f"{what!r} has an array of {count} entries, {MAX_ITEMS} in all metadata are possible")
+                self.raise_damaged(f"{field_name!r} has an array of {count} entries, {MAX_ITEMS} in all metadata are possible")
             if element == _STRING:
-                for _ in self._spans(count, what):
+                for _ in self._string_spans(count, field_name):
                     pass
                 return
             for _ in range(count):
-                self._skip(element, what, depth + 1)
+                self._skip_value(element, field_name, depth + 1)
         else:
-            self._advance(self._fixed_bytes(kind, what), what)
+            self._skip_bytes(self._fixed_bytes(kind, field_name), field_name)
 
-    def _value(self, kind: int, what: str, depth: int = 0) -> Any:
+    def _read_value(self, kind: int, field_name: str, depth: int = 0) -> Any:
         if kind == _STRING:
-            return self._text(what)
+            return self._read_text(field_name)
         if kind == _ARRAY:
-            element, count = self._array(what, depth)
+            element, count = self._read_array_header(field_name, depth)
             if element in _NUMBERS:
                 if count > MAX_ITEMS:
-                    self.fail(f"{what!r} has an array of {count} numbers, at most {MAX_ITEMS} are possible")
-                start = self._advance(count * _FIXED_BYTES[element], what)
+                    self.raise_damaged(f"{field_name!r} has an array of {count} numbers, at most {MAX_ITEMS} are possible")
+                start = self._skip_bytes(count * _FIXED_BYTES[element], field_name)
                 return self._bytes[start : self._position].view(np.dtype(_NUMBERS[element])).tolist()
             if element == _STRING:
-                return [self._decoded(start, end, what) for start, end in self._spans(count, what)]
-            return [self._value(element, what, depth + 1) for _ in range(count)]
+                return [self._decode_text(start, end, field_name) for start, end in self._string_spans(count, field_name)]
+            return [self._read_value(element, field_name, depth + 1) for _ in range(count)]
         if kind == _BOOL:
-            return self._number("<B", what) != 0
-        self._fixed_bytes(kind, what)
-        return self._number(_NUMBERS[kind], what)
+            return self._read_number("<B", field_name) != 0
+        self._fixed_bytes(kind, field_name)
+        return self._read_number(_NUMBERS[kind], field_name)
 
-    def _fixed_bytes(self, kind: int, what: str) -> int:
+    def _fixed_bytes(self, kind: int, field_name: str) -> int:
         if kind not in _FIXED_BYTES:
-            self.fail(f"{what!r} has a value of type {kind}, expected 0 to 12")
+            self.raise_damaged(f"{field_name!r} has a value of type {kind}, expected 0 to 12")
         return _FIXED_BYTES[kind]

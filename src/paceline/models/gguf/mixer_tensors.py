@@ -22,7 +22,7 @@ from paceline.models.layers import AttentionConfig, GatedDeltaConfig, Mamba2Conf
 
 @dataclass(frozen=True, slots=True)
 class MixerTensor:
-    """What one of our tensors is made of.
+    """The stored tensor, and the order of its rows, that one tensor of the network is made of.
 
     Attributes:
         name: The tensor in the file.
@@ -37,7 +37,7 @@ class MixerTensor:
     columns: IndexMap | None = None
 
     def source(self, tensor: GgufTensor, shape: tuple[int, ...]) -> TensorSource:
-        """Return the source of our tensor of this shape.
+        """Return the source of the tensor of the network with this shape.
 
         Raises:
             CheckpointError: The stored tensor has another shape, or a type that is not supported.
@@ -48,7 +48,7 @@ class MixerTensor:
 
 
 def mixer_tensors(file: GgufFile, config: ModelConfig) -> dict[str, MixerTensor]:
-    """Return, by our names, the tensors of recurrent mixers, and queries and gates that are stored as one matrix."""
+    """Return, by internal names, the tensors of recurrent mixers, and queries and gates that are stored as one matrix."""
     found: dict[str, MixerTensor] = {}
     is_tiled = gguf_format(FAMILIES[config.family]).has_tiled_value_heads
     for index, layer in enumerate(config.layers):
@@ -81,7 +81,7 @@ def _delta_net(file: GgufFile, block: str, mixer: GatedDeltaConfig, hidden: int,
     per_key_head = state.heads // state.key_heads
 
     def tiled(size: int, first: int = 0) -> IndexMap | None:
-        """Return the order of value heads of `size` rows, after `first` rows that keep theirs."""
+        """Return the stored order of value-head rows of this size, if tiled; the `first` rows before them keep their order."""
         return partial(_untiled_heads, state.key_heads, per_key_head, size, first) if is_tiled and per_key_head > 1 else None
 
     def values(part: str, size: int, order: IndexMap | None) -> MixerTensor:
@@ -171,6 +171,6 @@ def _several_slices(num_rows: int, step: int, starts: tuple[tuple[int, int], ...
 
 
 def _untiled_heads(key_heads: int, per_key_head: int, size: int, first: int) -> NDArray[np.int64]:
-    """Return the stored row of each row: value heads are ours by key head, and stored by their index within it."""
+    """Return the stored row of each value-head row: the network orders value heads by key head, the file by index within the key head."""
     stored = np.arange(key_heads * per_key_head * size).reshape(per_key_head, key_heads, size)
     return np.concatenate((np.arange(first), first + stored.swapaxes(0, 1).reshape(-1)))

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under our names, in our row order."""
+"""The tensors of a GGUF file under internal names, with rows in the order the network computes them."""
 
 import re
 from collections.abc import Callable, Container, Mapping
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CheckpointError, listed
+from paceline.errors import CheckpointError, name_list
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
-from paceline.models.gguf.blocks import StoredBlocks, group_blocks
+from paceline.models.gguf.blocks import StoredBlocks, convert_blocks_to_groups
 from paceline.models.gguf.config import ROPE_TENSORS, gguf_format
 from paceline.models.gguf.fields import MTP_TENSOR
 from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf.mixer_tensors import mixer_tensors
 from paceline.models.gguf.stored_tensor import (
-    VIEWED,
+    UNQUANTIZED_TYPES,
     IndexMap,
     TensorSource,
     check_shape,
@@ -33,7 +33,7 @@ from paceline.models.storage.mapped_files import drop_pages
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import AnyTensor, LazyWeights, TensorInfo, half_split_order, shares_kv
 
-_MODULES = {
+_GGUF_MODULE_NAMES = {
     "embedding": "token_embd",
     "final_norm": "output_norm",
     "lm_head": "output",
@@ -66,21 +66,21 @@ _MODULES = {
     "output_scale": "layer_output_scale",
 }
 """Our modules and their names in most architectures."""
-_WHOLE = {
+_GGUF_TENSOR_NAMES = {
     "router.correction": "exp_probs_b.bias",
     "router.scales": "ffn_down_exps.scale",
     "router_norm.weight": "ffn_gate_inp.scale",
     "attention.sinks": "attn_sinks.weight",
 }
-_MTP_MODULES = {
+_GGUF_MTP_MODULE_NAMES = {
     "fc.weight": "eh_proj",
     "embedding_norm.weight": "enorm",
     "feature_norm.weight": "hnorm",
     "final_norm.weight": "shared_head_norm",
 }
 """Modules of a block for multi-token prediction, next to those of its layer."""
-_MTP_COPIES = ("embed_tokens", "shared_head_head")
-_STACKS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
+_MTP_COPIED_MODULES = ("embed_tokens", "shared_head_head")
+_FUSED_PROJECTIONS = {"attn_qkv": ("q_proj", "k_proj", "v_proj"), "ffn_up": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class ExtraTensors:
     """What the GGUF file of a drafting head holds next to the layers of its network.
 
     Attributes:
-        tensors: for each of our names the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
-        known: names in the file that are read elsewhere.
-        owner: the kind of head, for errors.
+        tensors: for each internal name the tensor in the file, and its shape. Replaces the usual name of a tensor of the network.
+        names_read_elsewhere: names in the file that are read elsewhere.
+        head_kind: the kind of head, for errors.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    known: Container[str]
-    owner: str
+    names_read_elsewhere: Container[str]
+    head_kind: str
 
 
 class GgufWeights(LazyWeights):
@@ -115,41 +115,41 @@ class GgufWeights(LazyWeights):
         Raises:
             CheckpointError: A tensor is missing, unknown, or of another shape or an unsupported type.
         """
-        self._sources = sources = _sources(file, config, others)
+        self._sources = sources = _find_network_sources(file, config, others)
         self._regroup = regroup
         super().__init__(sources, lambda name: read_tensor(name, sources[name], regroup=regroup, num_threads=num_threads))
-        self.own_head = "mtp" if num_modules(file, config) else None
+        self.bundled_head = "mtp" if num_mtp_modules(file, config) else None
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         source = self._sources[name]
-        if source.tensor.block_type.name in VIEWED:
+        if source.tensor.block_type.name in UNQUANTIZED_TYPES:
             return super().rows(name, numbers)
-        return group_blocks(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
+        return convert_blocks_to_groups(stored_rows(source)[numbers], source.tensor.block_type, str(source.tensor)).values()
 
     def info(self, name: str) -> TensorInfo:
         return tensor_info(self._sources[name], regroup=self._regroup)
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
         drop_pages([stored_rows(self._sources[name])])
 
     def blocks(self, name: str) -> StoredBlocks | None:
         return None if self._regroup else stored_blocks(self._sources[name])
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         if self._regroup:
-            return super().stored(name)
+            return super().source_arrays(name)
         source = self._sources[name]
         return stored_rows(source), decoding_key(source)
 
 
-def num_modules(file: GgufFile, config: ModelConfig) -> int:
+def num_mtp_modules(file: GgufFile, config: ModelConfig) -> int:
     """Return the number of modules for multi-token prediction after the last layer."""
-    return sum(_is_of_module(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
+    return sum(_is_mtp_tensor(name, file, config) and name.endswith(f".{MTP_TENSOR}") for name in file.tensors)
 
 
-def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
-    """Return functions that read each tensor of the first module, by our names; its layer is `layers.0`.
+def open_mtp_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_threads: int = 1) -> dict[str, Callable[[], AnyTensor]]:
+    """Return functions that read each tensor of the first module, by internal names; its layer is `layers.0`.
 
     Its copies of the embedding and the output matrix are left out: they are rounded once more than the model's.
 
@@ -162,71 +162,81 @@ def open_module(file: GgufFile, config: ModelConfig, layer: LayerConfig, *, num_
     """
     number, size = config.num_layers, config.hidden_size
     longer, own = replace(config, layers=(*config.layers, layer)), f"layers.{config.num_layers}."
-    sources, missing = _find(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
-    parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _MTP_MODULES.items()}
-    if config.norm_offset and parts["final_norm.weight"] not in file.tensors:  # files of Qwen models may lack it
+    sources, missing = _find_sources(file, longer, {name: shape for name, shape in tensor_shapes(longer).items() if name.startswith(own)})
+    parts = {name: f"blk.{number}.nextn.{part}.weight" for name, part in _GGUF_MTP_MODULE_NAMES.items()}
+    if config.has_norm_offset and parts["final_norm.weight"] not in file.tensors:  # GGUF files of Qwen models may lack this norm
         parts["final_norm.weight"] = "output_norm.weight"
     shapes = {name: (size, 2 * size) if name == "fc.weight" else (size,) for name in parts}
-    more, lacking = _find_named(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
+    more, lacking = _find_named_sources(file, {name: (in_file, shapes[name]) for name, in_file in parts.items()})
     sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path}: the module in block {number} lacks {listed(missing)}; download the file again")
-    known = {source.tensor.name for source in sources.values()} | {f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIES}
-    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in known]
+        raise CheckpointError(f"{file.path}: the module in block {number} lacks {name_list(missing)}; download the file again")
+    names_read_elsewhere = {source.tensor.name for source in sources.values()} | {
+        f"blk.{number}.nextn.{copy}.weight" for copy in _MTP_COPIED_MODULES
+    }
+    unknown = [name for name in file.tensors if name.startswith(f"blk.{number}.") and name not in names_read_elsewhere]
     if unknown:
-        raise CheckpointError(f"{file.path} holds {listed(unknown)} that no known mtp head has: it may compute something else with them")
+        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that no known mtp head has: it may compute something else with them")
 
-    def maker(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
+    def reader_of(name: str, source: TensorSource) -> Callable[[], AnyTensor]:
         return lambda: read_tensor(name, source, regroup=False, num_threads=num_threads)
 
-    return {name.replace(own, "layers.0.", 1): maker(name, source) for name, source in sources.items()}
+    return {name.replace(own, "layers.0.", 1): reader_of(name, source) for name, source in sources.items()}
 
 
-def _sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -> dict[str, TensorSource]:
+def _find_network_sources(file: GgufFile, config: ModelConfig, others: ExtraTensors | None) -> dict[str, TensorSource]:
     named = {} if others is None else others.tensors
-    sources, missing = _find(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
-    more, lacking = _find_named(file, named)
+    sources, missing = _find_sources(file, config, {name: shape for name, shape in tensor_shapes(config).items() if name not in named})
+    more, lacking = _find_named_sources(file, named)
     sources, missing = sources | more, missing + lacking
     if missing:
-        raise CheckpointError(f"{file.path} lacks {listed(missing)} that its metadata requires; download the file again")
-    known = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
+        raise CheckpointError(f"{file.path} lacks {name_list(missing)} that its metadata requires; download the file again")
+    names_read_elsewhere = {source.tensor.name for source in sources.values()} | set(ROPE_TENSORS)
     unknown = [
-        name for name in file.tensors if name not in known and not _is_unused(name, config) and not _is_of_module(name, file, config)
+        name
+        for name in file.tensors
+        if name not in names_read_elsewhere and not _is_unused_kv_tensor(name, config) and not _is_mtp_tensor(name, file, config)
     ]
     if others is not None:
-        unknown = [name for name in unknown if name not in others.known]
+        unknown = [name for name in unknown if name not in others.names_read_elsewhere]
     if unknown:
-        owner = f"a {config.family} model does not have; running without them would give other tokens"
-        owner = owner if others is None else f"no {others.owner} has: it may compute something else with them; use another drafter"
-        raise CheckpointError(f"{file.path} holds {listed(unknown)} that {owner}")
+        head_kind = f"a {config.family} model does not have; running without them would give other tokens"
+        head_kind = (
+            head_kind if others is None else f"no {others.head_kind} has: it may compute something else with them; use another drafter"
+        )
+        raise CheckpointError(f"{file.path} holds {name_list(unknown)} that {head_kind}")
     return sources
 
 
-def _find_named(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the sources of tensors whose names in the file are given, as `_find`."""
+def _find_named_sources(file: GgufFile, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return the sources of tensors with given names in the file, and missing names, as `_find_sources` does."""
     sources = {name: TensorSource(file.tensors[in_file], shape) for name, (in_file, shape) in tensors.items() if in_file in file.tensors}
     for source in sources.values():
         check_shape(source, source.shape)
     return sources, [in_file for in_file, _ in tensors.values() if in_file not in file.tensors]
 
 
-def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
-    """Return the sources of tensors, and the names in the file of missing ones."""
-    stacked = _stacked(file, config, shapes) if FAMILIES[config.family].fuses_projections else _gate_up_stacks(file, config)
+def _find_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, TensorSource], list[str]]:
+    """Return where each tensor is stored, and the names in the file of missing tensors."""
+    stacked = (
+        _fused_projection_sources(file, config, shapes)
+        if FAMILIES[config.family].has_fused_projections
+        else _fused_expert_sources(file, config)
+    )
     own = gguf_format(FAMILIES[config.family])
-    modules = {**_MODULES, **own.module_names}
+    modules = {**_GGUF_MODULE_NAMES, **own.module_names}
     sources: dict[str, TensorSource] = {}
     missing: list[str] = []
     mixers = mixer_tensors(file, config)
     for name, shape in shapes.items():
-        in_file, expert = (mixers[name].name, None) if name in mixers else _name_in_file(name, modules, file)
+        in_file, expert = (mixers[name].name, None) if name in mixers else _gguf_name(name, modules, file)
         if name in stacked:
             sources[name] = stacked[name]
         elif name in mixers and in_file in file.tensors:
             sources[name] = mixers[name].source(file.tensors[in_file], shape)
         elif in_file in file.tensors:
             layer = config.layers[int(name.split(".")[1])] if name.startswith("layers.") else None
-            rows = _halves(layer.mixer, name.split(".")[-2], shape[0]) if own.has_interleaved_rope and layer is not None else None
+            rows = _half_split_rows(layer.mixer, name.split(".")[-2], shape[0]) if own.has_interleaved_rope and layer is not None else None
             sources[name] = TensorSource(file.tensors[in_file], shape, expert, rows=rows)
             count = () if expert is None or layer is None or not isinstance(layer.mlp, ExpertMLP) else (layer.mlp.routing.num_experts,)
             check_shape(sources[name], (*count, *shape))
@@ -235,50 +245,50 @@ def _find(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
     return sources, list(dict.fromkeys(missing))
 
 
-def _name_in_file(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
-    """Return the name in the file of one of our tensors, and the expert's index if it is a stack."""
+def _gguf_name(name: str, modules: Mapping[str, str], file: GgufFile) -> tuple[str, int | None]:
+    """Return the name in the GGUF file of a tensor of the network, and the expert's index if it is a stack."""
     if not name.startswith("layers."):
         part, kind = name.rsplit(".", 1)
         return f"{modules[part]}.{kind}", None
     _, layer, rest = name.split(".", 2)
-    if rest in _WHOLE:
-        return f"blk.{layer}.{_WHOLE[rest]}", None
+    if rest in _GGUF_TENSOR_NAMES:
+        return f"blk.{layer}.{_GGUF_TENSOR_NAMES[rest]}", None
     *path, part, kind = rest.split(".")
     if not path:
         return f"blk.{layer}.{modules[part]}.{kind}", None
     if path == ["shared_expert"]:
         return f"blk.{layer}.{modules[part]}{modules.get('shared_expert', '_shexp')}.{kind}", None
-    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old files store experts one by one
+    alone = f"blk.{layer}.{modules[part]}.{path[1]}.{kind}"  # old GGUF files store experts one by one
     return (alone, None) if alone in file.tensors else (f"blk.{layer}.{modules[part]}_exps.{kind}", int(path[1]))
 
 
-def _is_unused(name: str, config: ModelConfig) -> bool:
+def _is_unused_kv_tensor(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor computes keys or values of a layer that reads those of another."""
     found = re.fullmatch(r"blk\.(\d{1,9})\.(attn_k|attn_v|attn_k_norm)\.weight", name)
     return found is not None and shares_kv(config, int(found[1]))
 
 
-def _is_of_module(name: str, file: GgufFile, config: ModelConfig) -> bool:
+def _is_mtp_tensor(name: str, file: GgufFile, config: ModelConfig) -> bool:
     """Return whether a tensor belongs to a module for multi-token prediction: a block after the last layer with an `eh_proj`."""
     found = re.match(r"blk\.(\d{1,9})\.", name)
     return found is not None and int(found[1]) >= config.num_layers and f"{found[0]}{MTP_TENSOR}" in file.tensors
 
 
-def _halves(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
+def _half_split_rows(mixer: AttentionConfig | Recurrent | None, part: str, num_rows: int) -> IndexMap | None:
     """Return the stored row of each row of q or k, if the file has interleaved rotary rows."""
     if part not in ("q_proj", "k_proj") or not isinstance(mixer, AttentionConfig):
         return None
     return partial(half_split_order, num_rows, mixer.head_size, mixer.rope.rotary_size(mixer.head_size))
 
 
-def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
+def _fused_projection_sources(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorSource]:
     """Return projections that are row ranges of one stored matrix."""
     sources: dict[str, TensorSource] = {}
     for layer in range(config.num_layers):
-        for stack, parts in _STACKS.items():
+        for stack, parts in _FUSED_PROJECTIONS.items():
             tensor = file.tensors.get(f"blk.{layer}.{stack}.weight")
-            if tensor is None or f"blk.{layer}.{_MODULES[parts[0]]}.weight" in file.tensors:
-                continue  # missing, or stored separately
+            if tensor is None or f"blk.{layer}.{_GGUF_MODULE_NAMES[parts[0]]}.weight" in file.tensors:
+                continue  # the tensor is missing, or stored separately
             names = [f"layers.{layer}.{part}.weight" for part in parts]
             num_rows, columns = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             first_row = 0
@@ -289,7 +299,7 @@ def _stacked(file: GgufFile, config: ModelConfig, shapes: Mapping[str, tuple[int
     return sources
 
 
-def _gate_up_stacks(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
+def _fused_expert_sources(file: GgufFile, config: ModelConfig) -> dict[str, TensorSource]:
     """Return experts whose gate and up are stored in one matrix, in a stack for the layer."""
     sources: dict[str, TensorSource] = {}
     for layer, own in enumerate(config.layers):

@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint that hold the rows of several of ours."""
+"""Matrices of a checkpoint that hold the rows of several matrices of the network, such as q, k and v."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ Parts = Mapping[str, Rows]
 
 
 def fused_in_layer(layer: LayerConfig, family: Family) -> dict[str, Parts]:
-    """Return the fused matrices of a hybrid's layer by their names, such as `self_attn.q_proj`, with the rows of each of ours."""
-    return {**_of_mixer(layer.mixer, family), **_of_mlp(layer.mlp, family)}
+    """Return the fused matrices of a hybrid's layer by names such as `self_attn.q_proj`, with the rows of each matrix of the network."""
+    return {**_fused_in_mixer(layer.mixer, family), **_fused_in_mlp(layer.mlp, family)}
 
 
 def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
@@ -31,7 +31,7 @@ def fused_by_key_head(mixer: GatedDeltaConfig) -> dict[str, Parts]:
 
 
 def num_rows(parts: Parts) -> int:
-    """Return the rows of the whole matrix."""
+    """Return the number of rows of the whole fused matrix."""
     return sum(rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows in parts.values())
 
 
@@ -41,7 +41,7 @@ def consecutive_rows(sizes: Mapping[str, int]) -> dict[str, Rows]:
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _of_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict[str, Parts]:
+def _fused_in_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict[str, Parts]:
     if mixer is None or isinstance(mixer, GatedDeltaConfig):
         return {}
     if isinstance(mixer, AttentionConfig):
@@ -56,7 +56,7 @@ def _of_mixer(mixer: AttentionConfig | Recurrent | None, family: Family) -> dict
     return {f"{family.recurrent_module}.in_proj": consecutive_rows(sizes)}
 
 
-def _of_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
+def _fused_in_mlp(mlp: DenseMLP | ExpertMLP | None, family: Family) -> dict[str, Parts]:
     """Return the fused gate and up of the dense or shared MLP, if the family has one matrix for both."""
     names, dense = family.module_names, mlp.shared if isinstance(mlp, ExpertMLP) else mlp
     if dense is None or "gate_proj" not in names or names["gate_proj"] != names["up_proj"]:

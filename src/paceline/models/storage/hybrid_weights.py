@@ -31,38 +31,40 @@ class HybridWeights(LazyWeights):
 
     def __init__(self, directory: Path, config: ModelConfig, *, num_threads: int = 1) -> None:
         opened = open_stored(directory, config)
-        parts = _Parts(directory, opened.tensors, opened.files, config)
+        parts = _ComputedTensors(directory, opened.tensors, opened.files, config)
         for index, layer in enumerate(config.layers):
-            parts.of_layer(index, layer)
-        self._parts = parts.found
-        plain = Weights.from_stored(directory, opened.tensors, opened.files, config, elsewhere=(*self._parts, *parts.packed))
+            parts.add_layer(index, layer)
+        self._parts = parts.tensors
+        plain = Weights.from_stored_tensors(
+            directory, opened.tensors, opened.files, config, provided_elsewhere=(*self._parts, *parts.packed)
+        )
         plain.describe(opened)
         plain.packed = {**plain.packed, **parts.packed}
         self._plain = plain = PackedWeights(plain, config, num_threads=num_threads)
         super().__init__(tensor_shapes(config), lambda name: self._parts[name].make() if name in self._parts else plain[name])
-        self.own_head, self.has_encoders, self.packed = opened.own_head, opened.has_encoders, plain.packed
+        self.bundled_head, self.has_encoders, self.packed = opened.bundled_head, opened.has_encoders, plain.packed
         self.container, self.notices = plain.container, plain.notices
 
     def info(self, name: str) -> TensorInfo:
         return self._parts[name].info if name in self._parts else self._plain.info(name)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._parts[name].arrays if name in self._parts else self._plain.stored(name)
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        return self._parts[name].arrays if name in self._parts else self._plain.source_arrays(name)
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
         if name in self._parts:
             drop_pages(self._parts[name].arrays)
         else:
-            self._plain.forget(name)
+            self._plain.free_tensor(name)
 
 
-class _Parts:
+class _ComputedTensors:
     """Tensors that are computed from stored ones. Used tensors are removed from `stored`.
 
     Attributes:
-        found: by our names.
-        packed: quantised ones, by our names.
+        tensors: by internal names.
+        packed: quantised ones, by internal names.
     """
 
     def __init__(
@@ -70,27 +72,27 @@ class _Parts:
     ) -> None:
         self._directory, self._stored, self._files = directory, stored, files
         self._hidden, self._family, self._shapes = config.hidden_size, FAMILIES[config.family], tensor_shapes(config)
-        self.found: dict[str, LazyTensor] = {}
+        self.tensors: dict[str, LazyTensor] = {}
         self.packed: dict[str, PackedMatrix] = {}
 
-    def of_layer(self, index: int, layer: LayerConfig) -> None:
+    def add_layer(self, index: int, layer: LayerConfig) -> None:
         """Add the tensors of layer `index`."""
         for source, rows in fused_in_layer(layer, self._family).items():
-            self._cut(index, source, rows)
+            self._add_fused_rows(index, source, rows)
         mixer = layer.mixer
         if not isinstance(mixer, Recurrent):
             return
         prefix = f"{self._family.recurrent_module}."
         ours, theirs = f"layers.{index}.", f"model.layers.{index}.{prefix}"
-        self._convolution(ours, theirs + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
+        self._add_convolution(ours, theirs + ("conv" if isinstance(mixer, ShortConvConfig) else "conv1d"), mixer)
         if mixer.state is not None:
-            self._decay(ours, theirs + "A_log", mixer.state.heads)
+            self._add_decay(ours, theirs + "A_log", mixer.state.heads)
         if isinstance(mixer, GatedDeltaConfig) and theirs + "in_proj_qkvz.weight" in self._stored:
             for source, rows in fused_by_key_head(mixer).items():
-                self._cut(index, prefix + source, rows)
+                self._add_fused_rows(index, prefix + source, rows)
 
-    def _cut(self, index: int, source: str, parts: Parts) -> None:
-        """Add tensors that are rows of a fused matrix of layer `index`, and of its bias."""
+    def _add_fused_rows(self, index: int, source: str, parts: Parts) -> None:
+        """Add the tensors that are row ranges of a fused matrix of layer `index`, and of its bias."""
         ours, source, count = f"layers.{index}.", f"model.layers.{index}.{source}", num_rows(parts)
         has_bias = f"{ours}{next(iter(parts))}.bias" in self._shapes
         shapes: dict[str, tuple[int, ...]] = {"weight": (count, self._hidden), **({"bias": (count,)} if has_bias else {})}
@@ -101,28 +103,28 @@ class _Parts:
                 check_shape(f"{source}.{kind}", stored, shape)
                 self.packed |= {f"{ours}{name}.{kind}": stored.rows(rows) for name, rows in parts.items()}
                 continue
-            whole = self._taken(f"{source}.{kind}", shape)
+            whole = self._take_tensor(f"{source}.{kind}", shape)
             for name, rows in parts.items():
-                self.found[f"{ours}{name}.{kind}"] = _rows_of(whole, rows)
+                self.tensors[f"{ours}{name}.{kind}"] = _rows_of(whole, rows)
 
-    def _convolution(self, ours: str, source: str, mixer: Recurrent) -> None:
-        whole = self._taken(source + ".weight", (mixer.channels, 1, mixer.kernel_size))
+    def _add_convolution(self, ours: str, source: str, mixer: Recurrent) -> None:
+        whole = self._take_tensor(source + ".weight", (mixer.channels, 1, mixer.kernel_size))
         array = whole.array[:, 0]
-        self.found[ours + "conv.weight"] = _made(whole.array, array.shape, whole.weight_type, lambda: array)
+        self.tensors[ours + "conv.weight"] = _lazy_tensor(whole.array, array.shape, whole.weight_type, lambda: array)
 
-    def _decay(self, ours: str, source: str, heads: int) -> None:
-        whole = self._taken(source, (heads,))
-        self.found[ours + "decay.weight"] = _made(whole.array, (heads,), WeightType.F32, lambda: _decays(whole))
+    def _add_decay(self, ours: str, source: str, heads: int) -> None:
+        whole = self._take_tensor(source, (heads,))
+        self.tensors[ours + "decay.weight"] = _lazy_tensor(whole.array, (heads,), WeightType.F32, lambda: _decays_from_logarithms(whole))
 
-    def _taken(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         stored = self._stored.pop(name, None)
         if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{self._directory} lacks {name} that its config.json requires: config.json may belong to another model")
         return open_tensor(name, stored, shape, self._files)
 
 
-def _decays(logarithms: Tensor) -> NDArray[np.float32]:
-    """Return decays. Overflow to -infinity means a state that is cleared at once."""
+def _decays_from_logarithms(logarithms: Tensor) -> NDArray[np.float32]:
+    """Return state decays from stored logarithms. Overflow to -infinity means that the state is cleared at once."""
     with np.errstate(over="ignore"):
         return -np.exp(as_float32(logarithms))
 
@@ -130,10 +132,10 @@ def _decays(logarithms: Tensor) -> NDArray[np.float32]:
 def _rows_of(whole: Tensor, rows: Rows) -> LazyTensor:
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
     array = whole.array[rows] if isinstance(rows, slice) else whole.array
-    return _made(array, (count, *whole.shape[1:]), whole.weight_type, lambda: whole.array[rows])
+    return _lazy_tensor(array, (count, *whole.shape[1:]), whole.weight_type, lambda: whole.array[rows])
 
 
-def _made(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:
+def _lazy_tensor(stored: NDArray[Any], shape: tuple[int, ...], weight_type: WeightType, make: Callable[[], NDArray[Any]]) -> LazyTensor:
     item_bytes = 4 if weight_type is WeightType.F32 else 2
     info = TensorInfo(shape, weight_type, None, int(np.prod(shape)) * item_bytes)
     return LazyTensor(info, (stored,), lambda: Tensor(make(), weight_type, shape))

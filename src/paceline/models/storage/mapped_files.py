@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import CheckpointError
 
-_FAULT_AROUND = 1 << 16  # bytes that Linux maps around a faulting address
+_FAULT_AROUND = 1 << 16  # Linux maps this many bytes around a faulting address at once
 
 
 class MappedFiles:

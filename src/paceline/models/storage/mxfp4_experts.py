@@ -18,7 +18,10 @@ from paceline.models.storage.stored_model import open_stored
 from paceline.models.tensor_names import tensor_shapes
 from paceline.models.weights import GroupedTensor, LazyTensor, LazyWeights, Tensor, TensorInfo, Weights, open_tensor
 
-_STACKS = {"gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down_proj": {"down_proj": slice(None)}}
+_STACKED_MATRICES = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
 """The matrices in each stack, with their rows: gate and up are interleaved."""
 
 
@@ -35,19 +38,19 @@ class Mxfp4ExpertWeights(LazyWeights):
         self._experts: dict[str, LazyTensor] = {}
         for index, layer in enumerate(config.layers):
             if isinstance(layer.mlp, ExpertMLP):
-                self._experts |= _Stacks(directory, stored, files, index, layer.mlp, config.hidden_size).experts()
-        plain = Weights.from_stored(directory, stored, files, config, elsewhere=self._experts)
+                self._experts |= _ExpertStacks(directory, stored, files, index, layer.mlp, config.hidden_size).experts()
+        plain = Weights.from_stored_tensors(directory, stored, files, config, provided_elsewhere=self._experts)
         super().__init__(tensor_shapes(config), lambda name: plain[name] if name in plain else self._experts[name].make())
 
     def info(self, name: str) -> TensorInfo:
         return self._experts[name].info if name in self._experts else super().info(name)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
-        return self._experts[name].arrays if name in self._experts else super().stored(name)
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
+        return self._experts[name].arrays if name in self._experts else super().source_arrays(name)
 
 
-class _Stacks:
-    """The stacks of one layer. Read tensors are removed from `stored`."""
+class _ExpertStacks:
+    """The stacked expert tensors of one layer. Tensors that were read are removed from `stored`."""
 
     def __init__(
         self,
@@ -64,31 +67,31 @@ class _Stacks:
         self._shapes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
 
     def experts(self) -> dict[str, LazyTensor]:
-        """Return the tensors by our names."""
+        """Return the expert tensors by internal names."""
         found: dict[str, LazyTensor] = {}
-        for stack, parts in _STACKS.items():
+        for stack, parts in _STACKED_MATRICES.items():
             count, (rows, columns) = self._mlp.routing.num_experts, self._shapes[stack]
-            bias = self._tensor(f"{stack}_bias", (count, rows))
-            plain = self._tensor(stack, (count, columns, rows)) if self._prefix + stack in self._stored else None
+            bias = self._take_tensor(f"{stack}_bias", (count, rows))
+            plain = self._take_tensor(stack, (count, columns, rows)) if self._prefix + stack in self._stored else None
             blocks = exponents = None
             if plain is None:
-                blocks = self._bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
-                exponents = self._bytes(f"{stack}_scales", (count, rows, columns // RUN))
+                blocks = self._take_bytes(f"{stack}_blocks", (count, rows, columns // RUN, RUN // 2))
+                exponents = self._take_bytes(f"{stack}_scales", (count, rows, columns // RUN))
             for expert in range(count):
                 for part, own in parts.items():
                     name = f"layers.{self._layer}.experts.{expert}.{part}"
-                    found[f"{name}.bias"] = _view(bias.array[expert, own], bias.weight_type)
+                    found[f"{name}.bias"] = _lazy_view(bias.array[expert, own], bias.weight_type)
                     if plain is not None:
-                        found[f"{name}.weight"] = _view(plain.array[expert, :, own].T, plain.weight_type)
+                        found[f"{name}.weight"] = _lazy_view(plain.array[expert, :, own].T, plain.weight_type)
                     elif blocks is not None and exponents is not None:
-                        found[f"{name}.weight"] = _groups(blocks[expert, own], exponents[expert, own], self._prefix + stack)
+                        found[f"{name}.weight"] = _lazy_groups(blocks[expert, own], exponents[expert, own], self._prefix + stack)
         return found
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return open_tensor(self._prefix + name, self._taken(name), shape, self._files)
+    def _take_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return open_tensor(self._prefix + name, self._take_stored(name), shape, self._files)
 
-    def _bytes(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        stored = self._taken(name)
+    def _take_bytes(self, name: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        stored = self._take_stored(name)
         if stored.dtype != "U8" or stored.shape != shape:
             raise CheckpointError(
                 f"{stored.path}: tensor {self._prefix + name!r} is of type {stored.dtype} and shape {list(stored.shape)}, but config.json "
@@ -96,19 +99,19 @@ class _Stacks:
             )
         return view_tensor(stored, self._files[stored.path], np.dtype(np.uint8))
 
-    def _taken(self, name: str) -> StoredTensor:
+    def _take_stored(self, name: str) -> StoredTensor:
         stored = self._stored.pop(self._prefix + name, None)
         if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{self._directory} lacks {self._prefix}{name} that its config.json requires; download it again")
         return stored
 
 
-def _view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
+def _lazy_view(array: NDArray[Any], weight_type: WeightType) -> LazyTensor:
     info = TensorInfo(array.shape, weight_type, None, array.nbytes)
     return LazyTensor(info, (array,), lambda: Tensor(array, weight_type, array.shape))
 
 
-def _groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
+def _lazy_groups(blocks: NDArray[np.uint8], exponents: NDArray[np.uint8], where: str) -> LazyTensor:
     rows, groups = exponents.shape
     info = TensorInfo((rows, groups * RUN), WeightType.F32, 4, blocks.nbytes + 4 * exponents.size)
     return LazyTensor(info, (blocks, exponents), lambda: GroupedTensor(from_pairs(blocks, exponents, where)))

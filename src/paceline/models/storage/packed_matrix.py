@@ -25,7 +25,7 @@ class PackedMatrix:
         where: the file and the tensor, for errors.
         shape: (N, K).
         bits: of a code in groups, 4 or 8; None = it becomes floats, because groups cannot hold its values.
-        row_bytes: of a row in groups; 0 for floats.
+        row_bytes: bytes of a row in groups; 0 for floats.
         arrays: everything that decides its values, for a digest: stored arrays, and numbers for settings.
         read: returns some stored rows as groups, or as values [rows, K] in float32.
         taken: indices of its rows among the stored rows; None = all.
@@ -37,17 +37,17 @@ class PackedMatrix:
     row_bytes: int
     arrays: tuple[NDArray[Any], ...]
     read: Callable[[Rows], GroupedMatrix | Floats]
-    taken: NDArray[np.int64] | None = None
+    row_indices: NDArray[np.int64] | None = None
 
     def rows(self, rows: Rows) -> "PackedMatrix":
         """Return the matrix of some rows, without reading them."""
-        taken = np.arange(self.shape[0])[rows] if self.taken is None else self.taken[rows]
-        return replace(self, shape=(len(taken), self.shape[1]), taken=taken)
+        row_indices = np.arange(self.shape[0])[rows] if self.row_indices is None else self.row_indices[rows]
+        return replace(self, shape=(len(row_indices), self.shape[1]), row_indices=row_indices)
 
     @property
-    def stored(self) -> tuple[NDArray[Any], ...]:
-        """Return everything that decides its values, with the indices of its rows."""
-        return self.arrays if self.taken is None else (*self.arrays, self.taken[None])
+    def source_arrays(self) -> tuple[NDArray[Any], ...]:
+        """Return all arrays that determine the values, including the row indices."""
+        return self.arrays if self.row_indices is None else (*self.arrays, self.row_indices[None])
 
     def groups(self, num_threads: int = 1) -> GroupedMatrix:
         """Return the whole matrix in groups with the file's values.
@@ -55,41 +55,41 @@ class PackedMatrix:
         Raises:
             CheckpointError: A scale is not finite.
         """
-        first = self._chunk(slice(0, 1))
+        first = self._read_chunk(slice(0, 1))
         assert isinstance(first, GroupedMatrix)
         arrays = tuple(np.empty((self.shape[0], part.shape[1]), part.dtype) for part in first.arrays)
 
         def fill(rows: slice) -> None:
-            chunk = self._chunk(rows)
+            chunk = self._read_chunk(rows)
             assert isinstance(chunk, GroupedMatrix)
             for stored, part in zip(arrays, chunk.arrays, strict=True):
                 stored[rows] = part
 
-        self._each(fill, num_threads)
+        self._for_each_chunk(fill, num_threads)
         return replace(first, codes=arrays[0], scales=arrays[1], minimums=arrays[2] if len(arrays) > 2 else None)
 
-    def values(self, rounded: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
-        """Return the whole matrix, with `rounded` applied to its float32 values.
+    def values(self, round_values: Callable[[Floats], NDArray[Any]], num_threads: int = 1) -> NDArray[Any]:
+        """Return the whole matrix, with `round_values` applied to its float32 values.
 
         Raises:
             CheckpointError: A value is not finite.
         """
-        found = np.empty(self.shape, rounded(np.zeros((1, 1), np.float32)).dtype)
+        found = np.empty(self.shape, round_values(np.zeros((1, 1), np.float32)).dtype)
 
         def fill(rows: slice) -> None:
-            found[rows] = own = rounded(self.exact(rows))
+            found[rows] = own = round_values(self.exact_values(rows))
             if own.dtype == np.float16 and not np.isfinite(own).all():
                 raise CheckpointError(f"{self.where} has values that float16 does not reach: set dtype in config.json to float32")
 
-        self._each(fill, num_threads)
+        self._for_each_chunk(fill, num_threads)
         return found
 
-    def exact(self, rows: Rows) -> Floats:
+    def exact_values(self, rows: Rows) -> Floats:
         """Return the exact values of some rows."""
-        chunk = self._chunk(rows)
+        chunk = self._read_chunk(rows)
         return chunk.values() if isinstance(chunk, GroupedMatrix) else chunk
 
-    def _each(self, fill: Callable[[slice], None], num_threads: int) -> None:
+    def _for_each_chunk(self, fill: Callable[[slice], None], num_threads: int) -> None:
         step = max(1, _CHUNK_ITEMS // self.shape[1] // 16 * 16)
         parts = [slice(begin, min(begin + step, self.shape[0])) for begin in range(0, self.shape[0], step)]
         if num_threads == 1 or len(parts) == 1:
@@ -99,9 +99,9 @@ class PackedMatrix:
             with ThreadPoolExecutor(num_threads) as pool:
                 list(pool.map(fill, parts))
 
-    def _chunk(self, rows: Rows) -> GroupedMatrix | Floats:
-        with np.errstate(invalid="ignore", over="ignore"):  # numbers that are not finite are refused below
-            chunk = self.read(rows if self.taken is None else self.taken[rows])
+    def _read_chunk(self, rows: Rows) -> GroupedMatrix | Floats:
+        with np.errstate(invalid="ignore", over="ignore"):  # scales that are not finite are refused after the conversion
+            chunk = self.read(rows if self.row_indices is None else self.row_indices[rows])
         numbers = chunk.arrays[1:] if isinstance(chunk, GroupedMatrix) else (chunk,)
         if not all(np.isfinite(part).all() for part in numbers):
             raise CheckpointError(f"{self.where} has a scale or a value that is not finite; the file is damaged, download it again")

@@ -27,28 +27,28 @@ class PackedWeights(LazyWeights):
     def __init__(self, plain: Weights, config: ModelConfig, *, num_threads: int = 1) -> None:
         self._plain, self._type, self._num_threads = plain, config.weight_type, num_threads
         self.packed = plain.packed
-        self.own_head, self.has_encoders, self.container = plain.own_head, plain.has_encoders, plain.container
-        self.notices = (*plain.notices, *floats_notice(plain.packed.values(), config.weight_type))
+        self.bundled_head, self.has_encoders, self.container = plain.bundled_head, plain.has_encoders, plain.container
+        self.notices = (*plain.notices, *dequantized_notice(plain.packed.values(), config.weight_type))
         super().__init__((name for name in tensor_shapes(config) if name in plain or name in self.packed), self._tensor)
 
     def _tensor(self, name: str) -> AnyTensor:
         found = self.packed.get(name)
-        return self._plain[name] if found is None else to_tensor(found, self._type, self._num_threads)
+        return self._plain[name] if found is None else packed_to_tensor(found, self._type, self._num_threads)
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
-        drop_pages(self.stored(name))
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
+        drop_pages(self.source_arrays(name))
 
     def info(self, name: str) -> TensorInfo:
         found = self.packed.get(name)
-        return self._plain.info(name) if found is None else packed_info(found, self._type)
+        return self._plain.info(name) if found is None else packed_tensor_info(found, self._type)
 
-    def stored(self, name: str) -> tuple[NDArray[Any], ...]:
+    def source_arrays(self, name: str) -> tuple[NDArray[Any], ...]:
         found = self.packed.get(name)
-        return self._plain.stored(name) if found is None else found.stored
+        return self._plain.source_arrays(name) if found is None else found.source_arrays
 
 
-def to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
+def packed_to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 1) -> AnyTensor:
     """Return a packed matrix in groups, or in floats of `weight_type` if groups cannot hold it.
 
     Raises:
@@ -59,24 +59,24 @@ def to_tensor(packed: PackedMatrix, weight_type: WeightType, num_threads: int = 
     return Tensor(packed.values(lambda values: _rounded(values, weight_type), num_threads), weight_type, packed.shape)
 
 
-def packed_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
-    """Return what is known of a packed matrix before it is converted."""
+def packed_tensor_info(packed: PackedMatrix, weight_type: WeightType) -> TensorInfo:
+    """Return shape, type and size of a packed matrix before it is converted."""
     if packed.bits is not None:
         return TensorInfo(packed.shape, WeightType.F32, packed.bits, packed.shape[0] * packed.row_bytes)
     return TensorInfo(packed.shape, weight_type, None, packed.shape[0] * packed.shape[1] * _ITEM_BYTES[weight_type])
 
 
-def floats_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
+def dequantized_bytes(packed: Iterable[PackedMatrix], weight_type: WeightType) -> int:
     """Return the bytes in memory of matrices that become floats."""
-    return sum(packed_info(one, weight_type).nbytes for one in packed if one.bits is None)
+    return sum(packed_tensor_info(one, weight_type).nbytes for one in packed if one.bits is None)
 
 
-def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
+def dequantized_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tuple[str, ...]:
     """Return a notice on the memory of matrices that become floats."""
     floats = [one for one in packed if one.bits is None]
     if not floats:
         return ()
-    size, stored = floats_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.stored)
+    size, stored = dequantized_bytes(floats, weight_type), sum(array.nbytes for one in floats for array in one.source_arrays)
     return (
         f"{len(floats)} matrices become {weight_type.value}, rounded to nearest even, since no groups hold their values: "
         f"{size / 1e9:.2g} GB in memory for {stored / 1e9:.2g} GB of the files; quantization='int8' or 'int4' makes them smaller",
@@ -86,5 +86,5 @@ def floats_notice(packed: Iterable[PackedMatrix], weight_type: WeightType) -> tu
 def _rounded(values: Floats, weight_type: WeightType) -> NDArray[Any]:
     if weight_type is WeightType.BF16:
         return to_bf16(values)
-    with np.errstate(over="ignore"):  # overflow of float16 becomes infinite and is refused
+    with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite and is refused
         return values.astype(np.float16 if weight_type is WeightType.F16 else np.float32)

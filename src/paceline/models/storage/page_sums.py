@@ -25,15 +25,15 @@ PAGE_BYTES = 4096
 PageSums = Callable[[NDArray[np.uint8], NDArray[np.uint64]], None]
 """Computes the sums of contiguous pages [n, PAGE_BYTES] into [n] uint64."""
 
-_WORDS = PAGE_BYTES // 4
-_STRETCH = 1024  # pages for a thread at a time
-_CHUNK = 64  # pages summed at a time, so that the products fit in the CPU cache
+_WORDS_PER_PAGE = PAGE_BYTES // 4
+_PAGES_PER_TASK = 1024  # pages that a thread checksums per task
+_PAGES_PER_SUM = 64  # pages checksummed at a time, so that the products fit in the CPU cache
 
 
 def _factors() -> NDArray[np.uint64]:
     """Return [1024] pseudo-random odd numbers: splitmix64 of 1, 2, 3 …"""
     shift = [np.uint64(bits) for bits in (30, 27, 31)]
-    state = np.arange(1, _WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = np.arange(1, _WORDS_PER_PAGE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> shift[0])) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> shift[1])) * np.uint64(0x94D049BB133111EB)
     factors: NDArray[np.uint64] = (state ^ (state >> shift[2])) | np.uint64(1)
@@ -52,9 +52,9 @@ def checksum(data: NDArray[np.uint8], page_sums: PageSums, *, num_threads: int =
     sums = np.empty(num_pages, np.uint64)
 
     def fill(begin: int) -> None:
-        page_sums(pages[begin : begin + _STRETCH], sums[begin : begin + _STRETCH])
+        page_sums(pages[begin : begin + _PAGES_PER_TASK], sums[begin : begin + _PAGES_PER_TASK])
 
-    begins = range(0, num_pages, _STRETCH)
+    begins = range(0, num_pages, _PAGES_PER_TASK)
     if num_threads == 1 or len(begins) < 2:
         for begin in begins:
             fill(begin)
@@ -66,9 +66,9 @@ def checksum(data: NDArray[np.uint8], page_sums: PageSums, *, num_threads: int =
     return digest.digest()
 
 
-def plain_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
+def numpy_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
     """Compute sums with numpy, four times slower than the kernels."""
     words = pages.view("<u4")
-    for begin in range(0, len(words), _CHUNK):
-        products = words[begin : begin + _CHUNK] * PAGE_FACTORS
-        products.sum(axis=1, dtype=np.uint64, out=sums[begin : begin + _CHUNK])
+    for begin in range(0, len(words), _PAGES_PER_SUM):
+        products = words[begin : begin + _PAGES_PER_SUM] * PAGE_FACTORS
+        products.sum(axis=1, dtype=np.uint64, out=sums[begin : begin + _PAGES_PER_SUM])

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from paceline.config import QuantOptions, weights_cache_bytes
 from paceline.errors import CheckpointError
 from paceline.models.grouped import GroupedMatrix
-from paceline.models.quantize import Scheme, quantize_tensor, schemes_for
-from paceline.models.storage.page_sums import PageSums, checksum, plain_page_sums
+from paceline.models.quantize import Scheme, quantization_schemes, quantize_tensor
+from paceline.models.storage.page_sums import PageSums, checksum, numpy_page_sums
 from paceline.models.storage.safetensors_file import map_file
 from paceline.models.weights import AnyTensor, GroupedTensor, LazyWeights, TensorInfo, Weights
 from paceline.small_files import unreadable
@@ -34,14 +34,14 @@ from paceline.small_files import unreadable
 FOLDER = "quantised"
 """Folder of the cache directory with the files."""
 
-FORMAT = 2  # version of the file format and of the arithmetic in quantize.py; part of the key
+FORMAT = 2  # version of the file format and of the arithmetic in quantize.py; part of the cache key
 _ALIGNMENT = 64
 _PARTIAL = ".partial-"
 _ABANDONED_S = 24 * 3600.0
 _DIGEST_BYTES = 32
-_SAMPLES = 16  # ranges of a tensor that a key depends on
+_NUM_SAMPLES = 16  # sampled ranges of each tensor that the cache key depends on
 _SAMPLE_BYTES = 512
-_Sums = Callable[[NDArray[np.uint8]], bytes]
+_Checksum = Callable[[NDArray[np.uint8]], bytes]
 _SAFETENSORS_TYPE = {"i1": "I8", "u1": "U8", "f4": "F32"}
 
 
@@ -57,7 +57,7 @@ class _StoredArray:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _FileLayout:
     """The expected layout of a file: its header, the arrays of each matrix, and the offset of the checksum at the end."""
 
     header: bytes
@@ -77,7 +77,7 @@ def quantized_weights(
     files: Sequence[Path] = (),
     num_threads: int = 1,
     notices: list[str] | None = None,
-    page_sums: PageSums = plain_page_sums,
+    page_sums: PageSums = numpy_page_sums,
 ) -> Weights:
     """Return the weights with matrices quantised as `options` specify, mapped from the cache if it has them.
 
@@ -91,21 +91,21 @@ def quantized_weights(
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond 1e37, or one of `files` can no longer be read.
     """
-    schemes = schemes_for(weights, options)
+    schemes = quantization_schemes(weights, options)
     if not schemes:
         return weights
     limit = weights_cache_bytes()
     if cache_directory is not None and limit:
-        sums = partial(checksum, page_sums=page_sums, num_threads=num_threads)
-        key = _key(weights, options, schemes, files, sums)
-        layout = _layout(weights, schemes, key)
+        checksum_of = partial(checksum, page_sums=page_sums, num_threads=num_threads)
+        key = _cache_key(weights, options, schemes, files, checksum_of)
+        layout = _file_layout(weights, schemes, key)
         path = cache_directory / FOLDER / f"{key}.safetensors"
         try:
-            found = _read(path, layout, weights, schemes, sums)
+            found = _read_file(path, layout, weights, schemes, checksum_of)
             if found is None:
-                _make_room(path.parent, layout.size, limit)
-                _write(path, layout, weights, schemes, sums, num_threads)
-                found = _read(path, layout, weights, schemes, sums)
+                _evict_until_fits(path.parent, layout.size, limit)
+                _write_file(path, layout, weights, schemes, checksum_of, num_threads)
+                found = _read_file(path, layout, weights, schemes, checksum_of)
             if found is not None:
                 _mark_used(path)
                 return QuantizedWeights(weights, found.__getitem__, schemes)
@@ -114,7 +114,7 @@ def quantized_weights(
             problem = str(error)
         if notices is not None:
             notices.append(f"the quantised weights could not be kept in {path.parent} ({problem}): they stay in memory, and are made again")
-    return QuantizedWeights(weights, lambda name: _quantized(weights, name, schemes[name], num_threads), schemes)
+    return QuantizedWeights(weights, lambda name: _quantize_and_free(weights, name, schemes[name], num_threads), schemes)
 
 
 class QuantizedWeights(LazyWeights):
@@ -122,33 +122,35 @@ class QuantizedWeights(LazyWeights):
 
     Args:
         weights: before quantisation.
-        quantized: returns the quantised tensor of a name that has a scheme.
+        quantize: returns the quantised tensor of a name that has a scheme.
     """
 
-    def __init__(self, weights: Weights, quantized: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
-        super().__init__(weights.names(), lambda name: quantized(name) if name in schemes else weights[name])
+    def __init__(self, weights: Weights, quantize: Callable[[str], AnyTensor], schemes: Mapping[str, Scheme]) -> None:
+        super().__init__(weights.names(), lambda name: quantize(name) if name in schemes else weights[name])
         self._weights, self._schemes = weights, schemes
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         return super().rows(name, numbers) if name in self._schemes else self._weights.rows(name, numbers)
 
-    def forget(self, name: str) -> None:
-        super().forget(name)
-        self._weights.forget(name)
+    def free_tensor(self, name: str) -> None:
+        super().free_tensor(name)
+        self._weights.free_tensor(name)
 
     def info(self, name: str) -> TensorInfo:
         info, scheme = self._weights.info(name), self._schemes.get(name)
         return info if scheme is None else replace(info, bits=scheme.bits, nbytes=scheme.nbytes(info.shape))
 
 
-def _quantized(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
-    """Return one quantised tensor, and free its source."""
+def _quantize_and_free(weights: Weights, name: str, scheme: Scheme, num_threads: int) -> GroupedTensor:
+    """Quantise one tensor and free the original."""
     made = quantize_tensor(name, weights[name], scheme, num_threads=num_threads)
-    weights.forget(name)
+    weights.free_tensor(name)
     return made
 
 
-def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], sums: _Sums) -> str:
+def _cache_key(
+    weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme], files: Sequence[Path], checksum_of: _Checksum
+) -> str:
     digest = hashlib.sha256(repr((FORMAT, astuple(options), sorted(schemes))).encode())
     for path in files:
         try:
@@ -159,25 +161,25 @@ def _key(weights: Weights, options: QuantOptions, schemes: Mapping[str, Scheme],
     for name in schemes:
         info = weights.info(name)
         digest.update(repr((name, info.shape, info.weight_type)).encode())
-        for array in weights.stored(name):
-            digest.update(_samples(array) if files else sums(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
-        weights.forget(name)
+        for array in weights.source_arrays(name):
+            digest.update(_sample_bytes(array) if files else checksum_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        weights.free_tensor(name)
     return digest.hexdigest()[:40]
 
 
-def _samples(array: NDArray[Any]) -> bytes:
-    """Return bytes of rows that are spread over the matrix."""
-    rows = np.unique(np.linspace(0, len(array) - 1, _SAMPLES).astype(np.int64))
+def _sample_bytes(array: NDArray[Any]) -> bytes:
+    """Return bytes of rows spread over the matrix, for the cache key."""
+    rows = np.unique(np.linspace(0, len(array) - 1, _NUM_SAMPLES).astype(np.int64))
     return b"".join(np.ascontiguousarray(array[row]).tobytes()[:_SAMPLE_BYTES] for row in rows)
 
 
-def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layout:
+def _file_layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _FileLayout:
     entries: dict[str, Any] = {"__metadata__": {"format": f"paceline quantised {FORMAT}", "key": key}}
     relative: dict[str, list[_StoredArray]] = {}
     offset = 0
     for name, scheme in schemes.items():
         rows, columns = weights.info(name).shape
-        groups = (rows, columns // scheme.group)
+        groups = (rows, columns // scheme.group_size)
         arrays = [("codes", scheme.code_type, (rows, columns * scheme.bits // 8)), ("scales", np.dtype("<f4"), groups)]
         arrays += [] if scheme.symmetric else [("minimums", np.dtype("<f4"), groups)]
         for part_name, item_type, shape in arrays:
@@ -186,7 +188,7 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
             kind = _SAFETENSORS_TYPE[item_type.str[1:]]
             entries[f"{name}.{part_name}"] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
             offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if offset > end:  # the format does not allow gaps
+            if offset > end:  # safetensors allows no gaps between tensors
                 entries[f"padding.{end}"] = {"dtype": "U8", "shape": [offset - end], "data_offsets": [end, offset]}
     entries["checksum"] = {"dtype": "U8", "shape": [_DIGEST_BYTES], "data_offsets": [offset, offset + _DIGEST_BYTES]}
     text = json.dumps(entries).encode()
@@ -197,10 +199,12 @@ def _layout(weights: Weights, schemes: Mapping[str, Scheme], key: str) -> _Layou
         name: tuple(_StoredArray(part.name, part.item_type, part.shape, start + part.begin, start + part.end) for part in own)
         for name, own in relative.items()
     }
-    return _Layout(header, parts, start + offset)
+    return _FileLayout(header, parts, start + offset)
 
 
-def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums, num_threads: int) -> None:
+def _write_file(
+    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], checksum_of: _Checksum, num_threads: int
+) -> None:
     """Quantise into a temporary file and rename it. An interrupted write leaves no file under the final name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
@@ -209,12 +213,12 @@ def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, 
         with os.fdopen(handle, "wb") as file:
             file.write(layout.header)
             for name, scheme in schemes.items():
-                matrix = _quantized(weights, name, scheme, num_threads).matrix
+                matrix = _quantize_and_free(weights, name, scheme, num_threads).matrix
                 for array, part in zip(matrix.arrays, layout.parts[name], strict=True):
-                    _append(file, array, part.begin)
+                    _append_array(file, array, part.begin)
             file.write(bytes(layout.digest_begin - file.tell()))
             file.flush()
-            file.write(sums(map_file(Path(temporary))[len(layout.header) :]))
+            file.write(checksum_of(map_file(Path(temporary))[len(layout.header) :]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -225,20 +229,22 @@ def _write(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, 
         raise
 
 
-def _append(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
+def _append_array(file: BinaryIO, array: NDArray[Any], begin: int) -> None:
     file.write(bytes(begin - file.tell()))
     file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def _read(path: Path, layout: _Layout, weights: Weights, schemes: Mapping[str, Scheme], sums: _Sums) -> dict[str, GroupedTensor] | None:
-    """Return the matrices of a file; None if it is missing or not as expected."""
+def _read_file(
+    path: Path, layout: _FileLayout, weights: Weights, schemes: Mapping[str, Scheme], checksum_of: _Checksum
+) -> dict[str, GroupedTensor] | None:
+    """Return the matrices of a cache file; None if it is missing, damaged or has another layout."""
     try:
         content = map_file(path)
     except (FileNotFoundError, CheckpointError):
         return None
     if len(content) != layout.size or content[: len(layout.header)].tobytes() != layout.header:
         return None
-    if content[layout.digest_begin :].tobytes() != sums(content[len(layout.header) : layout.digest_begin]):
+    if content[layout.digest_begin :].tobytes() != checksum_of(content[len(layout.header) : layout.digest_begin]):
         return None
     found: dict[str, GroupedTensor] = {}
     for name, scheme in schemes.items():
@@ -258,13 +264,13 @@ def _cached_files(folder: Path) -> list[tuple[float, int, Path]]:
     """Return last use, size and path of each file, least recently used first."""
     found = []
     for path in folder.glob("*.safetensors"):
-        with suppress(OSError):  # another process removed it
+        with suppress(OSError):  # another process may have removed the file
             status = path.stat()
             found.append((status.st_atime, status.st_size, path))
     return sorted(found)
 
 
-def _make_room(folder: Path, size: int, limit: int) -> None:
+def _evict_until_fits(folder: Path, size: int, limit: int) -> None:
     """Remove least recently used files until `size` bytes fit. Processes that have them mapped are not affected.
 
     Raises:
@@ -283,7 +289,7 @@ def _make_room(folder: Path, size: int, limit: int) -> None:
 
 
 def _mark_used(path: Path) -> None:
-    with suppress(OSError):  # another process removed it, or it belongs to another user
+    with suppress(OSError):  # another process may have removed the file, or another user owns it
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 

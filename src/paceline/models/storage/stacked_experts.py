@@ -11,9 +11,9 @@ from paceline.models.families.table import FAMILIES
 from paceline.models.layers import ExpertMLP
 from paceline.models.storage.safetensors_file import StoredTensor
 
-_NAME = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
+_EXPERT_TENSOR = re.compile(r"(model\.layers\.\d+)\.(\w+)\.(?:(experts\.\d+\.)(w1|w2|w3)\.weight|(.+))")
 _EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_STACKS = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
+_STACK_NAMES = {"experts.gate_up_proj": "experts.gate_up_proj", "experts.down_proj": "experts.down_proj"}
 
 
 def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> dict[str, StoredWeight]:
@@ -33,21 +33,21 @@ def split_experts(stored: Mapping[str, StoredWeight], config: ModelConfig) -> di
             tensor = tensors.get(prefix + stack)
             if isinstance(tensor, StoredTensor):
                 del tensors[prefix + stack]
-                tensors |= _experts_of(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
+                tensors |= _split_stack(prefix + stack, tensor, layer.mlp, config.hidden_size, parts)
     return tensors
 
 
 def common_expert_name(name: str, family: Family) -> str:
     """Return a tensor's name as most families spell it, if the family names its module of experts differently."""
-    match = _NAME.fullmatch(name)
+    match = _EXPERT_TENSOR.fullmatch(name)
     if match is None or match[2] != family.mlp_module:
         return name
     prefix, _, expert, part, other = match.groups()
-    own = {**_STACKS, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
+    own = {**_STACK_NAMES, **family.mlp_tensors}.get(other) if expert is None else f"{expert}{_EXPERT_PARTS[part]}.weight"
     return name if own is None else f"{prefix}.mlp.{own}"
 
 
-def _experts_of(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
+def _split_stack(name: str, tensor: StoredTensor, mlp: ExpertMLP, hidden_size: int, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
     inner, outer, count = mlp.expert.intermediate_size, mlp.latent_size or hidden_size, mlp.routing.num_experts
     rows, columns = (outer, inner) if parts == ("down_proj",) else (inner, outer)
     if tensor.shape != (count, len(parts) * rows, columns):

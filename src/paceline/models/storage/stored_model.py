@@ -17,17 +17,17 @@ from paceline.models.multimodal import text_model_fields
 from paceline.models.storage.safetensors_file import StoredTensor, checkpoint_files, map_file, read_header
 from paceline.small_files import read_json
 
-NESTINGS = (
+TEXT_MODEL_PREFIXES = (
     "model.language_model.",
     "language_model.model.",
     "model.text_model.",
     "backbone.",
-)  # of multimodal models, new and old, and Idefics; of Nemotron-H
-IMAGE_PARTS = (
+)  # prefixes of multimodal models, new and old, of Idefics, and of Nemotron-H
+ENCODER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "audio_tower.", "embed_vision.",
     "embed_audio.", "vision_embedder.",
 )  # fmt: skip
-_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # heads that some checkpoints include
+_DRAFTING_PARTS = ("mtp.", "model.mtp.", "model.mtp_layers.", "medusa_head.")  # prefixes of drafting heads that some checkpoints include
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class StoredModel:
     """The contents of a checkpoint directory.
 
     Attributes:
-        tensors: of the language model, by plain names.
+        tensors: tensors of the language model, by plain names.
         files: mapped.
-        own_head, has_encoders: as in `Weights`.
-        container: of packed matrices; None = there are none.
+        bundled_head, has_encoders: as in `Weights`.
+        container: container of packed matrices; None = there are none.
     """
 
     tensors: dict[str, StoredWeight]
     files: dict[Path, NDArray[np.uint8]]
-    own_head: str | None
+    bundled_head: str | None
     has_encoders: bool
     container: Container | None = None
 
@@ -57,35 +57,35 @@ def open_stored(directory: Path, config: ModelConfig) -> StoredModel:
     stored: dict[str, StoredTensor] = {}
     for path in checkpoint_files(directory):
         stored.update(read_header(path))
-    if config.num_layers > len(stored):  # before a table of that size is built
+    if config.num_layers > len(stored):  # refuse an impossible number of layers before building a table of that size
         raise CheckpointError(
             f"{directory} holds {len(stored)} tensors, too few for the {config.num_layers} layers of its config.json; "
             "is it another model's?"
         )
-    texts = _language_model(stored)
-    own, heads = _without_heads(texts, config)
-    own_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
+    texts = _language_model_tensors(stored)
+    own, heads = _without_drafting_heads(texts, config)
+    bundled_head = None if not heads else "medusa" if heads[0].startswith("medusa_head.") else "mtp"
     files = {path: map_file(path) for path in {tensor.path for tensor in own.values()}}
     path = directory / "config.json"
     container = find_container(text_model_fields(read_json(path) or {}), path, FAMILIES[config.family])
     tensors: dict[str, StoredWeight] = dict(own) if container is None else unpack(own, files, container)
-    return StoredModel(tensors, files, own_head, len(texts) < len(stored), container)
+    return StoredModel(tensors, files, bundled_head, len(texts) < len(stored), container)
 
 
-def _language_model(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _language_model_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of the language model, without the prefix of a multimodal model and without encoders."""
-    nesting = next((nesting for nesting in NESTINGS if any(name.startswith(nesting) for name in stored)), None)
-    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(IMAGE_PARTS)}
+    nesting = next((nesting for nesting in TEXT_MODEL_PREFIXES if any(name.startswith(nesting) for name in stored)), None)
+    plain = {name: tensor for name, tensor in stored.items() if not name.removeprefix("model.").startswith(ENCODER_PREFIXES)}
     return plain if nesting is None else {plain_name(name, nesting): tensor for name, tensor in plain.items()}
 
 
-def _without_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
+def _without_drafting_heads(stored: Mapping[str, StoredTensor], config: ModelConfig) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of the model, and the names of those of a drafting head.
 
     A layer after the last one belongs to a head only if it has an `eh_proj`. Otherwise config.json has too few layers.
     """
-    behind = re.compile(r"model\.layers\.(\d{1,9})\.")  # longer numbers are no layer indices
-    layers = {name: int(match[1]) for name in stored if (match := behind.match(name)) and int(match[1]) >= config.num_layers}
+    layer_name = re.compile(r"model\.layers\.(\d{1,9})\.")  # matches layer indices of up to 9 digits; no model has more layers
+    layers = {name: int(match[1]) for name in stored if (match := layer_name.match(name)) and int(match[1]) >= config.num_layers}
     heads = [
         name for name in stored
         if name.startswith(_DRAFTING_PARTS) or (name in layers and f"model.layers.{layers[name]}.eh_proj.weight" in stored)

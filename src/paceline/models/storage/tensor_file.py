@@ -31,7 +31,7 @@ _TORCH_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of a file: its shape, its type in safetensors' terms, and a function to open it (bf16 as its bits in uint16)."""
+    """One tensor of a file: its shape, its type as named in safetensors, and a function to open it (bf16 as its bits in uint16)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -73,10 +73,10 @@ def _torch_file(path: Path, what: str) -> dict[str, FileTensor]:
         ) from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for files that are refused anyway
+            warnings.simplefilter("ignore")  # warnings about files that are refused anyway
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # files of PyTorch before 1.6 cannot be mapped
+            except RuntimeError:  # torch cannot memory-map files written before version 1.6
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling untrusted bytes can raise anything
         raise CheckpointError(

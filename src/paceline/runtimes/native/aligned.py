@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 _CACHE_LINE = 64
-_PIECE_BYTES = 1 << 27  # only touched pages take memory; the end of each piece wastes part of a huge page
-_LARGE_BYTES = 1 << 22  # for larger arrays numpy requests huge pages itself
+_PIECE_BYTES = 1 << 27  # size of one piece of memory; untouched pages take none
+_LARGE_BYTES = 1 << 22  # numpy itself requests huge pages for larger arrays
 _BYTES = c_char * 0
 
 
@@ -49,7 +49,7 @@ class Arena:
         self._left: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """Return an aligned array; its piece is freed with the last array in it."""
+        """Return an aligned array. The piece of memory is freed together with the last array in it."""
         size = _num_bytes(shape, dtype)
         if size >= _LARGE_BYTES:
             return empty(shape, dtype)

@@ -62,9 +62,9 @@ def pass_bytes(
     Args:
         weights: only names, shapes and types are read.
         quantised: names of weights that will be quantised but are stored as floats.
-        num_rows: of the pass.
+        num_rows: number of rows of the pass.
         num_logits_rows: rows whose logits are computed.
-        num_positions: of the longest text.
+        num_positions: length of the longest text.
     """
     blocks = NativeBlocks(config, _Shapes(weights, quantised))
     results = decoder(config)(blocks)
@@ -72,12 +72,12 @@ def pass_bytes(
     whole = {buffers[value.index] for value in blocks.values if value.rows is Rows.ALL}
     floats = sum(width * (num_rows if number in whole else num_logits_rows) for number, width in enumerate(widths))
     packed = max((matrix.row_bytes for operation in blocks.operations for matrix in matrices_of(operation)), default=0)
-    angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rotations)
+    angles = sum(rope.rotary_size(head_size) for rope, head_size in config.rope_variants)
     return _FLOAT_BYTES * (floats + angles * num_positions) + num_rows * packed
 
 
 class _Shapes(NativeWeights):
-    """Weights without data; `row_bytes` of a matrix is the size of an input row packed for it."""
+    """Weights without data, to estimate sizes; `row_bytes` of a matrix is the size of an input row packed for it."""
 
     def __init__(self, weights: Weights, quantised: Collection[str]) -> None:
         super().__init__(weights, WeightType.F32)

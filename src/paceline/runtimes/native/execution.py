@@ -16,7 +16,7 @@ from paceline.runtimes.native.adapters import AdapterRows, NativeAdapter
 from paceline.runtimes.native.aligned import empty, zeros
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.passes import PassRecord
-from paceline.runtimes.native.program import Recorded, matrices_of
+from paceline.runtimes.native.program import RecordedNetwork, matrices_of
 from paceline.runtimes.native.records import (
     PHASES,
     AttentionOperation,
@@ -29,9 +29,9 @@ from paceline.runtimes.native.records import (
 )
 from paceline.runtimes.native.rotary import RotaryTables
 
-_MIN_ROWS = 32
-_CLAIMS_PER_LINE = 16  # two cache lines, which some processors fetch together
-_SPLIT_RESULTS_FLOATS = 1 << 22  # for splits of long contexts; untouched memory costs nothing
+_MIN_CAPACITY_ROWS = 32
+_CLAIMS_PER_CACHE_LINES = 16  # claim counters are two cache lines apart, which some processors fetch together
+_SPLIT_RESULTS_FLOATS = 1 << 22  # room for partial results of split long contexts; untouched memory costs nothing
 
 
 class Execution:
@@ -39,26 +39,26 @@ class Execution:
 
     Args:
         num_threads: threads that share the work of a pass.
-        tables: of rotary angles; needed if the network rotates anything.
+        tables: tables of rotary angles; needed if the network rotates anything.
         adapters: by number; None = rows cannot have adapters.
     """
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: RecordedNetwork,
         *,
         num_threads: int,
         tables: RotaryTables | None = None,
         adapters: Mapping[int, NativeAdapter] | None = None,
     ) -> None:
         self._recorded, operations = recorded, recorded.operations
-        self._one_caller = Lock()  # two threads on one network get wrong results, but must not read freed memory
+        self._call_lock = Lock()  # concurrent calls on one network give wrong results, but must not read freed memory
         self._operations = (ctypes.c_void_p * len(operations))(*map(ctypes.addressof, operations))
         self._tickets = np.zeros(PHASES * len(operations), np.int32)
-        claims_per_thread = -(-PHASES * len(operations) // _CLAIMS_PER_LINE) * _CLAIMS_PER_LINE
+        claims_per_thread = -(-PHASES * len(operations) // _CLAIMS_PER_CACHE_LINES) * _CLAIMS_PER_CACHE_LINES
         self._claims = zeros((num_threads, claims_per_thread), np.int64)
-        attentions = [operation for operation in operations if isinstance(operation, AttentionOperation)]
-        self._heads = {(operation.heads // operation.kv_heads, operation.head_size) for operation in attentions}
+        attention_layers = [operation for operation in operations if isinstance(operation, AttentionOperation)]
+        self._heads = {(operation.heads // operation.kv_heads, operation.head_size) for operation in attention_layers}
         self._max_columns = max([matrix.columns for operation in operations for matrix in matrices_of(operation)], default=0)
         self.kernels = kernels()
         self._capacity = 0
@@ -75,12 +75,12 @@ class Execution:
         states = [operation for operation in operations if isinstance(operation, StateOperation)]
         self._block_floats = max((operation.rows_of_state * operation.block for operation in states), default=0)
         self._make_state_scratch(0)
-        self._split_results = empty((_SPLIT_RESULTS_FLOATS if attentions else 0,))
+        self._split_results = empty((_SPLIT_RESULTS_FLOATS if attention_layers else 0,))
         self._program.split_results, self._program.split_results_floats = self._split_results.ctypes.data, self._split_results.size
         self._packed_rows = empty((num_threads * self.kernels.paceline_packed_floats(1, self._max_columns),))
         self._program.packed_rows = self._packed_rows.ctypes.data
         self._arguments = ctypes.pointer(self._program), ctypes.pointer(self.pass_record.record)
-        self.reserve_rows(_MIN_ROWS)
+        self.reserve_rows(_MIN_CAPACITY_ROWS)
 
     def set_cache(
         self,
@@ -92,7 +92,7 @@ class Execution:
         """Use this cache from now on.
 
         Args:
-            kv_storage: keys and values of each layer in turn (`layer_storage`), each [num_blocks, K, bytes] (`KVGroup.stored_shape`).
+            kv_storage: keys and values of each layer in turn (`kv_arrays_of_layers`), each [num_blocks, K, bytes] (`KVGroup.stored_shape`).
             windows: caches of sliding-window layers, in the order of `ModelConfig.windows`; none = they use the common block tables.
             states: of recurrent layers.
             kv_cache_dtype: type of the numbers in `kv_storage`.
@@ -103,7 +103,7 @@ class Execution:
         self._program.kv_storage = self._kv_addresses.ctypes.data
         self._program.kv_kind = KVKind[kv_cache_dtype.name]
 
-    def num_claimed(self, index: int, phase: int) -> int:
+    def num_claimed_pieces(self, index: int, phase: int) -> int:
         """Return how many pieces of an operation threads claimed in the last pass (kernels/work.h)."""
         counts = self._claims[:, PHASES * index + phase]
         return int((counts & 0xFFFFFFFF).sum() + (counts >> 32).sum())
@@ -116,18 +116,18 @@ class Execution:
         self._program.scratch = self._scratch_addresses.ctypes.data
 
     def _make_state_scratch(self, num_slots: int) -> None:
-        """Allocate, for each thread, blocks of states: zeros, one of its own, and `num_slots` slots."""
+        """Allocate blocks of recurrent states for each thread: a zero state, a working state, and `num_slots` temporary states."""
         self._num_slots = num_slots
         self._state_scratch = zeros((self._program.num_threads, self._block_floats * (2 + num_slots)))
         self._program.state_scratch, self._program.state_floats = self._state_scratch.ctypes.data, self._state_scratch.shape[1]
 
     def input_rows(self, num_rows: int, buffer: int = 0) -> FloatArray:
-        """Return the array [num_rows, width] to write an input of the next pass to."""
+        """Return the array [num_rows, width] of an input buffer, to be written before the next pass."""
         self.reserve_rows(num_rows)
         return self.rows(buffer, num_rows)
 
     def rows(self, buffer: int, num_rows: int, width: int | None = None) -> FloatArray:
-        """Return the first rows of a buffer, [num_rows, width]; None = its full width."""
+        """Return the first rows of a buffer as [num_rows, width]; width None = its full width."""
         return self._buffers[buffer][:num_rows, :width]
 
     def address(self, buffer: int) -> int:
@@ -142,7 +142,7 @@ class Execution:
         """
         if self._has_states and self.pass_record.recurrent is None:
             raise RuntimeError("a network with recurrent layers needs a cache: call new_cache")
-        with self._one_caller:
+        with self._call_lock:
             self.pass_record.fill(batch, logits_rows)
             if self._adapter_rows is not None:
                 self._adapter_rows.fill(self.pass_record.record, batch, logits_rows, scalings)
@@ -151,7 +151,7 @@ class Execution:
             self.kernels.paceline_run(*self._arguments)
 
     def _packed_floats(self, num_rows: int) -> int:
-        """Return the floats of packed rows of the largest product. Five rows of an expert are padded to six, seven to eight."""
+        """Return the number of floats that packed input rows of the largest product take; rows are padded to the kernels' row counts."""
         sizes = {(num_rows, self._max_columns)}
         for operation in self._recorded.operations:
             if isinstance(operation, ExpertsOperation):
@@ -162,12 +162,12 @@ class Execution:
         """Grow the buffers to at least `num_rows` rows. Untouched memory costs nothing."""
         if num_rows <= self._capacity:
             return
-        with self._one_caller:
+        with self._call_lock:
             self._make_buffers(num_rows)
 
     def _make_buffers(self, num_rows: int) -> None:
-        self._capacity = 0  # after an interrupt below they are allocated again
-        capacity = max(_MIN_ROWS, 1 << (num_rows - 1).bit_length())
+        self._capacity = 0  # if an interrupt follows, the buffers are allocated again
+        capacity = max(_MIN_CAPACITY_ROWS, 1 << (num_rows - 1).bit_length())
         self._buffers = [empty((capacity, width)) for width in self._recorded.widths]
         self._starts = [buffer.ctypes.data for buffer in self._buffers]
         self._addresses = np.array(self._starts, np.uint64)

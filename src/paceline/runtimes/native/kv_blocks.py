@@ -40,7 +40,7 @@ class KVBlocks:
         return found[0], found[1]
 
     def _row(self, storage: NDArray[np.uint8], block: int, row: int) -> Iterator[NDArray[Any]]:
-        """Yield views of a row's keys and values, then of their scales if the type has them."""
+        """Yield views of the keys and values of a row, then of their scales if the type has them."""
         size, item = self.block_size, np.dtype(_ITEMS[self.kv_cache_dtype])
         scales = 4 * size if self.kv_cache_dtype is KVCacheDtype.INT8 else 0
         columns = (storage.shape[-1] - scales) // (size * item.itemsize)

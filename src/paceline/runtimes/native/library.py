@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendUnavailableError
 from paceline.machine import processor_flags
-from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, plain_page_sums
+from paceline.models.storage.page_sums import PAGE_FACTORS, PageSums, numpy_page_sums
 from paceline.runtimes.native.records import LAYOUT, BlocksRecord, Matrix, Pass, Program, SuperBlocksRecord
 
 # The processor flags each library needs, best first.
@@ -98,9 +98,9 @@ def levels() -> list[str]:
 
 def fastest_page_sums() -> PageSums:
     """Return the fastest function for checksums of a file's pages; all give the same sums."""
-    return plain_page_sums if kernels_path() is None else native_page_sums
+    return numpy_page_sums if kernels_path() is None else native_page_sums
 
 
 def native_page_sums(pages: NDArray[np.uint8], sums: NDArray[np.uint64]) -> None:
-    """Compute checksums of pages, see `models/storage/page_sums.py`."""
+    """Compute checksums of memory pages, see `models/storage/page_sums.py`."""
     kernels().paceline_page_sums(pages.ctypes.data, len(pages), PAGE_FACTORS.ctypes.data, sums.ctypes.data)

@@ -6,7 +6,7 @@ from paceline.errors import CapacityError
 from paceline.kv_cache.cache import BLOCK_SIZE, KVCache
 from paceline.kv_cache.full_attention import FullAttentionCache, PagedCache
 from paceline.kv_cache.sliding_window import SlidingWindowCache
-from paceline.models.adapters.adapter import Mixture
+from paceline.models.adapters.adapter import XLoraMixture
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.layers import Activation
 from paceline.models.weights import Tensor, Weights
@@ -15,14 +15,14 @@ from paceline.runtimes.mixture import Classifier
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
 from paceline.runtimes.native.kv_blocks import KVBlocks
-from paceline.runtimes.native.program import NativeBlocks, Recorded
+from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
 from paceline.runtimes.native.weights import NativeWeights
 
 
 class NativeClassifier(Classifier):
     """A classifier whose products the kernels compute, so that a row's bits do not depend on the other rows."""
 
-    def __init__(self, mixture: Mixture, config: ModelConfig, num_threads: int) -> None:
+    def __init__(self, mixture: XLoraMixture, config: ModelConfig, num_threads: int) -> None:
         super().__init__(mixture)
         arrays = {
             f"classifier.{number}.{kind}": values
@@ -38,7 +38,7 @@ class NativeClassifier(Classifier):
                 value = blocks.gated(value, blocks.input("ones", value.width), Activation.RELU)
             (value,) = blocks.linear(value, f"classifier.{number}")
         buffers, widths = assign_buffers(blocks, {value.index})
-        self._execution = Execution(Recorded(blocks.operations, widths, blocks.sites), num_threads=num_threads)
+        self._execution = Execution(RecordedNetwork(blocks.operations, widths, blocks.sites), num_threads=num_threads)
         self._inputs = {name: buffers[one.index] for name, one in blocks.inputs.items()}
         self._result, self._width = buffers[value.index], value.width
 

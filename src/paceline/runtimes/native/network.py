@@ -18,7 +18,7 @@ from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointCon
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.sliding_window import PassLimits, SlidingWindowCache, num_window_blocks
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.network_adapter import to_network
+from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.config import KVGroup, ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
@@ -34,11 +34,11 @@ from paceline.runtimes.base import (
     Network,
     Numerics,
 )
-from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LAYER_ROWS, LOGITS, TOKEN_IDS, Compose, ranked
-from paceline.runtimes.embedding import layer_rows, scaled_rows, table_rows
-from paceline.runtimes.kv_storage import layer_storage
-from paceline.runtimes.mixture import Inputs, Scalings, check_mixture_enabled, check_supports_mixtures, row_scalings
-from paceline.runtimes.native.adapters import NativeAdapter, Sites
+from paceline.runtimes.decoder import BLOCK_MAX, HIDDEN_STATES, LOGITS, PER_LAYER_EMBEDDINGS, TOKEN_IDS, Compose, ranked
+from paceline.runtimes.embedding import per_layer_embedding_rows, scaled_rows, unscaled_embedding_rows
+from paceline.runtimes.kv_storage import kv_arrays_of_layers
+from paceline.runtimes.mixture import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, row_scalings
+from paceline.runtimes.native.adapters import AdapterSiteNames, NativeAdapter
 from paceline.runtimes.native.aligned import zeros
 from paceline.runtimes.native.buffers import assign_buffers
 from paceline.runtimes.native.execution import Execution
@@ -46,13 +46,13 @@ from paceline.runtimes.native.kv_blocks import KVBlocks
 from paceline.runtimes.native.library import kernels_path
 from paceline.runtimes.native.mixture import NativeClassifier, add_scaling_pass_caches
 from paceline.runtimes.native.packed_weights import PackedWeights
-from paceline.runtimes.native.program import NativeBlocks, Recorded
+from paceline.runtimes.native.program import NativeBlocks, RecordedNetwork
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL, Rows
 from paceline.runtimes.native.rotary import MIN_POSITIONS, RotaryTables
 from paceline.runtimes.native.weights import NativeWeights
 from paceline.runtimes.ranking import Ranking
 
-_Place: TypeAlias = tuple[int, Rows, int]
+_ResultLocation: TypeAlias = tuple[int, Rows, int]
 """Buffer, rows and width of a result."""
 
 
@@ -60,14 +60,14 @@ class _Results(Mapping[str, FloatArray]):
     """The results of a pass as views of its buffers, made on access.
 
     Args:
-        places: of all results of the network.
+        locations: buffer, rows and width of each result of the network.
         num_rows, num_logits_rows: of the pass.
     """
 
     __slots__ = ("_execution", "_num_rows", "_places")
 
-    def __init__(self, execution: Execution, places: Mapping[str, _Place], num_rows: int, num_logits_rows: int) -> None:
-        self._execution, self._places, self._num_rows = execution, places, (num_rows, num_logits_rows)
+    def __init__(self, execution: Execution, locations: Mapping[str, _ResultLocation], num_rows: int, num_logits_rows: int) -> None:
+        self._execution, self._places, self._num_rows = execution, locations, (num_rows, num_logits_rows)
 
     def address_of(self, name: str) -> int:
         """Return the address of a result's first row; 0 = no such result."""
@@ -101,8 +101,8 @@ class NativeNetwork(Network):
         round_to: WeightType = WeightType.F32,
         kv_cache_dtype: KVCacheDtype = KVCacheDtype.F32,
         packed: dict[str, PackedWeights] | None = None,
-        kv_owner: "NativeNetwork | None" = None,
-        takes_adapters: bool = False,
+        kv_source: "NativeNetwork | None" = None,
+        supports_adapters: bool = False,
     ) -> None:
         """Record the network.
 
@@ -123,23 +123,23 @@ class NativeNetwork(Network):
         max_position = max(max_model_len, MIN_POSITIONS) + MAX_PASS_ROWS
         self._round_to = round_to
         native_weights = NativeWeights(weights, round_to, packed=packed, num_threads=num_threads)
-        self._shared = _Shared(
-            native_weights, RotaryTables(config, max_position), num_threads, kv_cache_dtype, {} if takes_adapters else None
+        self._shared = _SharedState(
+            native_weights, RotaryTables(config, max_position), num_threads, kv_cache_dtype, {} if supports_adapters else None
         )
         self._cache_config = config
-        if kv_owner is not None:
-            self._cache_config = kv_owner.config
-            kv_owner._shared.add_reader(self._shared)
+        if kv_source is not None:
+            self._cache_config = kv_source.config
+            kv_source._shared.add_kv_reader(self._shared)
         path = kernels_path()
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path is not None else "none"
-        stored = sorted({f"{facts.weight_type.value}{_bits(facts)}" for facts in map(weights.info, weights)})
+        stored = sorted({f"{facts.weight_type.value}{_describe_bits(facts)}" for facts in map(weights.info, weights)})
         computed = round_to.value if packed is None else "bytes"
         self.version = f"kernels {digest}, {num_threads} threads, {' '.join(stored)} as {computed}, cache {kv_cache_dtype.value}"
         self._compose(compose)
 
     @property
-    def frees_outside_window(self) -> bool:
-        """As in `Network`; not with trees as paths, whose blocks only the cache knows."""
+    def has_window_eviction(self) -> bool:
+        """As in `Network`; not with the layout `PATHS`, whose blocks only the cache tracks."""
         return self.capabilities.tree_layout is not TreeLayout.PATHS
 
     @property
@@ -152,18 +152,20 @@ class NativeNetwork(Network):
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         groups = self.config.kv_groups(by_window=False)
-        caches = [FullAttentionCache(self._allocate(group, num_blocks), self._kv_blocks) for group in groups]
-        self._shared.set_cache(layer_storage(self.config, groups, caches))
+        caches = [FullAttentionCache(self._allocate(group, num_blocks), self._kv_block_access) for group in groups]
+        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches))
         return caches
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         cache = (
-            self._new_windows(num_blocks, limits) if self.config.windows and self.frees_outside_window else super().new_cache(num_blocks)
+            self._new_window_cache(num_blocks, limits)
+            if self.config.windows and self.has_window_eviction
+            else super().new_cache(num_blocks)
         )
-        if self.config.recurrents:
+        if self.config.recurrent_layers:
             if self.capabilities.tree_layout is TreeLayout.PATHS:
                 raise ConfigError("recurrent layers do not support trees as paths")
-            layout = StateLayout.of(self.config.recurrents)
+            layout = StateLayout.of(self.config.recurrent_layers)
             recurrent = RecurrentStateCache(
                 layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints, chunk_size=CHECKPOINT_INTERVAL
             )
@@ -171,39 +173,39 @@ class NativeNetwork(Network):
             cache.add_layer_cache(recurrent)
         return cache
 
-    def _new_windows(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
+    def _new_window_cache(self, num_blocks: int, limits: PassLimits | None) -> KVCache:
         groups, caches, windows = self.config.kv_groups(), list[PagedCache](), list[SlidingWindowCache]()
         for group in groups:
             if group.window is None:
-                caches.append(FullAttentionCache(self._allocate(group, num_blocks), self._kv_blocks))
+                caches.append(FullAttentionCache(self._allocate(group, num_blocks), self._kv_block_access))
             else:
                 own_blocks = num_window_blocks(group.window, num_blocks, limits, BLOCK_SIZE)
-                windows.append(SlidingWindowCache(self._allocate(group, own_blocks), group.window, BLOCK_SIZE, self._kv_blocks))
+                windows.append(SlidingWindowCache(self._allocate(group, own_blocks), group.window, BLOCK_SIZE, self._kv_block_access))
                 caches.append(windows[-1])
-        self._shared.set_cache(layer_storage(self.config, groups, caches), windows)
+        self._shared.set_cache(kv_arrays_of_layers(self.config, groups, caches), windows)
         return KVCache(caches, num_blocks, self.capabilities.tree_layout)
 
     @property
-    def num_mixture_passes(self) -> int:
-        return self._shared.num_mixture_passes
+    def num_xlora_passes(self) -> int:
+        return self._shared.num_xlora_passes
 
     @property
-    def supports_mixtures(self) -> bool:
+    def supports_xlora(self) -> bool:
         return self._shared.mixture_program is not None
 
-    def enable_mixtures(self, cache: KVCache) -> None:
-        """As in `Network`: record the network again, over a copy of the cache."""
+    def enable_xlora(self, cache: KVCache) -> None:
+        """As in `Network`: record the network again, over a second cache for scaling passes."""
         if self._shared.adapters is None:
-            super().enable_mixtures(cache)
-        check_supports_mixtures(self.config)
-        caches = add_scaling_pass_caches(cache, self._kv_blocks)
+            super().enable_xlora(cache)
+        check_supports_xlora(self.config)
+        caches = add_scaling_pass_caches(cache, self._kv_block_access)
         windows = [own for own in caches if isinstance(own, SlidingWindowCache)]
-        storage = layer_storage(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
-        self._shared.mixture_program = self._recorded(None)
+        storage = kv_arrays_of_layers(self.config, self.config.kv_groups(by_window=bool(windows)), caches)
+        self._shared.mixture_program = self._new_program(None)
         self._shared.mixture_program.execution.set_cache(storage, windows, None, self.capabilities.kv_cache_dtype)
 
     @property
-    def _kv_blocks(self) -> KVBlocks:
+    def _kv_block_access(self) -> KVBlocks:
         return KVBlocks(self.capabilities.kv_cache_dtype, BLOCK_SIZE)
 
     def _allocate(self, group: KVGroup, num_blocks: int) -> NDArray[np.uint8]:
@@ -213,7 +215,7 @@ class NativeNetwork(Network):
             raise CapacityError(f"a cache of {num_blocks} blocks does not fit in memory: lower kv_cache_gb") from error
 
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
-        program, shared = self._programs.get(logits_rows.ranking) or self._record(logits_rows.ranking), self._shared
+        program, shared = self._programs.get(logits_rows.ranking) or self._get_program(logits_rows.ranking), self._shared
         shared.files.check()
         shared.num_passes += 1
         scalings = row_scalings(shared.classifiers, inputs, batch, self._run_mixture_pass) if shared.classifiers else {}
@@ -230,31 +232,31 @@ class NativeNetwork(Network):
 
     def _run_mixture_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> FloatArray:
         program = self._shared.mixture_program
-        assert program is not None  # no mixture is loaded without it
-        self._shared.num_mixture_passes += 1
+        assert program is not None  # mixtures cannot be loaded without this program
+        self._shared.num_xlora_passes += 1
         return self._run(program, inputs, batch, LogitsRows(np.zeros(0, np.int32)), scalings)[HIDDEN_STATES]
 
     def _input(self, name: str, inputs: Inputs, batch: ForwardBatch) -> NDArray[Any]:
         if name == TOKEN_IDS:
             return self._embed_adapted(inputs[TOKEN_IDS], batch) if self._shared.adapters else self.embed(inputs[TOKEN_IDS])
-        if name == LAYER_ROWS:
-            return layer_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
+        if name == PER_LAYER_EMBEDDINGS:
+            return per_layer_embedding_rows(self.weights, inputs[TOKEN_IDS], self.config, self._round_to)
         return inputs[name]
 
     def embed(self, token_ids: IntArray) -> FloatArray:
-        return scaled_rows(self._table_rows(token_ids), self.config, self._round_to)
+        return scaled_rows(self._embedding_rows(token_ids), self.config, self._round_to)
 
-    def _table_rows(self, token_ids: IntArray) -> FloatArray:
+    def _embedding_rows(self, token_ids: IntArray) -> FloatArray:
         table = self._embedding
-        return table.rows(token_ids) if isinstance(table, PackedWeights) else table_rows(table, token_ids, self._round_to)
+        return table.rows(token_ids) if isinstance(table, PackedWeights) else unscaled_embedding_rows(table, token_ids, self._round_to)
 
     def _embed_adapted(self, token_ids: IntArray, batch: ForwardBatch) -> FloatArray:
         """Return embedding rows with each row's adapter applied."""
         embedded = self.embed(token_ids)
         for number, rows in batch.rows_by_adapter().items():
-            adapter, ids = self._adapters[number].placed, token_ids[rows]
-            if adapter.changes_embedding:
-                own = adapter.embedding_rows(self._table_rows(ids), ids)
+            adapter, ids = self._adapters[number].network_adapter, token_ids[rows]
+            if adapter.has_embedding_change:
+                own = adapter.embedding_rows(self._embedding_rows(ids), ids)
                 embedded[rows] = scaled_rows(own, self.config, self._round_to)
         return embedded
 
@@ -265,12 +267,12 @@ class NativeNetwork(Network):
     def load_adapter(self, adapter: Adapter) -> int:
         if self._shared.adapters is None:
             return super().load_adapter(adapter)
-        check_mixture_enabled(self, adapter)
-        own = to_network(adapter, self.config)
+        check_xlora_enabled(self, adapter)
+        own = to_network_adapter(adapter, self.config)
         classifier = None if own.mixture is None else NativeClassifier(own.mixture, self.config, self._shared.num_threads)
         loaded = NativeAdapter(own)
         for program in self._programs.values():
-            loaded.table(program.sites)
+            loaded.site_records(program.sites)
         number = next(self._shared.adapter_numbers)
         if classifier is not None:
             self._shared.classifiers[number] = classifier
@@ -290,7 +292,7 @@ class NativeNetwork(Network):
     def packed_vocabulary(self, count: int) -> PackedWeights | None:
         """Return the first `count` rows of the vocabulary matrix; None = it is not packed."""
         table = self._shared.weights.table("embedding" if self.config.tied_embeddings else "lm_head")
-        return table.first(count) if isinstance(table, PackedWeights) else None
+        return table.first_outputs(count) if isinstance(table, PackedWeights) else None
 
     def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "NativeNetwork":
         return NativeNetwork(
@@ -300,36 +302,36 @@ class NativeNetwork(Network):
             num_threads=self._shared.num_threads,
             kv_cache_dtype=self.capabilities.kv_cache_dtype,
             max_model_len=max_model_len,
-            kv_owner=self,
+            kv_source=self,
         )
 
     def _compose(self, compose: Compose) -> None:
         self.compose = compose
         self._programs: dict[Ranking | None, _Program] = {}
-        program = self._record(None)
-        if TOKEN_IDS in program.inputs:  # a tied matrix is stored once
+        program = self._get_program(None)
+        if TOKEN_IDS in program.inputs:  # language models only: a tied matrix is stored once
             self._embedding: AnyTensor | PackedWeights = self._shared.weights.table("embedding")
-            self._shared.watch_files(_arrays(self._embedding))
-        if LAYER_ROWS in program.inputs:
-            self._shared.watch_files(self.weights.stored("layer_embedding.weight"))
+            self._shared.watch_files(_arrays_of(self._embedding))
+        if PER_LAYER_EMBEDDINGS in program.inputs:
+            self._shared.watch_files(self.weights.source_arrays("layer_embedding.weight"))
 
-    def _record(self, ranking: Ranking | None) -> "_Program":
-        program = self._recorded(ranking)
+    def _get_program(self, ranking: Ranking | None) -> "_Program":
+        program = self._new_program(ranking)
         self._shared.add(program.execution)
-        self._programs[ranking] = program  # last: an interrupt before this leaves no program without a cache
+        self._programs[ranking] = program  # assigned last, so that an interrupt leaves no program without a cache
         return program
 
-    def _recorded(self, ranking: Ranking | None) -> "_Program":
-        """Return a new program, without a cache."""
+    def _new_program(self, ranking: Ranking | None) -> "_Program":
+        """Record the network for a ranking; the returned program has no cache yet."""
         shared = self._shared
-        blocks = NativeBlocks(self.config, shared.weights, self._cache_config, takes_adapters=shared.adapters is not None)
+        blocks = NativeBlocks(self.config, shared.weights, self._cache_config, supports_adapters=shared.adapters is not None)
         results = dict(ranked(self.compose, ranking)(blocks))
         if ranking is None and TOKEN_IDS in blocks.inputs and LOGITS in results:
-            block_max = blocks.keep_block_max(results[LOGITS])
+            block_max = blocks.append_block_max(results[LOGITS])
             if block_max is not None:
                 results[BLOCK_MAX] = block_max
         buffers, widths = assign_buffers(blocks, {value.index for value in results.values()})
-        recorded = Recorded(blocks.operations, widths, blocks.sites)
+        recorded = RecordedNetwork(blocks.operations, widths, blocks.sites)
         return _Program(
             Execution(recorded, num_threads=shared.num_threads, tables=shared.tables, adapters=shared.adapters),
             {name: buffers[value.index] for name, value in blocks.inputs.items()},
@@ -340,20 +342,20 @@ class NativeNetwork(Network):
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A recorded composition: the buffer of each input, the place of each result, and the products adapters can change."""
+    """A recorded network: the buffer of each input, the location of each result, and the products that adapters can change."""
 
     execution: Execution
     inputs: Mapping[str, int]
-    results: Mapping[str, _Place]
-    sites: Sites
+    results: Mapping[str, _ResultLocation]
+    sites: AdapterSiteNames
 
 
-def _bits(facts: TensorInfo) -> str:
+def _describe_bits(facts: TensorInfo) -> str:
     return "" if facts.bits is None else f" in {facts.bits} bits"
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedState:
     """The state that sibling networks share."""
 
     weights: NativeWeights
@@ -363,13 +365,13 @@ class _Shared:
     adapters: dict[int, NativeAdapter] | None = None  # None = not supported
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_passes: int = 0
-    classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # of mixtures, by adapter number
-    num_mixture_passes: int = 0
+    classifiers: dict[int, NativeClassifier] = field(default_factory=dict)  # X-LoRA classifiers by adapter number
+    num_xlora_passes: int = 0
     mixture_program: _Program | None = None  # None = mixtures are not enabled
     files: MappedFiles = field(default_factory=lambda: MappedFiles(()))
     _cache: tuple[Sequence[NDArray[np.uint8]], Sequence[SlidingWindowCache], RecurrentStateCache | None] | None = None
     _executions: list[Execution] = field(default_factory=list)
-    _readers: "list[_Shared]" = field(default_factory=list)
+    _kv_readers: "list[_SharedState]" = field(default_factory=list)
     _watched: list[NDArray[Any]] = field(default_factory=list)
 
     def set_cache(
@@ -378,17 +380,17 @@ class _Shared:
         self._cache = kv_storage, windows, states
         for execution in self._executions:
             execution.set_cache(kv_storage, windows, states, self.kv_cache_dtype)
-        for reader in self._readers:
+        for reader in self._kv_readers:
             reader.set_cache(kv_storage, windows, states)
 
     def set_states(self, states: RecurrentStateCache) -> None:
-        """Use these states of recurrent layers with the current keys and values."""
+        """Set the states of recurrent layers; keys and values stay the current ones."""
         if self._cache is not None:
             self.set_cache(*self._cache[:2], states)
 
-    def add_reader(self, reader: "_Shared") -> None:
-        """Let a network of other weights use the current and all later caches."""
-        self._readers.append(reader)
+    def add_kv_reader(self, reader: "_SharedState") -> None:
+        """Let a network with other weights use the current and all later caches of this one."""
+        self._kv_readers.append(reader)
         if self._cache is not None:
             reader.set_cache(*self._cache)
 
@@ -404,7 +406,7 @@ class _Shared:
         self.files = MappedFiles([*self.weights.arrays, *self._watched])
 
 
-def _arrays(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
+def _arrays_of(embedding: AnyTensor | PackedWeights) -> tuple[NDArray[Any], ...]:
     if isinstance(embedding, PackedWeights):
         return (embedding.data,)
     return embedding.matrix.arrays if isinstance(embedding, GroupedTensor) else (embedding.array,)

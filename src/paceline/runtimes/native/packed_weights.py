@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import CapacityError
-from paceline.models.gguf.blocks import StoredBlocks, not_finite
+from paceline.errors import CapacityError, CheckpointError
+from paceline.models.gguf.blocks import CONVERTED_TYPES, StoredBlocks, not_finite_error
 from paceline.models.gguf.header import BLOCK_TYPES
 from paceline.models.grouped import RUN, GroupedMatrix, SuperBlocks
 from paceline.models.storage.mapped_files import drop_pages
@@ -17,35 +17,36 @@ from paceline.runtimes.native.aligned import Arena, address_of, empty
 from paceline.runtimes.native.library import kernels
 from paceline.runtimes.native.records import BlocksRecord, Matrix, MatrixKind, SuperBlocksRecord
 
-OUTPUTS = 16
-MAX_GROUP = 256
-_KINDS = {
+PANEL_OUTPUTS = 16
+MAX_GROUP_SIZE = 256
+_KINDS_FLOAT32_SCALES = {
     (8, False): MatrixKind.PANELS_8_BITS, (8, True): MatrixKind.PANELS_8_BITS_MINIMUM,
     (4, False): MatrixKind.PANELS_4_BITS, (4, True): MatrixKind.PANELS_4_BITS_MINIMUM,
 }  # fmt: skip
 """By bits and whether there are minimums."""
-_FLOAT16_SCALES = {
+_KINDS_FLOAT16_SCALES = {
     MatrixKind.PANELS_4_BITS: MatrixKind.PANELS_4_BITS_FLOAT16,
     MatrixKind.PANELS_4_BITS_TABLE: MatrixKind.PANELS_4_BITS_TABLE_FLOAT16,
 }
-_SUPER_BLOCKS = {
+_KINDS_SUPER_BLOCKS = {
     (2, True): MatrixKind.PANELS_Q2_K, (3, False): MatrixKind.PANELS_Q3_K, (4, True): MatrixKind.PANELS_Q4_K,
     (5, True): MatrixKind.PANELS_Q5_K, (6, False): MatrixKind.PANELS_Q6_K, (4, False): MatrixKind.PANELS_IQ4_XS,
 }  # fmt: skip
-_ZERO_POINTS = {6: 32}  # of unsigned codes, where it differs from that of the stored ones
+_UNSIGNED_ZERO_POINTS = {6: 32}  # zero point of unsigned codes by bits, where it differs from that of signed codes
 NARROW_KINDS = frozenset(
     (
         MatrixKind.PANELS_4_BITS, MatrixKind.PANELS_4_BITS_MINIMUM, MatrixKind.PANELS_4_BITS_FLOAT16,
-        *(kind for kind in _SUPER_BLOCKS.values() if kind is not MatrixKind.PANELS_IQ4_XS),
+        *(kind for kind in _KINDS_SUPER_BLOCKS.values() if kind is not MatrixKind.PANELS_IQ4_XS),
     )
 )  # fmt: skip
 """Kinds with codes of at most 6 bits. Without a byte dot product, their rows are packed differently (kernels/byte_dot.h)."""
 TABLE_KINDS = frozenset((MatrixKind.PANELS_4_BITS_TABLE, MatrixKind.PANELS_4_BITS_TABLE_FLOAT16, MatrixKind.PANELS_IQ4_XS))
 """Kinds whose codes index a table of values; their rows have a third packing."""
+_FLOAT16_TYPES = ("NVFP4", "TQ1_0", "TQ2_0", "Q1_0")  # blocks of several groups, whose scales float16 holds exactly
 _PANELS_PER_CALL = 16
 _GGUF_NUMBERS = {block_type.name: number for number, block_type in BLOCK_TYPES.items()}
 _LARGE_BYTES = 1 << 25  # pages of larger matrices are dropped from memory while they are packed, not afterwards
-_FLOAT16_EXPONENTS = (104, 143)  # of MXFP4: the e for which float16 holds the scale 2^(e - 128)
+_FLOAT16_EXPONENTS = (104, 143)  # MXFP4 exponents e for which float16 can store the scale 2^(e - 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,20 @@ class PackedWeights:
 
     Attributes:
         data: [panels, bytes of a panel] uint8.
-        outputs, columns, group: of the matrix.
+        outputs, columns, group_size: of the matrix.
         zero_point: subtracted from the unsigned codes.
         table: [16] values of the codes, see `GroupedMatrix`; plus the zero point they are unsigned.
-        block: of K-quants: columns that share float16 scales; else 0.
+        super_block_columns: columns of a K-quant that share float16 scales; else 0.
     """
 
     kind: MatrixKind
     data: NDArray[np.uint8]
     outputs: int
     columns: int
-    group: int
+    group_size: int
     zero_point: int
     table: NDArray[np.int8] | None = None
-    block: int = 0
+    super_block_columns: int = 0
     _record: Matrix = field(init=False, repr=False, compare=False)  # for reading rows
 
     def __post_init__(self) -> None:
@@ -77,90 +78,114 @@ class PackedWeights:
         """Return the kernels' record: products go to buffer `out`; `bias` is an address."""
         address, row_bytes = self.data.ctypes.data, self.data.shape[1]
         table = None if self.table is None else self.table.ctypes.data
-        sizes = self.outputs, self.columns, self.group, self.zero_point
-        return Matrix(self.kind, *sizes, out, self.block, row_bytes, address, None, None, bias, table)
+        sizes = self.outputs, self.columns, self.group_size, self.zero_point
+        return Matrix(self.kind, *sizes, out, self.super_block_columns, row_bytes, address, None, None, bias, table)
 
-    def first(self, count: int) -> "PackedWeights":
+    def first_outputs(self, count: int) -> "PackedWeights":
         """Return a view of the first `count` outputs."""
-        return replace(self, data=self.data[: -(-count // OUTPUTS)], outputs=count)
+        return replace(self, data=self.data[: -(-count // PANEL_OUTPUTS)], outputs=count)
 
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.float32]:
         """Return the exact values of some rows, [len(numbers), columns], as `GroupedMatrix.values` computes them."""
-        if self.block:
+        if self.super_block_columns:
             chosen, found = np.array(numbers, np.int32), np.empty((len(numbers), self.columns), np.float32)
             kernels().paceline_super_block_rows(self._record, address_of(chosen), len(chosen), address_of(found))
             return found
-        bits, has_minimums = next((key for key, kind in _KINDS.items() if kind == self.kind), (4, False))
-        has_float16, groups = self.kind in _FLOAT16_SCALES.values(), self.columns // self.group
-        words = self.data.view(np.uint32).reshape(len(self.data), groups // 2 if has_float16 else groups, -1, OUTPUTS)
-        own = np.ascontiguousarray(words[numbers // OUTPUTS, :, :, numbers % OUTPUTS])  # [rows, groups or pairs of them, words]
-        scales, codes = own[:, :, :1].view(np.float32), own[:, :, 1 + has_minimums :].copy().view(np.uint8)
+        bits, has_minimums = next((key for key, kind in _KINDS_FLOAT32_SCALES.items() if kind == self.kind), (4, False))
+        has_float16, groups = self.kind in _KINDS_FLOAT16_SCALES.values(), self.columns // self.group_size
+        words = self.data.view(np.uint32).reshape(len(self.data), groups // 2 if has_float16 else groups, -1, PANEL_OUTPUTS)
+        words_of_rows = np.ascontiguousarray(
+            words[numbers // PANEL_OUTPUTS, :, :, numbers % PANEL_OUTPUTS]
+        )  # shape [rows, groups or pairs of groups, words]
+        scales, codes = words_of_rows[:, :, :1].view(np.float32), words_of_rows[:, :, 1 + has_minimums :].copy().view(np.uint8)
         if has_float16:
-            pairs = self.data.view(np.float16).reshape(len(self.data), groups // 2, -1, 2, OUTPUTS)[:, :, 0]  # of scales
-            scales = pairs[numbers // OUTPUTS, :, :, numbers % OUTPUTS].reshape(len(numbers), groups, 1).astype(np.float32)
+            pairs = self.data.view(np.float16).reshape(len(self.data), groups // 2, -1, 2, PANEL_OUTPUTS)[:, :, 0]  # of scales
+            scales = pairs[numbers // PANEL_OUTPUTS, :, :, numbers % PANEL_OUTPUTS].reshape(len(numbers), groups, 1).astype(np.float32)
             codes = codes.reshape(len(numbers), groups, -1)
-        if bits == 4:  # four columns in the low nibbles, the next four in the high ones
+        if bits == 4:  # four columns are in the low nibbles, the next four in the high nibbles
             quads = codes.reshape(*codes.shape[:2], -1, 1, 4)
-            codes = np.concatenate([quads & np.uint8(15), quads >> np.uint8(4)], axis=3).reshape(*codes.shape[:2], self.group)
+            codes = np.concatenate([quads & np.uint8(15), quads >> np.uint8(4)], axis=3).reshape(*codes.shape[:2], self.group_size)
         shifted = codes.astype(np.int32) - np.int32(self.zero_point) if self.table is None else self.table[codes]
         values = shifted.astype(np.float32) * scales
         if has_minimums:
-            values += own[:, :, 1:2].view(np.float32)
+            values += words_of_rows[:, :, 1:2].view(np.float32)
         return values.reshape(len(numbers), self.columns)
 
 
 def pack_weights(matrix: GroupedMatrix, num_threads: int, arena: Arena | None = None) -> PackedWeights:
-    """Return a copy of `matrix` in panels; its groups have at most MAX_GROUP columns."""
-    outputs, columns = matrix.shape
-    has_float16 = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _fit_float16(matrix.scales)
-    packed = _allocate(matrix, outputs, has_float16=has_float16, arena=arena)
+    """Return a copy of `matrix` in panels; its groups have at most MAX_GROUP_SIZE columns."""
+    has_float16 = matrix.super_blocks is None and matrix.bits == 4 and matrix.minimums is None and _are_exact_float16_pairs(matrix.scales)
+    packed = _allocate(matrix, matrix.shape[0], has_float16=has_float16, arena=arena)
     if matrix.super_blocks is not None:
         _fill_super_blocks(packed, matrix, matrix.super_blocks, num_threads)
         return packed
+    _fill_groups(packed, matrix, num_threads)
+    return packed
+
+
+def _fill_groups(packed: PackedWeights, matrix: GroupedMatrix, num_threads: int) -> None:
     codes, scales, minimums = (_contiguous(array) for array in (matrix.codes, matrix.scales, matrix.minimums))
     address = [None if array is None else array.ctypes.data for array in (codes, scales, minimums)]
-    stored = Matrix(packed.kind, outputs, columns, matrix.group, 0, 0, 0, codes.strides[0], *address, None, None)
+    stored = Matrix(packed.kind, *matrix.shape, matrix.group_size, 0, 0, 0, codes.strides[0], *address, None, None)
     library, to = kernels(), packed.data.ctypes.data
-    _fill(packed, lambda begin, end: library.paceline_fill_panels(stored, packed.kind, _sign_flip(matrix), begin, end, to), num_threads)
+    _fill_panels(
+        packed, lambda begin, end: library.paceline_fill_panels(stored, packed.kind, _sign_bit_mask(matrix), begin, end, to), num_threads
+    )
+
+
+def _pack_converted(blocks: StoredBlocks, packed: PackedWeights, num_threads: int) -> PackedWeights:
+    """Fill the panels with groups that are made of some rows at a time."""
+
+    def fill_range(begin: int, end: int) -> None:
+        rows = slice(begin * PANEL_OUTPUTS, min(end * PANEL_OUTPUTS, packed.outputs))
+        try:
+            matrix = blocks.rows(rows).groups()
+        except CheckpointError:
+            raise not_finite_error(blocks.where, rows.start, rows.stop - 1) from None
+        _fill_groups(replace(packed, data=packed.data[begin:end], outputs=len(matrix.codes)), matrix, 1)
+
+    _fill_panels(packed, fill_range, num_threads)
     return packed
 
 
 def pack_gguf_blocks(blocks: StoredBlocks, num_threads: int, arena: Arena | None = None) -> PackedWeights:
-    """Return the panels that `pack_weights` makes of the blocks' groups. The kernels read the blocks directly.
+    """Return the panels that `pack_weights` makes of the blocks' groups. The kernels read the blocks directly, if they know their type.
 
     Raises:
         CheckpointError: a scale is not finite.
         CapacityError: out of memory.
     """
-    (outputs, columns), example = blocks.shape, _example(blocks)
-    packed = _allocate(example, outputs, has_float16=_has_float16(blocks, example), arena=arena)
+    (outputs, columns), zero_row = blocks.shape, _zero_row_groups(blocks)
+    packed = _allocate(zero_row, outputs, has_float16=_has_float16_scales(blocks, zero_row), arena=arena)
+    if blocks.block_type.name in CONVERTED_TYPES:
+        return _pack_converted(blocks, packed, num_threads)
     raw = blocks.raw if blocks.raw.strides[1] == 1 else np.ascontiguousarray(blocks.raw)
     order = None if blocks.order is None else np.ascontiguousarray(blocks.order, np.int64)
     places = None if blocks.runs is None else np.argsort(blocks.runs).astype(np.int32)
     address = [None if array is None else array.ctypes.data for array in (raw, order, places)]
-    sizes = outputs, columns, packed.zero_point, packed.block, _sign_flip(example), raw.strides[0]
+    sizes = outputs, columns, packed.zero_point, packed.super_block_columns, _sign_bit_mask(zero_row), raw.strides[0]
     record, library, to = BlocksRecord(_GGUF_NUMBERS[blocks.block_type.name], packed.kind, *sizes, *address), kernels(), packed.data
 
     def fill_range(begin: int, end: int) -> None:
         wrong = library.paceline_pack_gguf_blocks(record, begin, end, to.shape[1], to.ctypes.data)
         if wrong >= 0:
-            raise not_finite(blocks.where, wrong, wrong)
+            raise not_finite_error(blocks.where, wrong, wrong)
         if wrong == -2:
             raise CapacityError(f"{blocks.where} cannot be packed: out of memory; use a smaller model, or close other programs")
-        assert wrong == -1  # the type is one of those that are read
+        assert wrong == -1  # unsupported block types were refused before
         if order is None and raw.nbytes > _LARGE_BYTES:
-            drop_pages([raw[begin * OUTPUTS : end * OUTPUTS]])
+            drop_pages([raw[begin * PANEL_OUTPUTS : end * PANEL_OUTPUTS]])
 
-    _fill(packed, fill_range, num_threads)
+    _fill_panels(packed, fill_range, num_threads)
     return packed
 
 
 def packed_bytes(blocks: StoredBlocks) -> int:
     """Return the bytes `pack_gguf_blocks` takes at most; no weight is read."""
-    example = _example(blocks)
-    has_float16 = blocks.block_type.name != "MXFP4" and _has_float16(blocks, example)  # MXFP4's scales would have to be read
-    panel = _allocate(example, OUTPUTS, has_float16=has_float16)
-    return -(-blocks.shape[0] // OUTPUTS) * panel.data.nbytes
+    zero_row = _zero_row_groups(blocks)
+    has_float16 = blocks.block_type.name != "MXFP4" and _has_float16_scales(blocks, zero_row)  # for MXFP4 all scales would have to be read
+    panel = _allocate(zero_row, PANEL_OUTPUTS, has_float16=has_float16)
+    return -(-blocks.shape[0] // PANEL_OUTPUTS) * panel.data.nbytes
 
 
 def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: Arena | None = None) -> PackedWeights:
@@ -172,33 +197,36 @@ def _allocate(matrix: GroupedMatrix, outputs: int, *, has_float16: bool, arena: 
     """
     _, columns = matrix.shape
     if matrix.super_blocks is not None:
-        code_bits, block = matrix.super_blocks.code_bits, columns // matrix.super_blocks.scales.shape[1]
-        kind = _SUPER_BLOCKS[code_bits, matrix.minimums is not None]
-        panel_bytes, zero_point = kernels().paceline_super_block_bytes(columns, block, kind), _ZERO_POINTS.get(code_bits, matrix.zero_point)
+        code_bits, super_block_columns = matrix.super_blocks.code_bits, columns // matrix.super_blocks.scales.shape[1]
+        kind = _KINDS_SUPER_BLOCKS[code_bits, matrix.minimums is not None]
+        panel_bytes, zero_point = (
+            kernels().paceline_super_block_bytes(columns, super_block_columns, kind),
+            _UNSIGNED_ZERO_POINTS.get(code_bits, matrix.zero_point),
+        )
     else:
-        kind = _KINDS[matrix.bits, matrix.minimums is not None] if matrix.table is None else MatrixKind.PANELS_4_BITS_TABLE
-        kind, block = _FLOAT16_SCALES[kind] if kind in _FLOAT16_SCALES and has_float16 else kind, 0
-        panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group, kind)
-        zero_point = matrix.zero_point + _sign_flip(matrix)
+        kind = _KINDS_FLOAT32_SCALES[matrix.bits, matrix.minimums is not None] if matrix.table is None else MatrixKind.PANELS_4_BITS_TABLE
+        kind, super_block_columns = _KINDS_FLOAT16_SCALES[kind] if kind in _KINDS_FLOAT16_SCALES and has_float16 else kind, 0
+        panel_bytes = kernels().paceline_panel_bytes(columns, matrix.group_size, kind)
+        zero_point = matrix.zero_point + _sign_bit_mask(matrix)
     zero_point = zero_point if matrix.table is None else -int(matrix.table.min())
-    data = (empty if arena is None else arena.empty)((-(-outputs // OUTPUTS), panel_bytes), np.uint8)
-    return PackedWeights(kind, data, outputs, columns, matrix.group, zero_point, matrix.table, block)
+    data = (empty if arena is None else arena.empty)((-(-outputs // PANEL_OUTPUTS), panel_bytes), np.uint8)
+    return PackedWeights(kind, data, outputs, columns, matrix.group_size, zero_point, matrix.table, super_block_columns)
 
 
-def _sign_flip(matrix: GroupedMatrix) -> int:
-    """Return what makes signed codes unsigned by exclusive or: 128, or 0 for unsigned codes."""
+def _sign_bit_mask(matrix: GroupedMatrix) -> int:
+    """Return the XOR mask that makes signed codes unsigned: 128, or 0 for unsigned codes."""
     return 128 if matrix.bits == 8 and matrix.codes.dtype == np.int8 else 0
 
 
 def _fill_super_blocks(packed: PackedWeights, matrix: GroupedMatrix, blocks: SuperBlocks, num_threads: int) -> None:
     arrays = [_contiguous(array) for array in (matrix.codes, blocks.scales, blocks.minimums, blocks.factors, blocks.minimum_factors)]
     address = [None if array is None else array.ctypes.data for array in arrays]
-    sizes = packed.kind, packed.outputs, packed.columns, packed.block, packed.zero_point
+    sizes = packed.kind, packed.outputs, packed.columns, packed.super_block_columns, packed.zero_point
     stored, library, to = SuperBlocksRecord(*sizes, arrays[0].strides[0], *address), kernels(), packed.data.ctypes.data
-    _fill(packed, lambda begin, end: library.paceline_fill_super_blocks(stored, begin, end, to), num_threads)
+    _fill_panels(packed, lambda begin, end: library.paceline_fill_super_blocks(stored, begin, end, to), num_threads)
 
 
-def _fill(packed: PackedWeights, fill_range: Callable[[int, int], object], num_threads: int) -> None:
+def _fill_panels(packed: PackedWeights, fill_range: Callable[[int, int], object], num_threads: int) -> None:
     """Call `fill_range(begin, end)` until all panels are filled."""
     data = packed.data
 
@@ -213,7 +241,7 @@ def _fill(packed: PackedWeights, fill_range: Callable[[int, int], object], num_t
             list(pool.map(fill_some, range(0, len(data), _PANELS_PER_CALL)))
 
 
-def _fit_float16(scales: NDArray[np.float32]) -> bool:
+def _are_exact_float16_pairs(scales: NDArray[np.float32]) -> bool:
     """Return whether float16 holds the scales exactly, and they can be stored in pairs."""
     if scales.shape[1] % 2:
         return False
@@ -225,15 +253,17 @@ def _contiguous(array: Any) -> Any:
     return None if array is None else np.ascontiguousarray(array)
 
 
-def _example(blocks: StoredBlocks) -> GroupedMatrix:
-    """Return the groups of one row of zeros, which have the shapes of all rows."""
+def _zero_row_groups(blocks: StoredBlocks) -> GroupedMatrix:
+    """Return the groups of a row of zeros, from which the shapes and types of all rows are read."""
     zeros = np.zeros((1, blocks.raw.shape[1]), np.uint8)
     return StoredBlocks(zeros, blocks.block_type, blocks.where, runs=blocks.runs).groups()
 
 
-def _has_float16(blocks: StoredBlocks, example: GroupedMatrix) -> bool:
+def _has_float16_scales(blocks: StoredBlocks, zero_row: GroupedMatrix) -> bool:
     """Return whether float16 holds the scales exactly, and they can be stored in pairs."""
-    if blocks.shape[1] // RUN % 2 or example.group != RUN:
+    if blocks.block_type.name in _FLOAT16_TYPES:
+        return True
+    if blocks.shape[1] // RUN % 2 or zero_row.group_size != RUN:
         return False
     if blocks.block_type.name == "MXFP4":
         exponents = (blocks.raw if blocks.order is None else blocks.raw[blocks.order])[:, :: blocks.block_type.num_bytes]

@@ -16,14 +16,14 @@ from paceline.runtimes.native.rotary import PassAngles, RotaryTables
 from paceline.runtimes.native.states import PassStates
 
 _MIN_ELEMENTS = 64  # of every array
-_RANGE = Struct("=6i")  # the fields of `records.Range`
+_RANGE = Struct("=6i")  # struct format of `records.Range`
 
 
 class PassRecord:
     """One `Pass` record and its arrays, which grow as needed.
 
     Args:
-        tables: of rotary angles; None if nothing is rotated.
+        tables: tables of rotary angles; None if nothing is rotated.
 
     Attributes:
         record: the argument of the kernels.
@@ -51,7 +51,7 @@ class PassRecord:
         self._kept: list[NDArray[Any]] = []
 
     def fill(self, batch: ForwardBatch, logits_rows: LogitsRows) -> None:
-        """Fill the record for one pass."""
+        """Fill the C record for one pass."""
         record, num_rows, num_logits_rows, num_ranges = self.record, len(batch.positions), len(logits_rows.rows), len(batch.ranges)
         num_blocks = num_masked = 0
         for item in batch.ranges:
@@ -86,7 +86,7 @@ class PassRecord:
         record.blocks_per_table_set = num_blocks if self.windows else 0
         for number, window in enumerate(self.windows, 1):
             self._fill_window(window, batch, number * num_blocks)
-        self._draws = logits_rows.draws  # kept alive during the pass
+        self._draws = logits_rows.draws  # keep the array alive during the pass
         record.draws = None if logits_rows.draws is None else logits_rows.draws.ctypes.data
         for angles in self._angles:
             angles.set_positions(batch.positions)
@@ -101,10 +101,10 @@ class PassRecord:
             begin += len(item.block_table)
 
     def _grow(self, field: str, size: int) -> None:
-        """Replace an array by a longer one."""
+        """Replace an array of the record by a longer one."""
         array = getattr(self, field)
-        setattr(self, field, array[:0])  # an interrupt below leaves no array with another one's address
+        setattr(self, field, array[:0])  # if an interrupt follows, the record has no stale address
         longer = np.zeros((max(_MIN_ELEMENTS, 1 << (size - 1).bit_length()), *array.shape[1:]), array.dtype)
-        self._kept.append(longer)  # never freed: if two threads call this, which is forbidden, the record may name the other's
+        self._kept.append(longer)  # never freed: a second thread, though forbidden, may use the old address
         setattr(self.record, field, longer.ctypes.data)
         setattr(self, field, longer)

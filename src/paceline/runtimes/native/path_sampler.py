@@ -13,10 +13,10 @@ from paceline.runtimes.native.records import SampleOptions, SamplePath
 from paceline.sampling.path_sampler import LogitsView, PathRequest, Rows, SampledPath
 
 _MAX_INT = 2**31 - 1
-_PATH = Struct("=QQqqQQQQQQii")  # the fields of `records.SamplePath`
-_NUM_TOKENS = sizeof(SamplePath) // 4 - 1  # index of `num_tokens` among its 32-bit numbers
-_MIN_SHARED = 1 << 18  # floats to read; below that, waking other threads costs more than it saves
-_SAMPLED_COST = 4  # of a sampled row relative to a greedy one
+_PATH = Struct("=QQqqQQQQQQii")  # struct format of `records.SamplePath`
+_NUM_TOKENS = sizeof(SamplePath) // 4 - 1  # index of `num_tokens` among the 32-bit fields of the record
+_MIN_SHARED = 1 << 18  # number of floats to read from which waking other threads pays
+_SAMPLED_COST = 4  # cost of sampling a row relative to its argmax
 
 
 class CompiledBatchPathSampler:
@@ -51,11 +51,11 @@ class CompiledBatchPathSampler:
 
     def sample(self, requests: Sequence[PathRequest], rows: LogitsView) -> list[SampledPath | None]:
         """Sample as `BatchPathSampler.sample`; None for all if the kernels cannot read the rows."""
-        logits, block_max, logits_at, block_max_at = rows
+        logits, block_max, logits_address, block_max_address = rows
         if logits.shape[1] != self.vocab_size or logits.strides[1] != 4 or logits.dtype != np.float32:
             return [None] * len(requests)
-        logits_at, row_bytes = logits_at or _address_of(logits), logits.strides[0]
-        block_max_at, block_max_bytes = self._block_max_address(block_max, block_max_at)
+        logits_address, row_bytes = logits_address or _address_of(logits), logits.strides[0]
+        block_max_address, block_max_bytes = self._block_max_address(block_max, block_max_address)
         sizes = [len(request.token_ids) for request in requests]
         if _PATH.size * len(requests) > len(self._records):
             self._allocate_records(2 * len(requests))
@@ -69,12 +69,14 @@ class CompiledBatchPathSampler:
                 self._trees[begin : begin + size], self._trees[begin + size : begin + 2 * size] = token_ids, parents
             _PATH.pack_into(
                 self._view, index * _PATH.size,
-                logits_at + row_bytes * first_row, block_max_at and block_max_at + block_max_bytes * first_row,
+                logits_address + row_bytes * first_row, block_max_address and block_max_address + block_max_bytes * first_row,
                 row_bytes // 4, block_max_bytes // 4, sampler.options_at, self._trees_at + 4 * begin,
                 seed, sample_index, position, self._result_at + 4 * begin, size, 0,
             )  # fmt: skip
             begin += 2 * size
-            work += BLOCK_COLUMNS if sampler.is_greedy and block_max_at else self.vocab_size * (1 if sampler.is_greedy else _SAMPLED_COST)
+            work += (
+                BLOCK_COLUMNS if sampler.is_greedy and block_max_address else self.vocab_size * (1 if sampler.is_greedy else _SAMPLED_COST)
+            )
         num_threads = self._num_threads if work >= _MIN_SHARED else 1
         self._run(self._records_at, len(requests), num_threads, self._scratch_at, self._scratch.shape[1])
         return self._paths(sizes)
@@ -86,7 +88,7 @@ class CompiledBatchPathSampler:
         return address or _address_of(block_max), block_max.strides[0]
 
     def _paths(self, sizes: Sequence[int]) -> list[SampledPath | None]:
-        """Return the results for trees of these sizes."""
+        """Return the sampled paths for trees of these sizes."""
         found, begin = self._result_tokens[: 2 * sum(sizes)].tolist(), 0
         paths: list[SampledPath | None] = []
         for count, size in zip(self._num_tokens[: len(sizes)].tolist(), sizes, strict=True):
@@ -101,7 +103,7 @@ class CompiledBatchPathSampler:
         self._num_tokens = self._records.view(np.int32)[_NUM_TOKENS :: _NUM_TOKENS + 1]
 
     def _allocate_trees(self, count: int) -> None:
-        """Allocate memory for `count` numbers of trees and of results."""
+        """Allocate memory for `count` tree nodes and as many results."""
         self._trees, self._result_tokens = np.zeros(count, np.int32), np.zeros(count, np.int32)
         self._trees_at, self._result_at = self._trees.ctypes.data, self._result_tokens.ctypes.data
 

@@ -12,16 +12,16 @@ from paceline.models.layers import (
     AttentionConfig,
     ClampedSwiGLU,
     ExpertMLP,
+    ExpertRouting,
     GatedDeltaConfig,
     Mamba2Config,
     Recurrent,
-    Routing,
-    Scoring,
+    RouterScoring,
     ShortConvConfig,
 )
 from paceline.models.rope_config import RopeConfig
 from paceline.models.state_layout import StateLayout
-from paceline.runtimes.decoder import LAYER_ROWS, TOKEN_IDS
+from paceline.runtimes.decoder import PER_LAYER_EMBEDDINGS, TOKEN_IDS
 from paceline.runtimes.native.library import BLOCK_COLUMNS, LANES, kernels
 from paceline.runtimes.native.packed_weights import NARROW_KINDS, TABLE_KINDS
 from paceline.runtimes.native.records import (
@@ -71,7 +71,7 @@ class NativeBlocks:
     """Records operations on numbered values. `buffers.assign_buffers` then maps values to buffers."""
 
     def __init__(
-        self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, takes_adapters: bool = False
+        self, config: ModelConfig, weights: NativeWeights, cache_config: ModelConfig | None = None, *, supports_adapters: bool = False
     ) -> None:
         """Start with no operations.
 
@@ -81,17 +81,17 @@ class NativeBlocks:
         """
         self._config, self._cache_config = config, cache_config or config
         self._weights = weights
-        self._states = StateLayout.of(self._cache_config.recurrents)
+        self._states = StateLayout.of(self._cache_config.recurrent_layers)
         self.values: list[Value] = []
         self.inputs: dict[str, Value] = {}  # written before the pass
         self.operations: list[Operation] = []
-        self._takes_adapters = takes_adapters
-        self.sites: list[tuple[str, ...]] = []  # the products of each operation that adapters can change; of experts one entry each
+        self._takes_adapters = supports_adapters
+        self.sites: list[tuple[str, ...]] = []  # per operation, names of the matrices that adapters can change; of experts one name each
         self._num_rankings = 0
-        self._result_widths: dict[int, int] = {}  # of values whose rows also hold scratch memory
+        self._result_widths: dict[int, int] = {}  # result width of values whose rows also hold scratch memory
 
     def result_width(self, value: Value) -> int:
-        """Return the floats of a row that are the result; the rest is scratch memory of its operation."""
+        """Return the number of floats of a row that hold the result; the others are scratch memory of its operation."""
         return self._result_widths.get(value.index, value.width)
 
     def value(self, width: int, rows: Rows = Rows.ALL) -> Value:
@@ -102,8 +102,8 @@ class NativeBlocks:
         """Return an input; the runtime looks up the rows before the pass."""
         return self.input(TOKEN_IDS, self._config.hidden_size)
 
-    def layer_embedding(self, name: str) -> Value:
-        return self.input(LAYER_ROWS, self._config.num_layers * self._config.layer_input_size)
+    def per_layer_embedding(self, name: str) -> Value:
+        return self.input(PER_LAYER_EMBEDDINGS, self._config.num_layers * self._config.per_layer_input_size)
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         return self._append(ColumnsOperation(x=x.index, x_width=x.width, begin=begin, width=width), x, width)
@@ -136,16 +136,16 @@ class NativeBlocks:
         return out
 
     def linear(self, x: Value, *names: str) -> tuple[Value, ...]:
-        return self._products(x, names, names)
+        return self._record_products(x, names, names)
 
-    def _products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
+    def _record_products(self, x: Value, names: Sequence[str], adapted: Sequence[str]) -> tuple[Value, ...]:
         """Record products with the matrices `names`, whose names in adapters are `adapted`."""
         outs = []
         by_packing: dict[tuple[int, ...], list[tuple[Matrix, str]]] = {}
         for name, own in zip(names, adapted, strict=True):
             matrix = self._weights.matrix(name, len(self.values))
             outs.append(self.value(matrix.outputs, x.rows))
-            by_packing.setdefault(self._packing(matrix), []).append((matrix, own))
+            by_packing.setdefault(self._packing_key(matrix), []).append((matrix, own))
         for (packing, *_), pairs in by_packing.items():
             array, site = (Matrix * len(pairs))(*(matrix for matrix, _ in pairs)), -1
             if self._takes_adapters:
@@ -155,8 +155,8 @@ class NativeBlocks:
             self._append_to(operation, outs[0])
         return tuple(outs)
 
-    def keep_block_max(self, logits: Value) -> Value | None:
-        """Return the maximum of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None if no single product."""
+    def append_block_max(self, logits: Value) -> Value | None:
+        """Return the maximum of each BLOCK_COLUMNS logits of a row, [R, ceil(V / BLOCK_COLUMNS)]; None if several products made them."""
         for operation in self.operations:
             if isinstance(operation, LinearOperation) and operation.num_matrices == 1 and operation.matrices[0].out == logits.index:
                 block_max = self.value(-(-logits.width // BLOCK_COLUMNS), logits.rows)
@@ -168,13 +168,13 @@ class NativeBlocks:
         return self.head_norm(x, name, 1)
 
     def head_norm(self, x: Value, name: str | None, num_heads: int) -> Value:
-        return self._norm(x, name, num_heads, weighted_heads=1)
+        return self._record_norm(x, name, num_heads, weighted_heads=1)
 
     def group_norm(self, x: Value, name: str, num_groups: int) -> Value:
-        return self._norm(x, name, num_groups, weighted_heads=num_groups)
+        return self._record_norm(x, name, num_groups, weighted_heads=num_groups)
 
     def convolution(self, x: Value, mixer: Recurrent, layer: int) -> Value:
-        place, name = self._states.places[layer], f"layers.{layer}.conv"
+        place, name = self._states.layers[layer], f"layers.{layer}.conv"
         bias = self._weights.vector(name + ".bias") if self._weights.has(name + ".bias") else None
         operation = ConvolutionOperation(
             x=x.index, channels=mixer.channels, kernel_size=mixer.kernel_size, is_activated=not isinstance(mixer, ShortConvConfig),
@@ -183,14 +183,14 @@ class NativeBlocks:
         return self._append(operation, x)
 
     def delta_rule(self, x: Value, b: Value, a: Value, mixer: GatedDeltaConfig, layer: int) -> Value:
-        return self._state(x, a, b, mixer, layer)
+        return self._record_state_operation(x, a, b, mixer, layer)
 
     def mamba2(self, x: Value, dt: Value, mixer: Mamba2Config, layer: int) -> Value:
-        return self._state(x, dt, None, mixer, layer)
+        return self._record_state_operation(x, dt, None, mixer, layer)
 
     def rope(self, x: Value, num_heads: int, rope: RopeConfig) -> Value:
         head_size = x.width // num_heads
-        half, table = rope.rotary_size(head_size) // 2, self._config.rotations.index((rope, head_size))
+        half, table = rope.rotary_size(head_size) // 2, self._config.rope_variants.index((rope, head_size))
         return self._append(RopeOperation(x=x.index, heads=num_heads, head_size=head_size, rotary_half=half, table=table), x)
 
     def attention(self, q: Value, kv: tuple[Value, Value] | None, attention: AttentionConfig, layer: int) -> Value:
@@ -204,7 +204,7 @@ class NativeBlocks:
         owner = layer if attention.kv_layer is None else attention.kv_layer
         return AttentionOperation(
             q=q, k=k, v=v, heads=attention.num_heads, kv_heads=attention.num_kv_heads, head_size=attention.head_size,
-            layer=owner, tables=self._cache_config.tables_of(owner), window=attention.window or 0,
+            layer=owner, tables=self._cache_config.block_table_set(owner), window=attention.window or 0,
             is_causal=attention.is_causal, scale=attention.scale, soft_cap=attention.soft_cap or 0.0,
             sinks=self._weights.vector(f"layers.{layer}.attention.sinks", exact=True) if attention.has_sinks else None,
         )  # fmt: skip
@@ -220,13 +220,15 @@ class NativeBlocks:
 
     def experts(self, x: Value, logits: Value, mlp: ExpertMLP, prefix: str) -> Value:
         routing = mlp.routing
-        routes = self._routes(logits, routing, prefix)
+        routes = self._record_routing(logits, routing, prefix)
         *front, back = [f"{prefix}experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         *gates, up = self._expert_products(x, routes, routing, *front[not mlp.expert.has_gate :], of_pairs=False)
         active = self.gated(gates[0] if gates else up, up, mlp.expert.activation)
         (down,) = self._expert_products(active, routes, routing, back, of_pairs=True)
-        width = down.width // routing.num_chosen
-        return self._append(CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_chosen, width=width), x, width)
+        width = down.width // routing.num_experts_per_token
+        return self._append(
+            CombineOperation(x=down.index, routes=routes.index, chosen=routing.num_experts_per_token, width=width), x, width
+        )
 
     def sigmoid_gate(self, x: Value, y: Value) -> Value:
         return self._append(SigmoidGateOperation(x=x.index, y=y.index, width=x.width), x)
@@ -244,14 +246,14 @@ class NativeBlocks:
         return self._append_to(GatherOperation(x=x.index, width=x.width), self.value(x.width, Rows.LOGITS))
 
     def lm_head(self, x: Value, name: str) -> Value:
-        return self._products(x, (name,), (LM_HEAD,))[0]
+        return self._record_products(x, (name,), (LM_HEAD,))[0]
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._append(SoftCapOperation(x=x.index, width=x.width, cap=cap), x)
 
-    def _norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
+    def _record_norm(self, x: Value, name: str | None, num_heads: int, *, weighted_heads: int) -> Value:
         config = self._config
-        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.norm_offset)
+        weight = None if name is None else self._weights.vector(name + ".weight", exact=config.has_norm_offset)
         operation = NormOperation(
             x=x.index,
             heads=num_heads,
@@ -262,8 +264,8 @@ class NativeBlocks:
         )
         return self._append(operation, x)
 
-    def _state(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
-        state, place, prefix = mixer.state, self._states.places[layer], f"layers.{layer}."
+    def _record_state_operation(self, x: Value, a: Value, b: Value | None, mixer: GatedDeltaConfig | Mamba2Config, layer: int) -> Value:
+        state, place, prefix = mixer.state, self._states.layers[layer], f"layers.{layer}."
         work = self.value(4 * state.key_width + state.value_width + 2 * state.heads + 2 * CHECKPOINT_INTERVAL * state.key_heads)
         min_step, max_step = mixer.dt_limits if isinstance(mixer, Mamba2Config) else (0.0, float("inf"))
         operation = StateOperation(
@@ -276,22 +278,22 @@ class NativeBlocks:
         )  # fmt: skip
         return self._append(operation, x, state.value_width)
 
-    def _routes(self, logits: Value, routing: Routing, prefix: str) -> Value:
-        """Record the choice of experts: 8 numbers for each pair of a row and an expert, and one for all (`Routes` in kernels/native.h)."""
+    def _record_routing(self, logits: Value, routing: ExpertRouting, prefix: str) -> Value:
+        """Record the routing of rows to experts: 8 numbers per pair of row and expert, and one for all (`Routes` in kernels/native.h)."""
         correction, scales = (
             self._weights.vector(f"{prefix}router.{name}", exact=True) if exists else None
             for name, exists in (("correction", routing.has_correction_bias), ("scales", routing.has_scales))
         )
         operation = RouteOperation(
-            x=logits.index, experts=routing.num_experts, chosen=routing.num_chosen,
-            scoring=(Scoring.SOFTMAX, Scoring.SIGMOID).index(routing.scoring),
+            x=logits.index, experts=routing.num_experts, chosen=routing.num_experts_per_token,
+            scoring=(RouterScoring.SOFTMAX, RouterScoring.SIGMOID).index(routing.scoring),
             groups=routing.num_groups, chosen_groups=routing.chosen_groups, is_normalized=routing.is_normalized, epsilon=routing.epsilon,
             factor=routing.factor, correction=correction, scales=scales,
         )  # fmt: skip
-        return self._append(operation, logits, 8 * routing.num_chosen + 1)
+        return self._append(operation, logits, 8 * routing.num_experts_per_token + 1)
 
-    def _expert_products(self, x: Value, routes: Value, routing: Routing, *names: str, of_pairs: bool) -> tuple[Value, ...]:
-        """Record the products of a mixture of experts, one a (row, chosen expert) pair. Rows have room for `num_chosen`, in any order.
+    def _expert_products(self, x: Value, routes: Value, routing: ExpertRouting, *names: str, of_pairs: bool) -> tuple[Value, ...]:
+        """Record the products of a mixture of experts, one for each pair of a row and one of its experts; the pairs are in any order.
 
         Args:
             of_pairs: x has a row for each pair; otherwise one for each row of the pass.
@@ -301,10 +303,10 @@ class NativeBlocks:
         by_packing: dict[tuple[int, ...], list[tuple[str, list[Matrix]]]] = {}
         for name in names:
             matrices = self._weights.matrices([name.format(expert) for expert in range(routing.num_experts)], len(self.values))
-            packings = {self._packing(matrix) for matrix in matrices}
+            packings = {self._packing_key(matrix) for matrix in matrices}
             if len(packings) > 1:
                 raise ConfigError(f"the experts' matrices {name.format('*')} have different formats: quantise all of them the same way")
-            outs.append(self.value(matrices[0].outputs * routing.num_chosen, x.rows))
+            outs.append(self.value(matrices[0].outputs * routing.num_experts_per_token, x.rows))
             by_packing.setdefault(packings.pop(), []).append((name, matrices))
         for (packing, *_), own in by_packing.items():
             array, site = (Matrix * (len(own) * routing.num_experts))(*(matrix for _, matrices in own for matrix in matrices)), -1
@@ -312,13 +314,13 @@ class NativeBlocks:
                 site = len(self.sites)
                 self.sites += [tuple(name.format(expert) for name, _ in own) for expert in range(routing.num_experts)]
             operation = ExpertsOperation(
-                x=x.index, routes=routes.index, chosen=routing.num_chosen, experts=routing.num_experts,
+                x=x.index, routes=routes.index, chosen=routing.num_experts_per_token, experts=routing.num_experts,
                 num_matrices=len(own), packing=packing, of_pairs=of_pairs, site=site, matrices=array,
             )  # fmt: skip
             self._append_to(operation, outs[0])
         return tuple(outs)
 
-    def _packing(self, matrix: Matrix) -> tuple[int, ...]:
+    def _packing_key(self, matrix: Matrix) -> tuple[int, ...]:
         """Return how input rows are packed for a matrix; matrices with equal results can share packed rows.
 
         Rows are rounded to 8 bits for panels, and to bfloat16 for bfloat16 weights if that is the compute type.
@@ -339,7 +341,7 @@ class NativeBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedNetwork:
     """A network as operations.
 
     Attributes:

@@ -29,15 +29,15 @@ Code = IntEnum(
 
 
 class Packing(IntEnum):
-    """The form of a product's input rows."""
+    """How the input rows of a product are stored for the kernels."""
 
     FLOATS = 0
     BF16 = 1
-    BYTES = 2  # 8-bit codes, one scale a group
+    BYTES = 2  # 8-bit codes with one scale per group
 
 
 class KVKind(IntEnum):
-    """The type of stored keys and values."""
+    """Data type of cached keys and values in the kernels."""
 
     F32 = 0
     BF16 = 1
@@ -53,10 +53,10 @@ CHECKPOINT_INTERVAL = 8
 
 
 class Rows(IntEnum):
-    """The rows an operation works on."""
+    """Which rows of a pass an operation works on."""
 
     ALL = 0
-    LOGITS = 1  # those whose logits are computed
+    LOGITS = 1  # only the rows whose logits are computed
 
 
 _TYPES: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _fields(declarations: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Matrix(Structure):
-    """W [outputs, columns]."""
+    """A weight matrix [outputs, columns]."""
 
     _fields_ = _fields("int32 kind outputs columns group zero_point out block; int64 row_bytes; pointer codes scales minimums bias table")
 
@@ -80,7 +80,7 @@ _TYPES["Matrix*"] = POINTER(Matrix)
 
 
 class SuperBlocksRecord(Structure):
-    """A K-quant as models/grouped.py holds it, which panels are filled from."""
+    """A K-quant matrix as in models/grouped.py, which is converted to panels."""
 
     _fields_ = _fields(
         "int32 kind outputs columns block zero_point; int64 row_bytes; pointer codes scales minimums factors minimum_factors"
@@ -88,7 +88,7 @@ class SuperBlocksRecord(Structure):
 
 
 class BlocksRecord(Structure):
-    """Rows of GGUF blocks, which panels are filled from."""
+    """Rows of GGUF blocks, which are converted to panels."""
 
     _fields_ = _fields("int32 type kind outputs columns zero_point block flipped; int64 row_bytes; pointer rows order places")
 
@@ -249,7 +249,7 @@ class StateOperation(Operation):
 
 
 class AdapterProduct(Structure):
-    """What an adapter adds to one product: `up` times `rank` numbers from `first` on, and a bias; or a replacement of the matrix."""
+    """What an adapter adds to one product: `up` times `rank` numbers from `first` on, a bias, or a replacement of the matrix."""
 
     _fields_ = _fields("int32 kind first rank unused; pointer up bias; Matrix* replacement")
 
@@ -308,13 +308,13 @@ class SamplePath(Structure):
 
 
 class Step(Structure):
-    """One sweep over a recurrent state, see kernels/native.h."""
+    """One step of updating a recurrent state, see kernels/native.h."""
 
     _fields_ = _fields("int32 from to path first_row num_rows first_save num_saves")
 
 
 class Save(Structure):
-    """Where to write the state after the first `count` pending and new rows."""
+    """A request to write the recurrent state after the first `count` pending and new rows to memory."""
 
     _fields_ = _fields("pointer state; int64 count")
 

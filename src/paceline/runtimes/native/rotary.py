@@ -25,7 +25,7 @@ class RotaryTables:
 
     def __init__(self, config: ModelConfig, limit: int) -> None:
         self._limit = max(limit, MIN_POSITIONS)
-        self._ropes = [(rope, *inverse_frequencies(rope, head_size)) for rope, head_size in config.rotations]
+        self._ropes = [(rope, *inverse_frequencies(rope, head_size)) for rope, head_size in config.rope_variants]
         self.cos_sin = self._compute(0, min(MIN_POSITIONS, self._limit) + 1)
 
     def extend_to(self, position: int) -> None:
@@ -60,8 +60,8 @@ class PassAngles:
 
     Args:
         cos, sin: ctypes arrays of addresses, by rotation; `set_positions` writes entry `index`.
-        index: of the rotation.
-        tables: of all rotations.
+        index: index of the rotation.
+        tables: tables of all rotations.
     """
 
     def __init__(self, cos: Any, sin: Any, index: int, tables: RotaryTables) -> None:
@@ -87,7 +87,7 @@ class PassAngles:
             self._cos[self._index], self._sin[self._index] = self._addresses[0] + offset, self._addresses[1] + offset
             return
         if count > len(self._gathered[0]):
-            self._gathered = [table[:0] for table in self._tables]  # an interrupt below leaves no array without its address
+            self._gathered = [table[:0] for table in self._tables]  # if an interrupt follows, no stale address remains
             longer = [np.empty((1 << (count - 1).bit_length(), table.shape[1]), np.float32) for table in self._tables]
             self._gathered_addresses = [array.ctypes.data for array in longer]
             self._gathered = longer
@@ -96,7 +96,7 @@ class PassAngles:
         self._cos[self._index], self._sin[self._index] = self._gathered_addresses
 
     def _read_tables(self) -> None:
-        self._end = 0  # an interrupt below leaves no table without its address
+        self._end = 0  # if an interrupt follows, no stale address remains
         self._tables = self._all.cos_sin[self._index]
         self._addresses = [table.ctypes.data for table in self._tables]
         self._row_bytes = self._tables[0].strides[0]

@@ -12,7 +12,7 @@ from paceline.runtimes.base import BoolArray, ForwardBatch, IntArray
 from paceline.runtimes.native.aligned import address_of
 from paceline.runtimes.native.records import CHECKPOINT_INTERVAL
 
-_RANGE = Struct("=11qq4i")  # the fields of `records.StateRange`
+_RANGE = Struct("=11qq4i")  # struct format of `records.StateRange`
 _SAVE = Struct("=2q")
 _FROM, _TO, _PATH, _FIRST_ROW, _NUM_ROWS, _FIRST_SAVE, _NUM_SAVES = range(7)  # of `records.Step`
 NONE = -1
@@ -31,18 +31,18 @@ class PassStates:
         self._kept: list[object] = []
 
     def fill(self, recurrent: RecurrentStateCache, batch: ForwardBatch) -> int:
-        """Fill the records for one pass and return their address."""
+        """Fill the state records of one pass and return their address."""
         ranges = np.empty(len(batch.ranges) * _RANGE.size, np.uint8)
         kept: list[object] = [ranges]
         num_slots = 0
         for index, item in enumerate(batch.ranges):
             update = recurrent.plan_update(item.sequence_id)
-            if len(update.rows) != item.num_rows:  # the kernels would read out of bounds
+            if len(update.rows) != item.num_rows:  # otherwise the kernels would read out of bounds
                 raise RuntimeError(f"a range has {item.num_rows} rows, its plan {len(update.rows)}: reserve the rows that run")
             parents = tuple(range(-1, item.num_rows - 1)) if item.mask is None else tree_parents(item.mask)
-            schedule = plan_schedule(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
+            schedule = plan_state_schedule(len(update.pending), update.num_applied, parents, tuple(count for count, _ in update.saves))
             num_slots = max(num_slots, schedule.num_slots)
-            records, saves = np.array([*update.pending, *update.rows], np.int32), _saves(update)
+            records, saves = np.array([*update.pending, *update.rows], np.int32), _save_records(update)
             kept += [update, schedule, records, saves]
             numbers_at = address_of(records)
             _RANGE.pack_into(
@@ -56,7 +56,7 @@ class PassStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StateSchedule:
     """The order in which a range's rows run. A node is a row of the range, or -2 - i for the pending row i.
 
     Attributes:
@@ -67,7 +67,7 @@ class Schedule:
         paths: [num_paths, CHECKPOINT_INTERVAL] nodes that steps add to a state.
         steps: [num_steps, 7] `records.Step`.
         num_slots: temporary states of a block that must be held at a time.
-        addresses: of the arrays, in this order.
+        addresses: addresses of these arrays, in this order.
     """
 
     parents: IntArray
@@ -91,12 +91,12 @@ def tree_parents(mask: BoolArray) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=512)
-def plan_schedule(num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> Schedule:
+def plan_state_schedule(num_pending: int, num_applied: int, parents: tuple[int, ...], counts: tuple[int, ...]) -> StateSchedule:
     """Return the schedule of a range. The stored state covers a multiple of CHECKPOINT_INTERVAL rows.
 
     Args:
         num_applied: pending rows to add to the stored state in place; a multiple of CHECKPOINT_INTERVAL.
-        parents: of each row; -1 = the last pending row.
+        parents: parent of each row; -1 = the last pending row.
         counts: save the state after so many pending and new rows (a chain up to there); multiples of CHECKPOINT_INTERVAL.
     """
     return _Planner(num_pending, num_applied, parents, counts).schedule()
@@ -113,7 +113,7 @@ class _Planner:
         self._num_pending, self._num_folded, self._counts = num_pending, num_applied, counts
         self._parents = [*range(-1, num_pending - 1), *(num_pending + parent for parent in parents)]
         self._bases: list[int] = []
-        self._before: list[list[int]] = []  # of each node, the earlier nodes after its base
+        self._before: list[list[int]] = []  # for each node, the earlier nodes after its base state
         for parent in self._parents:
             is_first = parent < 0 or len(self._before[parent]) == CHECKPOINT_INTERVAL - 1
             self._bases.append(parent if is_first else self._bases[parent])
@@ -133,29 +133,29 @@ class _Planner:
         self._paths: list[list[int]] = []
         self._num_slots = 0
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StateSchedule:
         num_rows, base, place = len(self._parents) - self._num_pending, -1, IN_PLACE
         self._run_rows(base, place)
-        todo = self._below(base, place, 0)
+        todo = self._extending_bases(base, place, 0)
         while todo:  # depth first
             base, place, free = todo.pop()
-            todo += self._below(base, *self._enter(base, place, free))
+            todo += self._extending_bases(base, *self._compute_base_state(base, place, free))
         ancestors = np.full((num_rows, CHECKPOINT_INTERVAL), NONE, np.int32)
         for row in range(num_rows):
             before = self._before[self._num_pending + row]
-            ancestors[row, : len(before)] = self._named(before)
-        return Schedule(
-            np.array(self._named(self._parents[self._num_pending :], is_parent=True), np.int32), np.array(self._order, np.int32),
+            ancestors[row, : len(before)] = self._kernel_nodes(before)
+        return StateSchedule(
+            np.array(self._kernel_nodes(self._parents[self._num_pending :], is_parent=True), np.int32), np.array(self._order, np.int32),
             ancestors, np.array(self._paths, np.int32).reshape(-1, CHECKPOINT_INTERVAL), np.array(self._steps, np.int32), self._num_slots,
         )  # fmt: skip
 
-    def _below(self, base: int, place: int, free: int) -> list[tuple[int, int, int]]:
-        """Return the bases that extend one, in reverse. The one visited last may reuse its slot."""
+    def _extending_bases(self, base: int, place: int, free: int) -> list[tuple[int, int, int]]:
+        """Return the base states that extend `base`, in reverse order. The last one visited may reuse its slot."""
         children = self._children.get(base, [])
         return [(child, place, free - (not number and place >= 0)) for number, child in enumerate(reversed(children))]
 
-    def _enter(self, base: int, place: int, free: int) -> tuple[int, int]:
-        """Compute the state of a base and run its rows. Return where the state is kept and the next free slot."""
+    def _compute_base_state(self, base: int, place: int, free: int) -> tuple[int, int]:
+        """Compute a base state and run the rows that extend it. Return where the state is kept and the next free slot."""
         rows = self._rows.get(base, [])
         saves = [number for number, count in enumerate(self._counts) if count - 1 == base]
         to = NOWHERE
@@ -164,7 +164,7 @@ class _Planner:
         elif saves or len(rows) > CHECKPOINT_INTERVAL or self._children.get(base):
             to = free
             self._num_slots = max(self._num_slots, free + 1)
-        self._paths.append(self._named([*self._before[base], base]))
+        self._paths.append(self._kernel_nodes([*self._before[base], base]))
         self._run_rows(base, place, to, len(self._paths) - 1)
         if saves:
             index = len(self._steps) - max(1, -(-len(rows) // CHECKPOINT_INTERVAL))
@@ -181,13 +181,13 @@ class _Planner:
             if path != NONE:
                 place, to, path = to, NOWHERE, NONE
 
-    def _named(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
-        """Return nodes as the kernels number them; a pending parent is -1."""
+    def _kernel_nodes(self, nodes: list[int], *, is_parent: bool = False) -> list[int]:
+        """Return nodes by the kernels' numbers; a pending parent is -1."""
         first = self._num_pending
         return [node - first if node >= first else NONE if is_parent else -2 - node for node in nodes]
 
 
-def _saves(update: StateUpdate) -> NDArray[np.uint8]:
+def _save_records(update: StateUpdate) -> NDArray[np.uint8]:
     packed = np.empty(len(update.saves) * _SAVE.size, np.uint8)
     for index, (count, state) in enumerate(update.saves):
         _SAVE.pack_into(packed.data, index * _SAVE.size, state.ctypes.data, count)

@@ -12,7 +12,7 @@ from paceline.models.grouped import GroupedMatrix, unpack_nibbles
 from paceline.models.weights import AnyTensor, GroupedTensor, Tensor, Weights, as_float32, to_bf16
 from paceline.runtimes.embedding import rounded
 from paceline.runtimes.native.aligned import Arena
-from paceline.runtimes.native.packed_weights import MAX_GROUP, PackedWeights, pack_gguf_blocks, pack_weights
+from paceline.runtimes.native.packed_weights import MAX_GROUP_SIZE, PackedWeights, pack_gguf_blocks, pack_weights
 from paceline.runtimes.native.records import Matrix, MatrixKind
 
 FLOAT_KINDS = {WeightType.F32: MatrixKind.F32, WeightType.F16: MatrixKind.F16, WeightType.BF16: MatrixKind.BF16}
@@ -42,7 +42,7 @@ class NativeWeights:
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
-        """All arrays whose addresses were returned so far."""
+        """All arrays whose addresses were handed to the kernels."""
         return self._arrays
 
     @property
@@ -55,8 +55,8 @@ class NativeWeights:
         values = as_float32(self._weights[name])
         values = np.array(
             values if exact else rounded(values, self._round_to)
-        )  # a copy: a view would keep megabytes of the mapped file in memory
-        self._weights.forget(name)
+        )  # copied, because a view would keep megabytes of the mapped file in memory
+        self._weights.free_tensor(name)
         return self._address(values)
 
     def transposed(self, name: str) -> int:
@@ -64,7 +64,7 @@ class NativeWeights:
         return self._address(rounded(as_float32(self._weights[name]), self._round_to).T)
 
     def scalar(self, name: str) -> float:
-        """Return a weight of one value."""
+        """Return the value of a weight with one element."""
         return float(rounded(as_float32(self._weights[name]), self._round_to)[0])
 
     def has(self, name: str) -> bool:
@@ -85,12 +85,12 @@ class NativeWeights:
             return packed.matrix(out, bias)
         tensor = self._weights[name + ".weight"]
         if isinstance(tensor, GroupedTensor):
-            return self._grouped(tensor.matrix, out, bias)
+            return self._grouped_record(tensor.matrix, out, bias)
         if name not in self._plain:
-            self._plain[name] = self._rounded(tensor)
+            self._plain[name] = self._round_to_type(tensor)
         values, kind = self._plain[name]
         outputs, columns = values.shape
-        address, row_bytes = self._rows(values)
+        address, row_bytes = self._address_and_stride(values)
         return Matrix(kind, outputs, columns, 0, 0, out, 0, row_bytes, address, None, None, bias, None)
 
     def _pack(self, name: str, num_threads: int = 1) -> PackedWeights | None:
@@ -101,13 +101,13 @@ class NativeWeights:
             blocks = self._weights.blocks(name + ".weight")
             if blocks is not None:
                 self._packed[name] = pack_gguf_blocks(blocks, num_threads, self._arena)
-                self._weights.forget(f"{name}.weight")
+                self._weights.free_tensor(f"{name}.weight")
                 return self._packed[name]
             tensor = self._weights[name + ".weight"]
-            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group > MAX_GROUP:
+            if not isinstance(tensor, GroupedTensor) or tensor.matrix.group_size > MAX_GROUP_SIZE:
                 return None
             self._packed[name] = pack_weights(tensor.matrix, num_threads, self._arena)
-            self._weights.forget(f"{name}.weight")
+            self._weights.free_tensor(f"{name}.weight")
         return self._packed[name]
 
     def matrices(self, names: Sequence[str], out: int) -> list[Matrix]:
@@ -116,7 +116,7 @@ class NativeWeights:
             list(pool.map(self._pack, names))
         return [self.matrix(name, out) for name in names]
 
-    def _rounded(self, tensor: Tensor) -> tuple[NDArray[Any], MatrixKind]:
+    def _round_to_type(self, tensor: Tensor) -> tuple[NDArray[Any], MatrixKind]:
         if tensor.weight_type is self._round_to or self._round_to is WeightType.F32:
             return tensor.array, FLOAT_KINDS[tensor.weight_type]
         values = as_float32(tensor)
@@ -124,7 +124,7 @@ class NativeWeights:
             return to_bf16(values), FLOAT_KINDS[WeightType.BF16]
         return values.astype(np.float16), FLOAT_KINDS[WeightType.F16]
 
-    def _grouped(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
+    def _grouped_record(self, matrix: GroupedMatrix, out: int, bias: int | None) -> Matrix:
         """Return the record of a quantised matrix for rows that are not rounded, with all codes as unsigned bytes."""
         zero_point, codes = matrix.zero_point, matrix.codes
         if matrix.bits == 4:
@@ -135,12 +135,12 @@ class NativeWeights:
         kind = MatrixKind.U8 if matrix.minimums is None else MatrixKind.U8_MINIMUM
         minimums = None if matrix.minimums is None else self._address(matrix.minimums)
         outputs, columns = matrix.shape
-        address, row_bytes = self._rows(codes)
+        address, row_bytes = self._address_and_stride(codes)
         return Matrix(
-            kind, outputs, columns, matrix.group, zero_point, out, 0, row_bytes, address, self._address(matrix.scales), minimums, bias
+            kind, outputs, columns, matrix.group_size, zero_point, out, 0, row_bytes, address, self._address(matrix.scales), minimums, bias
         )
 
-    def _rows(self, array: NDArray[Any]) -> tuple[int, int]:
+    def _address_and_stride(self, array: NDArray[Any]) -> tuple[int, int]:
         """Return the address and row stride of an array whose rows are contiguous."""
         array = array if array.strides[1] == array.itemsize else np.ascontiguousarray(array)
         self._arrays.append(array)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.models.adapters.adapter import Mixture
+from paceline.models.adapters.adapter import XLoraMixture
 from paceline.models.adapters.network_adapter import EMBEDDING, LM_HEAD, NetworkAdapter
 from paceline.runtimes.base import FloatArray, ForwardBatch, LogitsRows
 from paceline.runtimes.mixture import Classifier, Scalings
@@ -17,21 +17,21 @@ class TorchAdapter:
     """One adapter on a device.
 
     Attributes:
-        products: down [rank, in] and up [out, rank] by our names.
+        products: down [rank, in] and up [out, rank] by internal names.
         biases: [out], likewise.
         saved: matrices that replace the target's.
         columns: [rank] of each product of a mixture, the columns of a row's scalings; empty for a plain adapter.
-        classifier: of a mixture, which computes the scalings; None = a plain adapter.
+        classifier: computes the scalings of an X-LoRA adapter; None = a plain adapter.
     """
 
-    def __init__(self, placed: NetworkAdapter, device: torch.device) -> None:
+    def __init__(self, network_adapter: NetworkAdapter, device: torch.device) -> None:
         def tensor(values: NDArray[np.float32]) -> torch.Tensor:
             return torch.from_numpy(np.array(values, np.float32)).to(device)
 
-        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in placed.products.items()}
-        self.biases = {name: tensor(values) for name, values in placed.biases.items()}
-        self.saved = {name: tensor(values) for name, values in placed.saved.items()}
-        mixture = placed.mixture
+        self.products = {name: (tensor(low.down), tensor(low.up)) for name, low in network_adapter.products.items()}
+        self.biases = {name: tensor(values) for name, values in network_adapter.biases.items()}
+        self.saved = {name: tensor(values) for name, values in network_adapter.saved.items()}
+        mixture = network_adapter.mixture
         self.classifier = None if mixture is None else TorchClassifier(mixture, device)
         columns = {} if mixture is None else mixture.columns
         self.columns = {name: torch.from_numpy(own.astype("int64")).to(device) for name, own in columns.items()}
@@ -64,7 +64,7 @@ class TorchAdapter:
 class TorchClassifier(Classifier):
     """A mixture's classifier, computed on a device in float32."""
 
-    def __init__(self, mixture: Mixture, device: torch.device) -> None:
+    def __init__(self, mixture: XLoraMixture, device: torch.device) -> None:
         super().__init__(mixture)
         self._layers = [
             (torch.from_numpy(weight.copy()).to(device), torch.from_numpy(bias.copy()).to(device)) for weight, bias in mixture.classifier
@@ -79,8 +79,8 @@ class TorchClassifier(Classifier):
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnRows:
-    """The rows of one adapter, among all and among those whose logits are computed, and their scalings if it is a mixture."""
+class _AdapterRows:
+    """The rows of a pass that have one adapter: among all rows and among rows of logits; for X-LoRA with their scalings."""
 
     adapter: TorchAdapter
     rows: torch.Tensor
@@ -93,7 +93,7 @@ class AdaptedRows:
 
     Args:
         adapters: by number.
-        scalings: of the rows of each mixture, by adapter number.
+        scalings: scalings of the rows of each X-LoRA adapter, by adapter number.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AdaptedRows:
             return torch.from_numpy(numbers.astype(np.int64)).to(device)
 
         self._own = [
-            _OwnRows(
+            _AdapterRows(
                 adapters[number],
                 on_device(rows),
                 on_device(np.flatnonzero(np.isin(logits_rows.rows, rows))),

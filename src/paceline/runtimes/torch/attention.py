@@ -16,7 +16,7 @@ from paceline.runtimes.base import BoolArray, RowRange
 
 
 class Attention(Protocol):
-    """Attention of one pass."""
+    """Attention of all rows of one pass."""
 
     def __call__(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, config: AttentionConfig, sinks: torch.Tensor | None
@@ -121,7 +121,7 @@ class PaddedAttention:
         row_in_range: list[int] = []
         for index, rows in enumerate(ranges):
             own_blocks = rows.block_table[:num_blocks]
-            tables[index] = own_blocks[0]  # pad with a block of its own: another sequence's values, NaN even, must not be read
+            tables[index] = own_blocks[0]  # pad with a block of the same sequence: values of others, even NaN, must not be read
             tables[index, : len(own_blocks)] = own_blocks
             row_range.extend([index] * rows.num_rows)
             row_in_range.extend(range(rows.num_rows))
@@ -150,7 +150,7 @@ class PaddedAttention:
         return attended.transpose(1, 2)[self._row_range, self._row_in_range]
 
     def _mask(self, window: int | None, *, is_causal: bool) -> BoolArray:
-        """Return [ranges, 1, rows, slots]."""
+        """Return the attention mask [ranges, 1, rows, slots], True = may attend."""
         mask = np.zeros((len(self._ranges), 1, self._num_rows, self._num_slots), np.bool_)
         mask[..., 0] = True  # a padding row must attend to something, or its softmax is 0/0
         for index, rows in enumerate(self._ranges):

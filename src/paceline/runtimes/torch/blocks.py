@@ -17,11 +17,11 @@ from paceline.models.layers import (
     AttentionConfig,
     ClampedSwiGLU,
     ExpertMLP,
+    ExpertRouting,
     GatedDeltaConfig,
     Mamba2Config,
     Recurrent,
-    Routing,
-    Scoring,
+    RouterScoring,
 )
 from paceline.models.rope import inverse_frequencies, query_scales
 from paceline.models.rope_config import RopeConfig
@@ -74,7 +74,7 @@ class TorchBlocks:
         self._batch = batch
         self._adapted = AdaptedRows(adapters, batch, logits_rows, device, scalings)
         self._positions = torch.from_numpy(batch.positions).to(device)
-        self._rotations: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cos_and_sin: dict[tuple[RopeConfig, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scales: dict[RopeConfig, torch.Tensor] = {}
         self._block_of_row, self._slot_of_row = _slots_of_rows(batch, BLOCK_SIZE, device)
 
@@ -82,12 +82,12 @@ class TorchBlocks:
         token_ids = self._inputs[TOKEN_IDS]
         return scaled_rows(self._adapted.embedding(token_ids, F.embedding(token_ids, self._weights.plain(name))), self._config)
 
-    def layer_embedding(self, name: str) -> torch.Tensor:
+    def per_layer_embedding(self, name: str) -> torch.Tensor:
         """As in `Blocks`; only these rows are read from the file."""
         if self._token_ids is None:
             raise ValueError("a network with layer inputs needs the input token_ids")
         rows = self._weights.rows(name, self._token_ids)
-        return rows * torch.tensor(self._config.layer_input_size**0.5, dtype=rows.dtype)
+        return rows * torch.tensor(self._config.per_layer_input_size**0.5, dtype=rows.dtype)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
         return x[:, begin : begin + width]
@@ -111,21 +111,21 @@ class TorchBlocks:
 
     def rms_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """As in `Blocks`: the mean square is float32; the result is converted to the type of x before or after the weight."""
-        scaled = _normed(x, self._config.norm_eps)
+        scaled = _rms_normed(x, self._config.norm_eps)
         weight = self._weights.plain(name)
-        return (scaled * weight).to(x.dtype) if self._config.norm_offset else weight * scaled.to(x.dtype)
+        return (scaled * weight).to(x.dtype) if self._config.has_norm_offset else weight * scaled.to(x.dtype)
 
     def head_norm(self, x: torch.Tensor, name: str | None, num_heads: int) -> torch.Tensor:
-        heads = _heads(x, num_heads)
-        return (_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
+        heads = _split_heads(x, num_heads)
+        return (_rms_normed(heads, self._config.norm_eps).to(x.dtype) if name is None else self.rms_norm(heads, name)).flatten(-2)
 
     def rope(self, x: torch.Tensor, num_heads: int, rope: RopeConfig) -> torch.Tensor:
         """Rotate the pairs (j, j + R/2) of the first R values of each head, times the position's attention temperature (Llama 4)."""
         key = rope, x.shape[-1] // num_heads
-        if key not in self._rotations:
-            self._rotations[key] = _rotations(*key, self._positions, x.dtype)
-        cos, sin = self._rotations[key]
-        heads, passed = _heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
+        if key not in self._cos_and_sin:
+            self._cos_and_sin[key] = _cos_and_sin(*key, self._positions, x.dtype)
+        cos, sin = self._cos_and_sin[key]
+        heads, passed = _split_heads(x, num_heads).tensor_split([cos.shape[-1]], dim=-1)
         first, second = heads.chunk(2, dim=-1)
         rotated = torch.cat((heads * cos + torch.cat((-second, first), dim=-1) * sin, passed), dim=-1).flatten(-2)
         if rope.temperature == 0.0:
@@ -142,11 +142,11 @@ class TorchBlocks:
         if kv is not None:
             self.store_kv(*kv, attention, owner)
         sinks = self._weights.vector(f"layers.{layer}.attention.sinks") if attention.has_sinks else None
-        return self._attention(_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
+        return self._attention(_split_heads(q, attention.num_heads), keys, values, attention, sinks).flatten(-2)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, attention: AttentionConfig, layer: int) -> torch.Tensor:
-        self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _heads(k, attention.num_kv_heads)
-        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _heads(v, attention.num_kv_heads)
+        self._kv_storage[2 * layer][self._block_of_row, :, self._slot_of_row] = _split_heads(k, attention.num_kv_heads)
+        self._kv_storage[2 * layer + 1][self._block_of_row, :, self._slot_of_row] = _split_heads(v, attention.num_kv_heads)
         return k[:, :1]
 
     def convolution(self, x: torch.Tensor, mixer: Recurrent, layer: int) -> torch.Tensor:
@@ -160,7 +160,7 @@ class TorchBlocks:
 
     def group_norm(self, x: torch.Tensor, name: str, num_groups: int) -> torch.Tensor:
         """As in `Blocks`; the weight is as wide as the row."""
-        normed = _normed(_heads(x, num_groups), self._config.norm_eps).flatten(-2)
+        normed = _rms_normed(_split_heads(x, num_groups), self._config.norm_eps).flatten(-2)
         return self._weights.plain(name) * normed.to(x.dtype)
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation | ClampedSwiGLU) -> torch.Tensor:
@@ -213,33 +213,35 @@ class TorchBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _ChosenExperts:
     """The `experts` [T, chosen] int64 of each row and their `weights` [T, chosen] float32."""
 
     experts: torch.Tensor
     weights: torch.Tensor
 
 
-def _choose_experts(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None, scales: torch.Tensor | None) -> _Choice:
+def _choose_experts(
+    logits: torch.Tensor, routing: ExpertRouting, correction: torch.Tensor | None, scales: torch.Tensor | None
+) -> _ChosenExperts:
     """Return the experts of every row.
 
     Args:
         logits: [T, experts].
         correction, scales: [experts] float32; None = the routing has none.
     """
-    scores = logits.float().softmax(dim=-1) if routing.scoring is Scoring.SOFTMAX else logits.float().sigmoid()
+    scores = logits.float().softmax(dim=-1) if routing.scoring is RouterScoring.SOFTMAX else logits.float().sigmoid()
     compared = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         compared = _without_other_groups(compared, routing)
-    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen]  # ties: the lower index
+    experts = compared.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_experts_per_token]  # ties: the lower index
     weights = scores.gather(1, experts)
     if routing.is_normalized:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
     weights = weights * routing.factor
-    return _Choice(experts, weights if scales is None else weights * scales[experts])
+    return _ChosenExperts(experts, weights if scales is None else weights * scales[experts])
 
 
-def _without_other_groups(compared: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _without_other_groups(compared: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
     """Return scores with -inf outside the groups whose two best experts have the largest sums."""
     groups = compared.reshape(len(compared), routing.num_groups, -1)
     sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
@@ -249,7 +251,7 @@ def _without_other_groups(compared: torch.Tensor, routing: Routing) -> torch.Ten
     return masked
 
 
-def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _rms_normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return x / rms(x) of the last dimension, in float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -265,12 +267,12 @@ def scaled_rows(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return rows if config.embedding_scale == 1.0 else rows * torch.tensor(config.embedding_scale, dtype=rows.dtype)
 
 
-def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return [T, heads, D] from [T, heads * D]."""
     return x.reshape(len(x), num_heads, -1)
 
 
-def _rotations(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _cos_and_sin(rope: RopeConfig, head_size: int, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin [T, 1, R], computed in float32."""
     frequencies, attention_factor = inverse_frequencies(rope, head_size)
     angles = positions[:, None].float() * torch.from_numpy(frequencies).to(positions.device)
@@ -325,7 +327,7 @@ def _top_n(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
         left.scatter_(1, columns[-1], -torch.inf)
     best = torch.cat(columns, dim=1)
     is_first = torch.ones_like(best, dtype=torch.bool)
-    for rank in range(1, count):  # once all are -inf, argmax repeats a column
+    for rank in range(1, count):  # once all scores are -inf, argmax would repeat a column
         is_first[:, rank] = (best[:, :rank] != best[:, rank : rank + 1]).all(dim=1)
     return torch.where(is_first, scores.gather(1, best), -torch.inf), best
 

@@ -17,7 +17,7 @@ from paceline.kv_cache.recurrent_state import DEFAULT_CHECKPOINTS, CheckpointCon
 from paceline.kv_cache.row_plan import TreeLayout
 from paceline.kv_cache.sliding_window import PassLimits
 from paceline.models.adapters.adapter import Adapter
-from paceline.models.adapters.network_adapter import to_network
+from paceline.models.adapters.network_adapter import to_network_adapter
 from paceline.models.config import ModelConfig, WeightType
 from paceline.models.kv_cache_dtype import KVCacheDtype
 from paceline.models.state_layout import StateLayout
@@ -34,8 +34,8 @@ from paceline.runtimes.base import (
     RowRange,
 )
 from paceline.runtimes.decoder import HIDDEN_STATES, LOGITS, RANKED, Compose, ranked
-from paceline.runtimes.kv_storage import layer_storage
-from paceline.runtimes.mixture import Inputs, Scalings, check_mixture_enabled, check_supports_mixtures, row_scalings
+from paceline.runtimes.kv_storage import kv_arrays_of_layers
+from paceline.runtimes.mixture import Inputs, Scalings, check_supports_xlora, check_xlora_enabled, row_scalings
 from paceline.runtimes.torch.adapters import TorchAdapter
 from paceline.runtimes.torch.attention import PaddedAttention, PlainAttention
 from paceline.runtimes.torch.blocks import TorchBlocks, scaled_rows
@@ -57,7 +57,7 @@ class TorchNetwork(Network):
         *,
         device: str = "cpu",
         weight_type: WeightType = WeightType.F32,
-        kv_owner: "TorchNetwork | None" = None,
+        kv_source: "TorchNetwork | None" = None,
     ) -> None:
         """
         Args:
@@ -71,12 +71,12 @@ class TorchNetwork(Network):
         """
         self.config, self.compose, self.weights = config, compose, weights
         self.capabilities = Capabilities(Numerics.FAST, TreeLayout.MASK, device, weight_type, KVCacheDtype(weight_type.value))
-        self._layout = StateLayout.of(config.recurrents)
+        self._layout = StateLayout.of(config.recurrent_layers)
         opened = _open_device(device)
-        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.norm_offset)
+        tensors = TorchWeights(weights, dtype=DTYPES[weight_type], device=opened, norms_in_float32=config.has_norm_offset)
         self._shared = self._cache_shared = _Shared(tensors)
-        if kv_owner is not None:
-            self._cache_shared = kv_owner._cache_shared
+        if kv_source is not None:
+            self._cache_shared = kv_source._cache_shared
         else:
             self.allocate_kv(1)
 
@@ -89,25 +89,25 @@ class TorchNetwork(Network):
         self._shared.num_passes = count
 
     @property
-    def num_mixture_passes(self) -> int:
-        return self._shared.num_mixture_passes
+    def num_xlora_passes(self) -> int:
+        return self._shared.num_xlora_passes
 
     @property
-    def supports_mixtures(self) -> bool:
+    def supports_xlora(self) -> bool:
         return bool(self._shared.mixture_storage)
 
     def allocate_kv(self, num_blocks: int) -> list[FullAttentionCache]:
         caches, self._shared.kv_storage = self._allocate(num_blocks)
         return caches
 
-    def enable_mixtures(self, cache: KVCache) -> None:
-        check_supports_mixtures(self.config)
+    def enable_xlora(self, cache: KVCache) -> None:
+        check_supports_xlora(self.config)
         caches, self._shared.mixture_storage = self._allocate(cache.pool.num_blocks)
         for own in caches:
             cache.add_layer_cache(own)
 
     def _allocate(self, num_blocks: int) -> tuple[list[FullAttentionCache], Sequence[torch.Tensor]]:
-        """Return keys and values of `num_blocks` blocks, and each layer's arrays in them."""
+        """Allocate keys and values of `num_blocks` blocks; return their caches, and the arrays of each layer."""
         weights, groups = self._shared.weights, self.config.kv_groups(by_window=False)
         try:
             caches = [
@@ -118,7 +118,7 @@ class TorchNetwork(Network):
             raise CapacityError(
                 f"a cache of {num_blocks} blocks cannot be allocated on {self.capabilities.device!r}: lower kv_cache_gb"
             ) from error
-        return caches, layer_storage(self.config, groups, caches)
+        return caches, kv_arrays_of_layers(self.config, groups, caches)
 
     def new_cache(self, num_blocks: int, limits: PassLimits | None = None, checkpoints: CheckpointConfig = DEFAULT_CHECKPOINTS) -> KVCache:
         layer_caches: list[LayerCache] = [*self.allocate_kv(num_blocks)]
@@ -127,10 +127,10 @@ class TorchNetwork(Network):
         def zeros(shape: tuple[int, ...]) -> torch.Tensor:
             try:
                 return torch.zeros(shape, dtype=torch.float32, device=device)
-            except RuntimeError as error:  # torch raises it if memory is short
+            except RuntimeError as error:  # torch raises RuntimeError if memory is short
                 raise MemoryError(str(error)) from error
 
-        if layout.places:
+        if layout.layers:
             self._shared.states = RecurrentStateCache(layout.state_size, layout.record_size, BLOCK_SIZE, zeros, checkpoints)
             layer_caches.append(self._shared.states)
         return KVCache(layer_caches, num_blocks, self.capabilities.tree_layout)
@@ -138,7 +138,7 @@ class TorchNetwork(Network):
     def forward(self, inputs: Inputs, batch: ForwardBatch, logits_rows: LogitsRows) -> ForwardOutput:
         shared, num_rows = self._shared, len(batch.positions)
         shared.num_passes += 1
-        if not batch.ranges:  # no attention: any slots will do
+        if not batch.ranges:  # a network without attention needs no slots
             batch = ForwardBatch(batch.positions, (RowRange(0, num_rows, 0, np.zeros(-(-num_rows // BLOCK_SIZE), np.int32)),))
         with torch.inference_mode():
             classifiers = {number: own.classifier for number, own in shared.adapters.items() if own.classifier is not None}
@@ -170,12 +170,12 @@ class TorchNetwork(Network):
     def _run_mixture_pass(self, inputs: Inputs, batch: ForwardBatch, scalings: Scalings) -> torch.Tensor:
         """Run a pass over the keys and values of mixtures; a row's scalings depend on the tokens up to it only."""
         states, no_logits = RecurrentPass(self._layout, None, batch.ranges), LogitsRows(np.zeros(0, np.int32))
-        self._shared.num_mixture_passes += 1
+        self._shared.num_xlora_passes += 1
         return self.compose(self._blocks(self._shared.mixture_storage, states, inputs, batch, no_logits, scalings))[HIDDEN_STATES]
 
     def load_adapter(self, adapter: Adapter) -> int:
-        check_mixture_enabled(self, adapter)
-        loaded = TorchAdapter(to_network(adapter, self.config), self._shared.weights.device)
+        check_xlora_enabled(self, adapter)
+        loaded = TorchAdapter(to_network_adapter(adapter, self.config), self._shared.weights.device)
         number = next(self._shared.adapter_numbers)
         self._shared.adapters[number] = loaded
         return number
@@ -190,9 +190,9 @@ class TorchNetwork(Network):
             return _to_numpy(scaled_rows(F.embedding(ids, weights.plain("embedding")), self.config))
 
     def shared_kv_reader(self, compose: Compose, config: ModelConfig, weights: Weights, *, max_model_len: int) -> "TorchNetwork":
-        """As in `Network`, in this network's type."""
+        """As in `Network`; the reading network computes in this network's type."""
         can = self.capabilities
-        return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_owner=self)
+        return TorchNetwork(compose, config, weights, device=can.device, weight_type=can.weight_type, kv_source=self)
 
     def sibling(self, compose: Compose) -> "TorchNetwork":
         other = TorchNetwork.__new__(TorchNetwork)
@@ -209,7 +209,7 @@ class _Results(Mapping[str, FloatArray]):
         self._fetched: dict[str, FloatArray] = {}
 
     def fetch(self, kind: str) -> None:
-        """Copy the results of a kind now, so that the time of the pass includes them."""
+        """Copy all results of a kind from the device now, so that the time of the pass includes the copy."""
         for name in self._values:
             if name.split(".")[0] == kind:
                 self[name]
@@ -235,7 +235,7 @@ class _Shared:
     states: RecurrentStateCache | None = None
     mixture_storage: Sequence[torch.Tensor] = ()
     num_passes: int = 0
-    num_mixture_passes: int = 0
+    num_xlora_passes: int = 0
     adapters: dict[int, TorchAdapter] = field(default_factory=dict)
     adapter_numbers: Iterator[int] = field(default_factory=partial(count, 1))
 

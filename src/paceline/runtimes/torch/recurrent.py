@@ -17,21 +17,21 @@ _L2_EPS = 1e-6
 """Source: the gated delta rule of Qwen3-Next's model in transformers 5.23."""
 
 
-class _Part(Protocol):
-    """One part of a layer's state (a convolution's inputs or a matrix) and its update by a row."""
+class _StatePart(Protocol):
+    """A convolution window or a matrix in a layer's recurrent state, and its update by one row."""
 
     def read(self, state: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of the part in `state`; None = the state before a text, zeros."""
+        """Return a copy of this part of `state`; None = zeros, the state before the first token."""
         ...
 
     def write(self, value: torch.Tensor, state: torch.Tensor) -> None: ...
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
-        """Return the part after the committed row of a record."""
+        """Return this part of the state after a committed row, from the row's replay record."""
         ...
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
-        """Return the part after a row of the pass, store the row's output, and write its record if there is one."""
+        """Return this part of the state after a row of the pass; store the row's output, and its replay record if it has one."""
         ...
 
 
@@ -41,10 +41,10 @@ class RecurrentPass:
     def __init__(self, layout: StateLayout, cache: RecurrentStateCache | None, ranges: Sequence[RowRange]) -> None:
         self._layout, self._cache, self._ranges = layout, cache, ranges
         self._updates: dict[int, StateUpdate] = {}
-        self._advanced: list[tuple[_Part, torch.Tensor, torch.Tensor]] = []
+        self._advanced: list[tuple[_StatePart, torch.Tensor, torch.Tensor]] = []
 
     def convolution(self, x: torch.Tensor, layer: int, weights: TorchWeights) -> torch.Tensor:
-        place, name = self._layout.places[layer], f"layers.{layer}.conv"
+        place, name = self._layout.layers[layer], f"layers.{layer}.conv"
         bias = weights.vector(name + ".bias") if weights.has(name + ".bias") else None
         part = _Convolution(place, x.float(), weights.vector(name + ".weight"), bias)
         self._run(part)
@@ -59,7 +59,7 @@ class RecurrentPass:
         softened = F.softplus(a.float() + weights.vector(f"layers.{layer}.decay.bias"))
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * softened)
         values = v.reshape(num_rows, state.heads, -1)
-        part = _Matrices(self._layout.places[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
+        part = _StateMatrices(self._layout.layers[layer], k, q * mixer.key_size**-0.5, values, decays, torch.sigmoid(b.float()))
         self._run(part)
         return part.out.flatten(-2).to(x.dtype)
 
@@ -70,19 +70,19 @@ class RecurrentPass:
         k, q = (part.reshape(num_rows, state.key_heads, -1) for part in (k, q))
         steps = F.softplus(dt.float() + weights.vector(f"layers.{layer}.decay.bias")).clamp(*mixer.dt_limits)
         decays = torch.exp(weights.vector(f"layers.{layer}.decay.weight") * steps)
-        part = _Matrices(self._layout.places[layer], k, q, steps[..., None] * values, decays)
+        part = _StateMatrices(self._layout.layers[layer], k, q, steps[..., None] * values, decays)
         self._run(part)
         skipped = weights.vector(f"layers.{layer}.skip.weight")[:, None] * values
         return (part.out + skipped).flatten(-2).to(x.dtype)
 
     def finish(self) -> None:
-        """Write the states that this pass advances in place."""
+        """Write back the states that this pass updates in place."""
         for part, value, state in self._advanced:
             part.write(value, state)
         for update in self._updates.values():
             update.has_run[0] = 1
 
-    def _run(self, part: _Part) -> None:
+    def _run(self, part: _StatePart) -> None:
         for sequence_id in dict.fromkeys(rows.sequence_id for rows in self._ranges):
             update = self._update(sequence_id)
             value = part.read(update.state)
@@ -90,7 +90,7 @@ class RecurrentPass:
                 value = part.replay(value, update.records[record])
                 if count == update.num_applied:
                     self._advanced.append((part, value, update.state))
-                _save(part, value, count, update)
+                _save_states(part, value, count, update)
             for rows in self._ranges:
                 if rows.sequence_id == sequence_id:
                     _run_rows(part, value, rows, update)
@@ -103,7 +103,7 @@ class RecurrentPass:
         return self._updates[sequence_id]
 
 
-def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
+def _run_rows(part: _StatePart, committed: torch.Tensor, rows: RowRange, update: StateUpdate) -> None:
     """Run the rows of a range, each from its parent's state. A state is freed after its last child."""
     parents = list(_parents(rows))
     last_child = {parent: row for row, parent in enumerate(parents)}
@@ -112,15 +112,15 @@ def _run_rows(part: _Part, committed: torch.Tensor, rows: RowRange, update: Stat
         record = update.rows[rows.plan_row + row]
         value = part.step(states[parent], rows.start + row, None if record == NO_RECORD else update.records[record])
         if rows.plan_row == 0:
-            _save(part, value, len(update.pending) + row + 1, update)
+            _save_states(part, value, len(update.pending) + row + 1, update)
         if last_child[parent] == row:
             del states[parent]
         if row in last_child:
             states[row] = value
 
 
-def _save(part: _Part, value: torch.Tensor, count: int, update: StateUpdate) -> None:
-    """Write the state after `count` rows to each place that saves it: two if a chunk ends with a block."""
+def _save_states(part: _StatePart, value: torch.Tensor, count: int, update: StateUpdate) -> None:
+    """Write the state after `count` rows to every place that saves it: two if the end of a chunk is the end of a block."""
     for end, state in update.saves:
         if end == count:
             part.write(value, state)
@@ -168,7 +168,7 @@ class _Convolution:
         return record[self._place.record_at : self._place.record_at + self._place.mixer.channels]
 
 
-class _Matrices:
+class _StateMatrices:
     """Matrices S [rows, columns], one for each head: S = decay * S + key update^T, output = S^T query.
 
     Args:
@@ -205,15 +205,15 @@ class _Matrices:
 
     def replay(self, value: torch.Tensor, record: torch.Tensor) -> torch.Tensor:
         key, update, decay = self._fields(record)
-        return _updated(value * decay[:, None, None], self._repeat_for_heads(key), update)
+        return _add_outer_product(value * decay[:, None, None], self._repeat_for_heads(key), update)
 
     def step(self, value: torch.Tensor, row: int, record: torch.Tensor | None) -> torch.Tensor:
         key, update, decay = self._repeat_for_heads(self._keys[row]), self._values[row], self._decays[row]
         value = value * decay[:, None, None]
         if self._rates is not None:
-            update = self._rates[row, :, None] * (update - _read_with(key, value))
-        value = _updated(value, key, update)
-        self.out[row] = _read_with(self._repeat_for_heads(self._queries[row]), value)
+            update = self._rates[row, :, None] * (update - _multiply_key(key, value))
+        value = _add_outer_product(value, key, update)
+        self.out[row] = _multiply_key(self._repeat_for_heads(self._queries[row]), value)
         if record is not None:
             for field, number in zip(self._fields(record), (self._keys[row], update, decay), strict=True):
                 field[:] = number
@@ -237,12 +237,12 @@ class _Matrices:
         return key.view(sizes.key_heads, sizes.rows), update.view(sizes.heads, sizes.columns), decay
 
 
-def _updated(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+def _add_outer_product(matrices: torch.Tensor, key: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
     """Return S + k u^T for each head."""
     return matrices + key[:, :, None] * update[:, None]
 
 
-def _read_with(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+def _multiply_key(key: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Return S^T k for each head, [heads, columns]."""
     return (key[:, :, None] * matrices).sum(1)
 

@@ -38,7 +38,7 @@ class TorchWeights:
         self._fused: dict[tuple[str, ...], FusedLinear] = {}
 
     def plain(self, name: str) -> torch.Tensor:
-        """Return the embedding, a norm or `lm_head`, by our name without `.weight`.
+        """Return the embedding, a norm or `lm_head`, by internal name without `.weight`.
 
         Raises:
             CapacityError: the weights do not fit in the device's memory.
@@ -50,7 +50,7 @@ class TorchWeights:
         return self._plain[name]
 
     def vector(self, name: str) -> torch.Tensor:
-        """Return a vector in float32, by our full name.
+        """Return a vector in float32, by full internal name.
 
         Raises:
             CapacityError: the weights do not fit in the device's memory.
@@ -65,7 +65,7 @@ class TorchWeights:
         return self._weights.has(name)
 
     def rows(self, name: str, numbers: NDArray[np.int32]) -> torch.Tensor:
-        """Return rows of a matrix that is not copied to the device."""
+        """Return rows of a matrix that stays in CPU memory."""
         return torch.from_numpy(self._weights.rows(name + ".weight", numbers)).to(device=self.device, dtype=self.dtype)
 
     def fused(self, names: tuple[str, ...]) -> FusedLinear:

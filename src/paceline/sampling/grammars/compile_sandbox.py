@@ -19,7 +19,7 @@ GRAMMAR_BUSY = "grammar_busy"
 _GRAMMAR_TOO_COSTLY = "grammar_too_costly"
 
 _COMPILE = "paceline.sampling.grammars.compile_sandbox:compile_for_bytes"
-_MAX_WAITS = 12  # a request waits for its turn for at most this many times the limit of one compilation
+_MAX_WAITS = 12  # maximum wait for a turn, in multiples of the time limit of one compilation
 _MAX_CACHED = 1024
 
 
@@ -48,7 +48,7 @@ class CompileSandbox:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = Lock()
-        self._passed: OrderedDict[bytes, None] = OrderedDict()  # hashes of the texts that compiled
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # hashes of the grammars that compiled
         self.isolated = IsolatedFunction(_COMPILE, Limits(timeout_s, MEMORY_BYTES))
 
     def check(self, text: str) -> None:
@@ -66,7 +66,7 @@ class CompileSandbox:
             raise RequestError(text, parameter="grammar", code=GRAMMAR_BUSY)
         try:
             key = sha256(text.encode()).digest()
-            if key not in self._passed:  # several threads may have waited with the same grammar
+            if key not in self._passed:  # another thread may have checked the same grammar while this one waited
                 self._compile(text)
                 self._passed[key] = None
                 if len(self._passed) > _MAX_CACHED:

@@ -53,7 +53,7 @@ class GrammarVocabulary:
         self.num_words = (self.ids.vocab_size + 31) // 32
 
     def tokens_with(self, any_of: bytes) -> NDArray[np.bool_]:
-        """[size] whether each token's text has one of the bytes; all True if `any_of` is empty."""
+        """Return [size] whether the text of each token contains one of the bytes; all True if `any_of` is empty."""
         if not any_of:
             return np.ones(self.size, np.bool_)
         if any_of not in self._tokens_with:
@@ -86,7 +86,7 @@ class CompiledGrammar:
         self._text = llguidance_text(grammar, vocabulary)
         self._first = self._compile()
         if not self._first.is_error():
-            self._first.compute_bitmask()  # some grammars that no text matches fail only here
+            self._first.compute_bitmask()  # forces the error of grammars that match no text
         if self._first.is_error():
             raise _grammar_error(f"grammar: {failure_of(self._first)}")
         self._unique_items = unique_items(json.loads(grammar.text)) if grammar.kind is GrammarKind.JSON_SCHEMA else None
@@ -103,7 +103,7 @@ class CompiledGrammar:
 
         Compiling delays the whole batch: a grammar of 60 kB takes 0.4 s.
         """
-        if "Current row has" not in failed_matcher.get_error():  # this limit depends on the matcher's own text only
+        if "Current row has" not in failed_matcher.get_error():  # this limit depends on the text matched so far, so a new matcher can go on
             self._first = self._compile()
         return self._first.deep_copy()
 

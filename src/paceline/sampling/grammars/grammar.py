@@ -97,7 +97,7 @@ class Grammar:
         return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False), reasoning_end)
 
     def choices(self) -> list[str]:
-        """Return the texts of a grammar of the kind CHOICE."""
+        """Return the texts that a grammar of the kind CHOICE allows."""
         try:
             texts = json.loads(self.text)
         except (ValueError, RecursionError) as error:

@@ -112,7 +112,7 @@ def _drop_unknown_format(node: Schema, pointer: str, document: SchemaDocument) -
 def _bound_unique_items(node: Schema, pointer: str, document: SchemaDocument) -> None:
     if node.pop("uniqueItems", False) is True and "prefixItems" not in node:
         literals = document.literals(node.get("items"))
-        if literals is not None:  # else no item is left once each literal has occurred
+        if literals is not None:  # otherwise no item is left once each literal has occurred
             node["maxItems"] = min(len(literals), node.get("maxItems", len(literals)))
 
 
@@ -231,7 +231,7 @@ def _rewrite_one_of(node: Schema, pointer: str, document: SchemaDocument) -> Non
     cases = node.get("oneOf")
     if not isinstance(cases, list) or len(cases) > _MAX_ONE_OF_CASES:
         return
-    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance itself tells types apart
+    if not any(isinstance(case, dict) and "required" in case for case in cases):  # llguidance can tell types apart by itself
         return
     negated = [_negated(case, node, document) for case in cases]
     if None not in negated:
@@ -344,6 +344,6 @@ def _negated(schema: object, context: object, document: SchemaDocument) -> Any:
 
 def _other_types(given: object) -> Any:
     types = [given] if isinstance(given, str) else given
-    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # no type names the numbers that are not integers
+    if not isinstance(types, list) or ("integer" in types and "number" not in types):  # no JSON type means "non-integer numbers"
         return None
     return {"type": [name for name in _TYPES if name not in types]} if len(set(types) & set(_TYPES)) < len(_TYPES) else False

@@ -24,7 +24,7 @@ class ReasoningSection:
 
     def __init__(self, marker: bytes, bytes_of: Callable[[int], bytes]) -> None:
         self._marker, self._bytes_of = marker, bytes_of
-        self._tail = b""  # the end of the committed text, where the marker may have begun
+        self._tail = b""  # end of the committed text, in which the marker may have begun
 
     def num_tokens(self, path: Sequence[int]) -> int | None:
         """Return how many tokens of `path` are part of the section; None if it does not end in `path`."""
@@ -41,7 +41,7 @@ class ReasoningSection:
         return self._marker in self._tail
 
     def _append(self, tail: bytes, token_id: int) -> bytes:
-        # One byte less than the marker is enough to find a marker that begins in earlier tokens.
+        # A tail of one byte less than the marker suffices to find a marker that begins in earlier tokens.
         return tail[max(0, len(tail) - len(self._marker) + 1) :] + self._bytes_of(token_id)
 
 
@@ -62,8 +62,8 @@ class GrammarMatcher:
         self._reasoning = reasoning
         self._unique_items = compiled.unique_items_state()
         self._has_ended = False
-        self._committed: list[int] = []  # tokens of the output that the matcher consumed
-        self._ahead: list[int] = []  # tokens of a path that it consumed after them
+        self._committed: list[int] = []  # output tokens that llguidance's matcher has consumed
+        self._ahead: list[int] = []  # path tokens that llguidance's matcher has consumed after them
         self._mask_words = np.zeros(self._vocabulary.num_words, np.uint32)
         self._mask_address = self._mask_words.ctypes.data
 
@@ -91,7 +91,7 @@ class GrammarMatcher:
             allowed = self._allowed(len(scores))
             if self._unique_items is not None:
                 self._forbid_duplicates(allowed, inside)
-            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: the faster way if fewer than 3/4 are allowed
+            if 4 * np.count_nonzero(allowed) < 3 * len(scores):  # measured: the faster way if fewer than 3/4 of the ids are allowed
                 _mask_all_except(scores, allowed.nonzero()[0])
             else:
                 scores[~allowed] = -np.inf
@@ -159,7 +159,7 @@ class GrammarMatcher:
         num_back = len(ahead) - shared
         if num_back:
             del ahead[shared:]
-            self._matcher.rollback(num_back)  # does nothing if the matcher has failed; the next call reports that
+            self._matcher.rollback(num_back)  # has no effect if the matcher has failed, which the next call reports
         # An id outside the vocabulary would make llguidance's matcher fail for good.
         rest = list(path[shared:])
         rest = rest[: _first_index(rest, lambda token_id: not 0 <= token_id < self._vocabulary.size)]

@@ -28,7 +28,7 @@ class SchemaDocument:
                 if isinstance(node.get(name), str):
                     self._anchors.setdefault(f"#{node[name]}", []).append(pointer)
             identifier = node.get("$id", node.get("id")) if pointer != "#" else None
-            if isinstance(identifier, str) and identifier.startswith("#"):  # an anchor of drafts 4 to 7
+            if isinstance(identifier, str) and identifier.startswith("#"):  # "#name" is an anchor in JSON schema drafts 4 to 7
                 self._anchors.setdefault(identifier, []).append(pointer)
             self.has_embedded_ids |= isinstance(identifier, str) and "$id" in node and not identifier.startswith("#")
 

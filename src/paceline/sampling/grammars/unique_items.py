@@ -116,7 +116,7 @@ class UniqueItemsSchema:
 
 
 def unique_items(schema: Schema) -> UniqueItemsSchema | None:
-    """Return what `UniqueItemsState` needs to enforce `uniqueItems`; None if the schema does not use the keyword."""
+    """Return the schema data that `UniqueItemsState` needs; None if the schema does not use `uniqueItems`."""
     is_used = any(node.get("uniqueItems") is True and node.get("maxItems") not in (0, 1) for _, node in objects_of(schema))
     return UniqueItemsSchema(schema) if is_used else None
 

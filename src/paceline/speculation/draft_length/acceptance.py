@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from paceline.speculation.tree import DraftTree
 
 PRIOR_RATE = 0.6  # acceptance rate of a drafter before any token was verified
-PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # tokens that priors count for: by probability and at depth 1, and at greater depths
-RATE_MEMORY = 512.0  # tokens after which the older ones count half
-BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0  # tokens that a bias of 0 counts for, and most tokens that later ones are weighed against
-BIAS_STEP = 5.0  # Newton's step, 1 / (p * (1 - p)), at p = 0.28 or 0.72
+PRIOR_WEIGHT, DEEPER_PRIOR_WEIGHT = 4.0, 12.0  # number of tokens that priors count for: by probability and at depth 1; at greater depths
+RATE_MEMORY = 512.0  # number of newer tokens after which older ones count half
+BIAS_PRIOR_WEIGHT, BIAS_MEMORY = 12.0, 64.0  # number of tokens that a bias of 0 counts for, and that the bias remembers at most
+BIAS_STEP = 5.0  # step of Newton's method for the bias: 1 / (p * (1 - p)) at p = 0.28 or 0.72
 MAX_BIAS = 6.0
 SURPRISE = 0.06  # an outcome with a lower probability resets the memory of the bias, because the text has probably changed
-MIN_RATE, MAX_RATE = 0.004, 0.995  # no token is certain or impossible
+MIN_RATE, MAX_RATE = 0.004, 0.995  # bounds of acceptance rates: no token is certain or impossible
 SIBLING_FACTOR = 0.3  # rate of a sibling relative to the one before it, if the drafter gives no probabilities
-FORCED_RATE = 0.98  # of tokens that a grammar forces: the model may split the same text into other tokens
+FORCED_RATE = 0.98  # acceptance rate of tokens forced by a grammar: the model may tokenize the same text differently
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class AcceptanceRates:
     has_probs: bool = False
     _counts: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)  # (verified, accepted), by depth and by probability
 
-    def by_depth(self, count: int) -> list[float]:
+    def rates_by_depth(self, count: int) -> list[float]:
         """Return the rates at depths 1 to `count`. The prior of a depth is the rate of the one before it."""
         rates, rate, weight = list[float](), PRIOR_RATE, PRIOR_WEIGHT
         for depth in range(1, count + 1):
@@ -46,7 +46,7 @@ class AcceptanceRates:
             rates.append(rate)
         return rates
 
-    def by_prob(self, prob: float, *, is_first: bool = True) -> float:
+    def rate_by_prob(self, prob: float, *, is_first: bool = True) -> float:
         """Return the rate of tokens of about this probability. Siblings after the first one are counted separately."""
         verified, accepted = self._counts.get(_prob_key(prob, is_first=is_first), (0.0, 0.0))
         return (accepted + PRIOR_WEIGHT * prob) / (verified + PRIOR_WEIGHT)
@@ -55,20 +55,20 @@ class AcceptanceRates:
         """Count a verified token."""
         self.num_observed += 1
         if is_first:
-            self._count(("depth", depth), accepted=accepted)
+            self._add_outcome(("depth", depth), accepted=accepted)
         if prob is not None:
             self.has_probs = True
-            self._count(_prob_key(prob, is_first=is_first), accepted=accepted)
+            self._add_outcome(_prob_key(prob, is_first=is_first), accepted=accepted)
 
     @property
     def optimism(self) -> float:
         """Standard deviation of the log-odds at depth 1. Drafts are planned with rates raised by it, so that a few rejected
         tokens do not stop drafting."""
         verified, _ = self._counts.get(("depth", 1), (0.0, 0.0))
-        rate = clip(self.by_depth(1)[0])
+        rate = clip_rate(self.rates_by_depth(1)[0])
         return 1.0 / math.sqrt((verified + PRIOR_WEIGHT) * rate * (1.0 - rate))
 
-    def _count(self, key: tuple[str, int], *, accepted: bool) -> None:
+    def _add_outcome(self, key: tuple[str, int], *, accepted: bool) -> None:
         verified, num_accepted = self._counts.get(key, (0.0, 0.0))
         keep = 0.5 if verified >= RATE_MEMORY else 1.0
         self._counts[key] = keep * verified + 1.0, keep * num_accepted + accepted
@@ -95,9 +95,9 @@ class DraftHistory:
 
     def request_rate(self, rate: float, optimism: float = 0.0) -> float:
         """Return the request's acceptance rate, given the rate over all requests. `optimism`: log-odds that are added to the bias."""
-        rate = clip(rate)
+        rate = clip_rate(rate)
         odds = rate / (1.0 - rate) * math.exp(self.bias + optimism)
-        return clip(odds / (1.0 + odds))
+        return clip_rate(odds / (1.0 + odds))
 
     def path_rates(self, rates: Sequence[float], min_rate: float, optimism: float = 0.0) -> list[float]:
         """Return the probabilities that a chain is accepted up to depth 1, 2, …, as far as they are at least `min_rate`."""
@@ -119,7 +119,7 @@ class DraftHistory:
         self.bias = min(max(self.bias + step * (accepted - expected), -MAX_BIAS), MAX_BIAS)
 
 
-def clip(rate: float) -> float:
+def clip_rate(rate: float) -> float:
     """Return the nearest rate in [`MIN_RATE`, `MAX_RATE`]."""
     return MIN_RATE if rate < MIN_RATE else min(rate, MAX_RATE)
 
@@ -134,5 +134,5 @@ def match_confidence(match_len: int, count: int) -> list[float]:
 
 def _prob_key(prob: float, *, is_first: bool) -> tuple[str, int]:
     """Return the key of a probability in `_counts`: bins are half a unit of log-odds wide."""
-    prob = clip(prob)
+    prob = clip_rate(prob)
     return "first" if is_first else "sibling", round(2.0 * math.log(prob / (1.0 - prob)))

@@ -13,15 +13,15 @@ from enum import IntEnum, auto
 from paceline.runtimes.cost import PROFILED_CONTEXT_LEN, ForwardProfile
 from paceline.speculation.request_rows import RequestRows
 
-MEMORY = 0.96  # factor on the weight of the earlier samples with each new one
-STALL_MEMORY = 0.1  # in place of MEMORY if a much faster sample shows that the earlier ones were stalls of the machine
+MEMORY = 0.96  # factor by which a new sample reduces the weight of the earlier ones
+STALL_MEMORY = 0.1  # the same factor if a much faster sample shows that earlier ones were machine stalls
 MAX_SLOWDOWN = 1.5  # a sample counts as at most this multiple of its expected time, because a longer one is probably a stall
 STALL = 3.0  # if a sample is this many times faster than expected, the earlier ones were stalls, because nothing runs faster by chance
-MIN_INFORMATION = 1e-6  # of y * y relative to x * x: below it, the samples that tell a from b are too old
-MIN_STEP_S = 1e-7  # noise can lead to a fit in which a plain step takes no time
-PRIOR_SAMPLES = 0.25  # weight of the profile in a fit, in samples
-HOST_DRAFTS = 4.0  # usual draft tokens of a step: `usual_y` of the fit of the host's time
-FIRST_PROPOSALS = 8  # proposals of a drafter before its times are used: the first ones also prepare memory and kernels
+MIN_INFORMATION = 1e-6  # minimum of sum(y * y) relative to sum(x * x) of recent samples; below it, a and b cannot be told apart
+MIN_STEP_S = 1e-7  # minimum time of a plain step: noise can lead to a fit of zero
+PRIOR_SAMPLES = 0.25  # number of samples that the measured profile counts for in a fit
+HOST_DRAFTS = 4.0  # usual number of draft tokens of a step, for the fit of the host's time
+FIRST_PROPOSALS = 8  # first proposals of a drafter that are not timed: they also prepare memory and kernels
 
 
 class LinearCost:
@@ -45,7 +45,7 @@ class LinearCost:
         return self.a * x + self.b * y
 
     def observe(self, x: float, y: float, seconds: float) -> None:
-        """Add a sample."""
+        """Add a measured time for (x, y) to the fit."""
         keep = MEMORY
         if self.is_known:
             expected = self.seconds_at(x, y)
@@ -82,7 +82,7 @@ class AdapterUse(IntEnum):
 
     NONE = auto()
     SOME_ROWS = auto()
-    MIXTURE_PASS = auto()  # the adapter is a mixture: each row runs twice
+    MIXTURE_PASS = auto()  # the adapter is X-LoRA: each row runs twice
 
 
 @dataclass(slots=True)
@@ -122,17 +122,17 @@ class CostModel:
         self.profile = profile
         self.host = LinearCost(usual_y=HOST_DRAFTS)
         self._speed: dict[AdapterUse, LinearCost] = {}
-        self._drafting: dict[tuple[str, int], LinearCost] = {}  # by drafter and by number of requests, rounded to powers of two
+        self._drafting: dict[tuple[str, int], LinearCost] = {}  # drafting cost by drafter and number of requests, rounded to powers of two
         self._num_proposals: dict[str, int] = {}  # by drafter
         self._seconds: list[float] = []  # of the profile, by rows
 
     def step_times(self, shape: BatchShape, max_drafts: int) -> list[float]:
         """Return [max_drafts + 1] seconds of a step with 0, 1, … draft tokens, the time of drafters aside."""
-        base_s, speed = self._profiled(shape, 0), self._speed_of(shape.adapters)
+        base_s, speed = self._profiled_s(shape, 0), self._profile_correction(shape.adapters)
         host_s, draft_row_s = self.host.seconds_at(shape.num_sequences, 0.0), self.host.b
         fixed_s = max(MIN_STEP_S, speed.a * base_s + host_s)
-        row_s = draft_row_s + speed.b * self.profile.row_s * shape.cached_len / max(1, shape.num_sequences)
-        rows = self._rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
+        row_s = draft_row_s + speed.b * self.profile.cached_row_attention_s * shape.cached_len / max(1, shape.num_sequences)
+        rows = self._seconds_by_rows(shape.num_rows + max_drafts)[shape.num_rows : shape.num_rows + max_drafts + 1]
         return [fixed_s + speed.b * (seconds - rows[0]) + row_s * count for count, seconds in enumerate(rows)]
 
     def draft_s(self, drafter: str, num_requests: int, depth: int) -> float:
@@ -140,7 +140,7 @@ class CostModel:
         return self._draft_cost(drafter, num_requests).seconds_at(1.0, depth)
 
     def draft_token_s(self, drafter: str) -> float:
-        """Return the seconds of one more draft token for one request."""
+        """Return the expected seconds of one more draft token for one request."""
         return self._draft_cost(drafter, 1).b
 
     def observe_draft_time(self, drafter: str, num_requests: int, depth: int, seconds: float) -> None:
@@ -154,21 +154,21 @@ class CostModel:
         return self._num_proposals.get(drafter, 0) >= FIRST_PROPOSALS
 
     def observe_step_time(self, shape: BatchShape, num_drafts: int, forward_s: float, host_s: float) -> None:
-        """Add the times of a step: of its forward pass, and of everything but drafting."""
-        base_s = self._profiled(shape, 0)
-        self._speed_of(shape.adapters).observe(base_s, self._profiled(shape, num_drafts) - base_s, forward_s)
+        """Add the measured times of a step: its forward pass, and all other work except drafting."""
+        base_s = self._profiled_s(shape, 0)
+        self._profile_correction(shape.adapters).observe(base_s, self._profiled_s(shape, num_drafts) - base_s, forward_s)
         self.host.observe(shape.num_sequences, num_drafts, host_s)
 
     def _draft_cost(self, drafter: str, num_requests: int) -> LinearCost:
-        """Return the cost for about so many requests, or for the nearest number that was timed."""
+        """Return the cost model for about this number of requests, or for the nearest number that was timed."""
         if not self.is_draft_cost_known(drafter):
             return LinearCost()
         size = num_requests.bit_length()
         sizes = [own_size for name, own_size in self._drafting if name == drafter]
         return self._drafting[drafter, min(sizes, key=lambda one: abs(one - size))] if sizes else LinearCost()
 
-    def _speed_of(self, adapters: AdapterUse) -> LinearCost:
-        """Return the factors of the profile for passes with such adapters; those of passes without adapters before the first one."""
+    def _profile_correction(self, adapters: AdapterUse) -> LinearCost:
+        """Return the correction of the profile for passes with such adapters; that without adapters before the first sample."""
         speed = self._speed.get(adapters)
         if speed is None:
             plain = self._speed.get(AdapterUse.NONE)
@@ -179,13 +179,15 @@ class CostModel:
             speed.observe(first, more, factor * (a * first + b * more))
         return speed
 
-    def _profiled(self, shape: BatchShape, num_drafts: int) -> float:
+    def _profiled_s(self, shape: BatchShape, num_drafts: int) -> float:
         """Return the seconds of a pass by the profile alone."""
         num_rows = shape.num_rows + num_drafts
-        return self._rows(num_rows)[num_rows] + self.profile.cache_read_s(shape.cached_len, num_rows / max(1, shape.num_sequences))
+        return self._seconds_by_rows(num_rows)[num_rows] + self.profile.cache_read_s(
+            shape.cached_len, num_rows / max(1, shape.num_sequences)
+        )
 
-    def _rows(self, num_rows: int) -> list[float]:
-        """Return [at least num_rows + 1] seconds of the profile, by rows."""
+    def _seconds_by_rows(self, num_rows: int) -> list[float]:
+        """Return the profile's seconds by number of rows, [at least num_rows + 1]."""
         while len(self._seconds) <= num_rows:
             self._seconds.append(self.profile.seconds_at(len(self._seconds)) if self._seconds else 0.0)
         return self._seconds

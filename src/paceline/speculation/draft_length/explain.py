@@ -47,9 +47,9 @@ def explain_policy(policy: FixedDraftLength) -> list[str]:
         if rates.num_observed:
             one_s, four_s = (1e3 * policy.cost.draft_s(name, 1, count) for count in (1, 4))
             time = f"1 token {one_s:.2f} ms, 4 tokens {four_s:.2f} ms" if policy.cost.is_draft_cost_known(name) else "not timed yet"
-            by_depth = " ".join(f"{rate:.2f}" for rate in rates.by_depth(min(_SHOWN_DEPTHS, policy.num_speculative_tokens)))
+            rates_by_depth = " ".join(f"{rate:.2f}" for rate in rates.rates_by_depth(min(_SHOWN_DEPTHS, policy.num_speculative_tokens)))
             kind = "temperature 0" if is_greedy else "temperatures above 0"
-            lines.append(f"{name}: {time}; acceptance rate by depth at {kind}: {by_depth}")
+            lines.append(f"{name}: {time}; acceptance rate by depth at {kind}: {rates_by_depth}")
     return lines
 
 

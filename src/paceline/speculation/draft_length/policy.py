@@ -23,16 +23,16 @@ from paceline.speculation.request_rows import RequestRows
 from paceline.speculation.stats import SkipReason
 from paceline.speculation.tree import DraftTree
 
-MIN_GAIN = 0.03  # least expected speedup - 1 for which draft tokens are sent
-MIN_REACH = 0.02  # probability of a path below which its last token is never sent
-COLD_TOKENS = 4  # longest draft of a drafter of which little was measured
-CHEAP_SHARE = 0.02  # of a plain step: a drafter whose tokens take less time need not stop early
-OVERHEAD_SHARE = 0.01  # of run time, for drafting that brought nothing
-OVERHEAD_STEPS = 128  # steps whose share the overhead budget holds at most
-MAX_CHARGE = 0.25  # of a forward pass: most that one step takes from the overhead budget
-PROBE_TOKENS = 2  # draft length of a drafter that did not pay lately, to measure whether it does now
-MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # 2 ** 6 = 64 steps, and 8 for lookup drafters, which take next to no time
-UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text later
+MIN_GAIN = 0.03  # minimum expected speedup minus 1 for which draft tokens are sent
+MIN_REACH = 0.02  # path probability below which a draft token is never sent
+COLD_TOKENS = 4  # maximum draft length of a drafter with few measurements
+CHEAP_SHARE = 0.02  # share of a plain step below which a draft token's time is negligible, so the drafter need not stop early
+OVERHEAD_SHARE = 0.01  # share of run time that may be spent on drafting without benefit
+OVERHEAD_STEPS = 128  # number of steps whose share the overhead budget can accumulate
+MAX_CHARGE = 0.25  # maximum charge of one step to the overhead budget, in forward passes
+PROBE_TOKENS = 2  # draft length of a probe, which measures whether an unprofitable drafter is profitable again
+MAX_BACKOFF_LEVEL, MAX_LOOKUP_BACKOFF_LEVEL = 6, 3  # at most 2 ** 6 = 64 steps; 8 for lookup drafters, which take next to no time
+UNSENT_TOKENS = 4  # tokens of a dropped draft that are compared with the text afterwards
 
 
 class FixedDraftLength:
@@ -74,21 +74,21 @@ class FixedDraftLength:
         """Drop draft tokens that are not expected to pay for their rows."""
 
     def observe_verified(self, request: Request, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Learn from a verified tree."""
+        """Update acceptance rates from a verified tree."""
 
     def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
-        """Learn the time of a `propose` call for so many requests and drafts of this depth."""
+        """Update the drafting cost from the time of a `propose` call."""
 
     def observe_step_time(
         self, batch: Sequence[RequestRows], forward_s: float, host_s: float, draft_s: float = 0.0, plan_s: float = 0.0
     ) -> None:
-        """Learn the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
+        """Update the costs from the times of a step: the target's pass, other work, drafting, and the decisions of this policy."""
 
     def release(self, request: Request) -> None:
         """Free what is kept for a request that ended."""
 
     def describe(self) -> str:
-        """Return a line for the banner."""
+        """Return a description of the policy for the banner."""
         return f"{self.num_speculative_tokens} draft tokens a step"
 
 
@@ -97,7 +97,7 @@ class Choice(NamedTuple):
 
     Attributes:
         counts: by request; all 0 if the expected speedup is below `MIN_GAIN`.
-        log_speedup: of the best number of draft tokens, even if it is below `MIN_GAIN`.
+        log_speedup: log of the expected speedup by the best number of draft tokens, even if below `MIN_GAIN`.
         expected_tokens, seconds: of the step with these counts.
     """
 
@@ -168,13 +168,13 @@ class AdaptiveDraftLength(FixedDraftLength):
     def __init__(self, num_speculative_tokens: int, profile: ForwardProfile, *, row_budget: int | None = None) -> None:
         super().__init__(num_speculative_tokens, row_budget=row_budget)
         self.cost = CostModel(profile)
-        self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # by drafter, and whether requests are greedy
+        self.rates: dict[tuple[str, bool], AcceptanceRates] = {}  # acceptance rates by drafter, and by whether requests are greedy
         self._step = 0
-        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while it is negative, no request drafts
-        self._saving_s = 0.0  # what the budget must hold before the next probe
+        self._overhead_budget_s = MAX_CHARGE * profile.seconds_at(1)  # while the budget is negative, no request drafts
+        self._next_probe_budget_s = 0.0  # amount that the budget must reach before the next probe
         self._shape: BatchShape | None = None  # of the step
         self._probed: Request | None = None  # in this step
-        self._is_chargeable = False  # whether decisions of this step are charged: not if no request might draft, so that the budget refills
+        self._is_chargeable = False  # whether this step's decisions are charged; not if no request could draft, so that the budget refills
         self._mean_output_len = 0.0
 
     def begin_step(self, batch: Sequence[RequestRows]) -> SkipReason | None:
@@ -191,9 +191,9 @@ class AdaptiveDraftLength(FixedDraftLength):
 
     def plan(self, batch: Sequence[RequestRows], drafter: Drafter, max_rows: int | None) -> None:
         for rows in batch:
-            if rows.budget is not None and not self._is_known(rows.request, drafter):
+            if rows.budget is not None and not self._is_sufficiently_measured(rows.request, drafter):
                 rows.budget = _short_chain(rows.budget, COLD_TOKENS)
-        if drafter.traits.is_lookup:  # takes next to no time: its drafts are judged by `select`
+        if drafter.traits.is_lookup:  # lookup drafters take next to no time: `prune_drafts` judges their drafts
             return
         shape = self._shape or BatchShape.from_batch(batch)
         present = [sorted(self._path_probs(rows.request, rows.tree)[1:], reverse=True) for rows in batch]
@@ -218,7 +218,7 @@ class AdaptiveDraftLength(FixedDraftLength):
                 rows.budget = self._chosen_budget(rows.request, drafter, rows.budget, choice.counts[index], choice, times, len(batch))
             elif present[index]:
                 rows.budget = None
-            elif not self._probe(rows, drafter, times):
+            elif not self._try_probe(rows, drafter, times):
                 self._back_off(history, MAX_BACKOFF_LEVEL)
                 rows.skip(SkipReason.UNPROFITABLE)
 
@@ -245,7 +245,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         for rows, order, own, count in zip(prunable, orders, gains, choice.counts, strict=True):
             rows.expected_speedup = choice.speedup
             if count == 0:
-                self._withhold(rows)
+                self._drop_unprofitable_draft(rows)
             elif rows.tree is not None:
                 rows.tree, rows.expected_tokens = rows.tree.subtree(sorted(order[: count + 1])), 1.0 + sum(own[:count])
 
@@ -253,18 +253,20 @@ class AdaptiveDraftLength(FixedDraftLength):
         if (name := drafter_of(tree)) is None:
             return
         rates, history = self._rates_and_history(request, name)
-        by_depth = rates.by_depth(tree.tree_depth)
+        rates_by_depth = rates.rates_by_depth(tree.tree_depth)
         next_nodes = [
             *accepted_nodes,
             *([] if request.is_finished else [-1]),
-        ]  # at the last node none was accepted; if the request finished there, none was judged
+        ]  # the last accepted node has no accepted child; if the request finished there, none was judged
         for node, accepted_child in zip([0, *accepted_nodes], next_nodes, strict=False):
             for rank, child in enumerate(tree.children(node)):
                 if tree.sources[child] == FORCED:
                     continue
                 prob, depth = None if tree.probs is None else tree.probs[child], tree.depths[child]
                 if rank == 0:
-                    history.observe(by_depth[depth - 1] if prob is None else rates.by_prob(prob), accepted=child == accepted_child)
+                    history.observe(
+                        rates_by_depth[depth - 1] if prob is None else rates.rate_by_prob(prob), accepted=child == accepted_child
+                    )
                 rates.observe(depth, prob, is_first=rank == 0, accepted=child == accepted_child)
 
     def observe_draft_time(self, drafter: Drafter, num_requests: int, depth: int, seconds: float) -> None:
@@ -276,10 +278,10 @@ class AdaptiveDraftLength(FixedDraftLength):
         num_drafts = sum(rows.num_draft_tokens for rows in batch)
         if self._shape is None or not self._shape.is_decoding:
             return
-        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine does not fill the budget
+        plain_s = min(forward_s, self.cost.step_times(self._shape, 0)[0])  # a stall of the machine must not fill the overhead budget
         if num_drafts == 0 and self._is_chargeable:
             self._overhead_budget_s -= min(draft_s + plan_s, MAX_CHARGE * plain_s)
-        most_s = max(self._saving_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
+        most_s = max(self._next_probe_budget_s, OVERHEAD_SHARE * OVERHEAD_STEPS * plain_s)
         self._overhead_budget_s = min(self._overhead_budget_s + OVERHEAD_SHARE * plain_s, most_s)
         self.cost.observe_step_time(self._shape, num_drafts, forward_s, host_s)
 
@@ -305,7 +307,7 @@ class AdaptiveDraftLength(FixedDraftLength):
             request.draft_histories[drafter] = DraftHistory()
         return self.rates[key], request.draft_histories[drafter]
 
-    def _is_known(self, request: Request, drafter: Drafter) -> bool:
+    def _is_sufficiently_measured(self, request: Request, drafter: Drafter) -> bool:
         """Return whether enough was measured of a drafter to draft as many tokens as the model of costs and acceptance suggests."""
         is_timed = drafter.traits.is_lookup or self.cost.is_draft_cost_known(drafter.name)
         return is_timed and self._rates_and_history(request, drafter.name)[0].num_observed >= 2 * COLD_TOKENS
@@ -313,12 +315,12 @@ class AdaptiveDraftLength(FixedDraftLength):
     def _planned_gains(
         self, batch: Sequence[RequestRows], drafter: Drafter, present: Sequence[Sequence[float]]
     ) -> tuple[list[Sequence[float]], set[int]]:
-        """Return the gains if each request has its better draft, that of `present` or of this drafter, and the requests with the latter."""
+        """Return the gains if each request uses the better of its present draft and this drafter's, and the requests with the latter."""
         planned, undrafted = list(present), set[int]()
         for index, rows in enumerate(batch):
             if rows.budget is not None:
                 rates, history = self._rates_and_history(rows.request, drafter.name)
-                gains = history.path_rates(rates.by_depth(rows.budget.max_tokens), MIN_REACH, rates.optimism)
+                gains = history.path_rates(rates.rates_by_depth(rows.budget.max_tokens), MIN_REACH, rates.optimism)
                 if sum(gains) > sum(present[index]):
                     planned[index] = gains
                     undrafted.add(index)
@@ -343,8 +345,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         span = min(8, len(times) - 1)
         row_s = max(0.0, times[span] - times[0]) / max(1, span)
         tokens_lost = choice.expected_tokens / choice.seconds * (row_s + (token_s if num_requests == 1 else 0.0))
-        min_reach = min(0.9, tokens_lost / max(0.2, rates.by_depth(1)[0]))
-        return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.request_rate(rates.by_prob(prob)))
+        min_reach = min(0.9, tokens_lost / max(0.2, rates.rates_by_depth(1)[0]))
+        return replace(budget, min_reach=min_reach, rate_of=lambda prob: history.request_rate(rates.rate_by_prob(prob)))
 
     def _repays_prefill(self, request: Request, drafter: Drafter, choice: Choice, times: Sequence[float]) -> bool:
         """Return whether drafting saves more time over the rest of a request than its drafter needs to read the text first."""
@@ -356,21 +358,21 @@ class AdaptiveDraftLength(FixedDraftLength):
         saved_s = times[0] * (1.0 - math.exp(-choice.log_speedup))  # for one token
         return prefill_s <= saved_s * min(request.num_remaining_tokens, expected)
 
-    def _probe(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
+    def _try_probe(self, rows: RequestRows, drafter: Drafter, times: Sequence[float]) -> bool:
         """Let a drafter that is not expected to pay draft `PROBE_TOKENS`, if the overhead budget holds the price."""
         if self._probed is not None or rows.budget is None or min(rows.budget.max_depth, len(times) - 1) < PROBE_TOKENS:
             return False
         price_s = times[PROBE_TOKENS] - times[0] + self.cost.draft_s(drafter.name, 1, PROBE_TOKENS)
-        most_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a full budget pays for any draft: its measured price may be a stall
+        most_s = 0.9 * OVERHEAD_SHARE * OVERHEAD_STEPS * times[0]  # a full budget pays for any draft: its measured cost may be a stall
         prefill_s = drafter.prefill_s(rows.request)
         if self._overhead_budget_s < min(price_s, most_s) + prefill_s:
-            self._saving_s = min(price_s, most_s) + prefill_s
+            self._next_probe_budget_s = min(price_s, most_s) + prefill_s
             return False
-        self._overhead_budget_s, self._saving_s = self._overhead_budget_s - price_s - prefill_s, 0.0
+        self._overhead_budget_s, self._next_probe_budget_s = self._overhead_budget_s - price_s - prefill_s, 0.0
         self._probed = rows.request
         self._rates_and_history(rows.request, drafter.name)[
             1
-        ].num_observed = 0.0  # so that the outcome of the probe moves the bias of the request far
+        ].num_observed = 0.0  # so that the outcome of the probe changes the request's bias strongly
         rows.budget = _short_chain(rows.budget, PROBE_TOKENS)
         return True
 
@@ -379,8 +381,8 @@ class AdaptiveDraftLength(FixedDraftLength):
         history.backoff_level = min(max_level, history.backoff_level + 1)
         history.resume_step = (self._step // 2**history.backoff_level + 1) * 2**history.backoff_level
 
-    def _withhold(self, rows: RequestRows) -> None:
-        """Drop a request's draft, and store its beginning, to be scored when the text is longer."""
+    def _drop_unprofitable_draft(self, rows: RequestRows) -> None:
+        """Drop a request's draft, but store its first tokens, to compare them with the text later."""
         tree, request = rows.tree, rows.request
         if tree is not None and (name := drafter_of(tree)) is not None:
             start, history = tree.subtree([0, *tree.first_child_path()[:UNSENT_TOKENS]]), self._rates_and_history(request, name)[1]
@@ -389,7 +391,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         rows.drop_draft(SkipReason.UNPROFITABLE)
 
     def _score_unsent(self, request: Request, drafter: Drafter, history: DraftHistory) -> bool:
-        """Learn from a draft that was not sent, as if it had been verified; return whether its first token was right."""
+        """Update acceptance rates from an unsent draft, as if it had been verified; return whether its first token was correct."""
         num_tokens, tree = history.unsent or (0, DraftTree.root_only(0))
         text, accepted = request.token_ids[num_tokens:], list[int]()
         for token in text:
@@ -412,7 +414,7 @@ class AdaptiveDraftLength(FixedDraftLength):
         if tree is None or tree.num_draft_tokens == 0:
             return [1.0]
         rates, history = self._rates_and_history(request, drafter_of(tree) or FORCED)
-        by_depth, reached, last_sibling = rates.by_depth(tree.tree_depth), [1.0], dict[int, float]()  # its rate, by parent
+        rates_by_depth, reached, last_sibling = rates.rates_by_depth(tree.tree_depth), [1.0], dict[int, float]()  # its rate, by parent
         for node in range(1, len(tree.token_ids)):
             parent = tree.parents[node]
             if tree.sources[node] == FORCED:
@@ -420,11 +422,11 @@ class AdaptiveDraftLength(FixedDraftLength):
             elif reached[parent] < MIN_REACH:
                 rate = 0.0
             elif tree.probs is not None:
-                rate = history.request_rate(rates.by_prob(tree.probs[node], is_first=parent not in last_sibling))
+                rate = history.request_rate(rates.rate_by_prob(tree.probs[node], is_first=parent not in last_sibling))
             elif parent in last_sibling:
                 rate = SIBLING_FACTOR * last_sibling[parent]
             else:
-                rate = history.request_rate(by_depth[tree.depths[node] - 1])
+                rate = history.request_rate(rates_by_depth[tree.depths[node] - 1])
             last_sibling[parent] = rate
             reached.append(reached[parent] * rate)
         return reached

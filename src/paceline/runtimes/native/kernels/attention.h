@@ -6,12 +6,12 @@
 
 /* Positions of a split. Its sums are computed separately and then merged in order. Results depend on it, so it is the same on all machines. */
 #define SPLIT 256
-#define MAX_QUERIES 64 /* of a chunk, unless a single row has more */
+#define MAX_QUERIES 64 /* queries of a chunk, unless a single row has more */
 
 /* Consecutive rows of a range and one kv head; each block of the cache is read once for all of them. */
 typedef struct {
     const Range *range;
-    int row, rows, kv_head; /* row: of the range */
+    int row, rows, kv_head; /* row: first row, within the range */
 } Chunk;
 
 int chunk_rows(const AttentionOperation *op);

@@ -25,7 +25,7 @@ typedef struct {
     floats first, second;
 } bf16s;
 
-/* Both must be exact in bfloat16. */
+/* Both numbers must be exact in bfloat16. */
 INLINE bf16s join_bf16(floats first, floats second) { return (bf16s){first, second}; }
 
 /* Convert 32 bfloat16 as stored. */
@@ -40,7 +40,7 @@ INLINE bf16s load_bf16(const float *from) {
     return v;
 }
 
-/* Floats of 32 packed columns. */
+/* Number of floats that 32 packed columns take. */
 #define BF16_STEP_FLOATS (sizeof(bf16s) / sizeof(float))
 
 /* Round to the nearest bfloat16, ties to even. */

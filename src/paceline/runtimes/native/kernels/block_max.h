@@ -2,7 +2,7 @@
 #ifndef PACELINE_BLOCK_MAX_H
 #define PACELINE_BLOCK_MAX_H
 
-#define BLOCK_COLUMNS 192 /* of a block; a multiple of the outputs of tiles and panels, and a piece of work of products that compute block_max */
+#define BLOCK_COLUMNS 192 /* logits of a block: a multiple of the outputs of tiles and panels; products that compute block_max work on whole blocks */
 
 float max_of(const float *x, int count);
 void find_block_max(const float *x, int count, int size, float *block_max);

@@ -25,7 +25,7 @@ typedef struct {
     int group, low_bits, high_bits; /* columns of a group; bits of a code, in two parts */
     int has_minimums;
     int two_halves;   /* scales are always stored for both halves */
-    int factor_bytes; /* of a super-block */
+    int factor_bytes; /* bytes of the factors of a super-block */
 } KQuant;
 
 static const KQuant K_QUANTS[] = {

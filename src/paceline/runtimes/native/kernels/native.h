@@ -25,18 +25,18 @@ enum {
 #define SUPER_BLOCK 256
 #define MAX_GROUP 256 /* columns of a group */
 
-/* W [outputs, columns]. */
+/* A weight matrix W [outputs, columns]. */
 typedef struct {
-    int32_t kind, outputs, columns, group, zero_point, out; /* out: buffer of the result */
+    int32_t kind, outputs, columns, group, zero_point, out; /* group: columns that share a scale; out: buffer of the result */
     int32_t block;     /* of K-quants: columns that share float16 scales, 256 or 128; else 0 */
-    int64_t row_bytes; /* of an output or of a panel */
+    int64_t row_bytes; /* bytes of a row (one output), or of a panel (16 outputs) */
     const uint8_t *codes;
     const float *scales, *minimums; /* [outputs, columns / group] */
     const float *bias;              /* [outputs] or NULL */
-    const int8_t *table;            /* of a TABLE kind: the 16 values; plus zero_point they are unsigned */
+    const int8_t *table;            /* the 16 values that the codes of a TABLE kind index; plus zero_point they are unsigned */
 } Matrix;
 
-/* A K-quant row by row, which panels are filled from. */
+/* A K-quant matrix stored row by row, from which panels are filled. */
 typedef struct {
     int32_t kind, outputs, columns, block, zero_point; /* zero_point: makes the codes unsigned */
     int64_t row_bytes;
@@ -45,7 +45,7 @@ typedef struct {
     const uint8_t *factors, *minimum_factors;  /* [outputs, columns / group] */
 } SuperBlocks;
 
-/* Rows of GGUF blocks, which panels are filled from (gguf_blocks.c). */
+/* A matrix in GGUF blocks, from which panels are filled (gguf_blocks.c). */
 typedef struct {
     int32_t type, kind; /* GGUF's type number; the kind of the panels */
     int32_t outputs, columns, zero_point;
@@ -63,8 +63,8 @@ enum {
 };
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU, SIGMOID_OF_GATE, GATE_ITSELF, RELU };
 enum { SOFTMAX, SIGMOID }; /* how a router's logits become scores */
-/* The form of a product's input rows: float32, rounded to bfloat16 (all its matrices are BF16), or rounded to bytes (all its matrices are panels
- * with the same groups and zero point). */
+/* How the input rows of a product are stored: float32, rounded to bfloat16 (all its matrices are BF16), or rounded to bytes (all its matrices are
+ * panels with the same groups and zero point). */
 enum { AS_FLOATS, AS_BF16, AS_BYTES };
 /* The rows an operation works on: all of the pass, or those whose logits are computed, which GATHER copies to consecutive rows. */
 enum { ALL_ROWS, LOGITS_ROWS };
@@ -78,9 +78,9 @@ typedef struct {
 typedef struct {
     Operation head;
     int32_t x, num_matrices, packing;
-    int32_t site;           /* index among the operations that adapters can change; -1 = none does */
+    int32_t site;           /* index of this operation among those that adapters can change; -1 = adapters do not change it */
     int32_t block_max;      /* buffer for the maximum of each BLOCK_COLUMNS results of a row, NaN if one is; -1 = not kept */
-    const Matrix *matrices; /* [num_matrices] of the same columns */
+    const Matrix *matrices; /* [num_matrices] with equal numbers of columns */
 } LinearOperation;
 
 typedef struct {
@@ -94,16 +94,16 @@ typedef struct {
 typedef struct {
     Operation head;
     int32_t x, heads, head_size;
-    int32_t rotary_half, table; /* pairs that are rotated; number of the table of angles */
+    int32_t rotary_half, table; /* number of rotated pairs per head; index of the table of angles */
 } RopeOperation;
 
 typedef struct {
     Operation head;
     int32_t q, k, v, heads, kv_heads, head_size; /* k = v = -1: another operation has written the rows; q = -1: they are only written */
-    int32_t layer;  /* of the cache */
-    int32_t tables; /* which set of the pass's block tables */
+    int32_t layer;  /* layer of the KV cache */
+    int32_t tables; /* index of the set of block tables in the pass */
     int32_t window; /* rows of the sliding window; 0 = none */
-    int32_t is_causal; /* masks of ranges are ignored */
+    int32_t is_causal; /* 1 = attention is causal, and the masks of ranges are ignored */
     float scale, soft_cap; /* 0 = none */
     const float *sinks;    /* [heads] the score of a key without a value that every row attends to; NULL = none */
 } AttentionOperation;
@@ -145,9 +145,9 @@ typedef struct {
 typedef struct {
     Operation head;
     int32_t x, experts, chosen, scoring;
-    int32_t groups, chosen_groups; /* only groups with the largest sums of their two best scores take part */
+    int32_t groups, chosen_groups; /* experts are chosen from the groups with the largest sums of their two best scores */
     int32_t is_normalized;         /* weights are divided by their sum + epsilon */
-    float epsilon, factor;         /* factor: of all weights */
+    float epsilon, factor;         /* factor: multiplies all expert weights */
     const float *correction;       /* [experts] added to scores for comparison only; NULL = none */
     const float *scales;           /* [experts] factor of each expert's weight; NULL = none */
 } RouteOperation;
@@ -156,7 +156,7 @@ typedef struct {
 typedef struct {
     Operation head;
     int32_t x, routes, chosen, experts, num_matrices, packing;
-    int32_t of_pairs;       /* x has a row for each pair of a row and an expert, in the order of pairs; else for each row of the pass */
+    int32_t of_pairs;       /* 1 = x has a row for each pair of a row and an expert, in the order of pairs; 0 = a row for each row of the pass */
     int32_t site;           /* as in LinearOperation, of the first expert; the other experts follow */
     const Matrix *matrices; /* [num_matrices][experts] of the same columns; the results have a row for each pair */
 } ExpertsOperation;
@@ -191,11 +191,11 @@ typedef struct {
     int32_t x, a, b, work; /* work: a buffer of `work_floats` a row */
     int32_t channels, heads, key_heads, rows_of_state, columns, block, is_delta;
     int32_t matrices_at, keys_at, work_floats; /* keys_at: in a record */
-    float min_step, max_step;                  /* limits of step sizes */
+    float min_step, max_step;                  /* Mamba-2's limits of the step size dt */
     const float *decay, *bias, *skip;          /* [heads]; skip NULL = none */
 } StateOperation;
 
-/* What an adapter adds to one product: up @ t and a bias, t being `rank` floats of down @ x from `first` on. */
+/* The LoRA update of one product: up @ t plus a bias, where t are `rank` floats of down @ x from `first` on. */
 typedef struct {
     int32_t kind, first, rank, unused;
     const uint8_t *up;   /* [outputs / 16, the last one padded][rank][16]; NULL = nothing */
@@ -203,17 +203,17 @@ typedef struct {
     const Matrix *replacement; /* whose product replaces this one; NULL = none */
 } AdapterProduct;
 
-/* What an adapter does to the products of one operation. */
+/* The LoRA updates of the products of one operation. */
 typedef struct {
     const Matrix *down;             /* [sum of ranks, columns] in panels (low_rank.c); NULL = none */
     const AdapterProduct *products; /* [num_matrices]; NULL = the adapter changes nothing here */
     const int32_t *scaling_columns; /* [sum of ranks] which of a row's scalings multiplies each rank; NULL = none */
 } AdapterSite;
 
-/* An adapter that some rows of a pass have. */
+/* A LoRA adapter and the rows of the pass that use it. */
 typedef struct {
     const AdapterSite *sites;   /* by the site of the operation */
-    int32_t first[2], count[2]; /* its part of `adapter_rows`: of all rows, and of those whose logits are computed */
+    int32_t first[2], count[2]; /* its rows in `adapter_rows`: among all rows, and among rows of logits */
     const float *scalings;      /* [count[0]][num_scalings] of a mixture of adapters; NULL = none */
     int64_t num_scalings;
 } PassAdapter;
@@ -264,13 +264,13 @@ typedef struct {
     int32_t start, rows, cached_len, table, mask, first_slot;
 } Range;
 
-/* Recurrent states are stored after a multiple of so many rows of their text. */
+/* Recurrent states are stored after a multiple of this number of rows of their sequence. */
 #define CHECKPOINT_INTERVAL 8
 #define NO_NODE -1
 #define IN_PLACE -1
 #define NOWHERE -2
 
-/* One sweep over a state: add the updates of a path, multiply with the rows that extend it, save it. */
+/* One step over a recurrent state: add the updates of a path, compute the rows that extend it, save it. */
 typedef struct {
     int32_t from;                /* a slot, or IN_PLACE = the stored state */
     int32_t to;                  /* where to keep the state after the path: a slot, IN_PLACE or NOWHERE */
@@ -281,7 +281,7 @@ typedef struct {
 
 typedef struct {
     float *state;
-    int64_t count; /* pending and new rows that it includes */
+    int64_t count; /* number of pending and new rows that the saved state includes */
 } Save;
 
 /* What the rows of a range do to the recurrent state of their sequence. */
