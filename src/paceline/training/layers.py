@@ -44,7 +44,7 @@ class LayerSizes:
     @classmethod
     def of_target(cls, target: ModelConfig) -> "LayerSizes":
         """Return the sizes of the target's last layer with attention, and of its last dense MLP."""
-        attention = list(target.attentions.values())[-1]
+        attention = list(target.attention_layers.values())[-1]
         dense = [layer.mlp for layer in target.layers if isinstance(layer.mlp, DenseMLP) and layer.mlp.has_gate]
         is_gelu = bool(dense) and dense[-1].activation is Activation.GELU_TANH
         return cls(
